@@ -1,0 +1,55 @@
+# Each target makes the environment (.venv in this folder) if it is not there, and does nothing twice.
+# Another Python:  make test PYTHON=python3.13        A part of the tests:  make test T=tests/rank
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Newer than pyproject.toml when everything in it is installed.
+READY := .venv/.installed
+T ?=
+
+.PHONY: help demo test lab bench check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a GPT on real text, on 4 CPU ranks or one per GPU: about 3 minutes"
+	@echo "make lab     open the first notebook in JupyterLab"
+	@echo "make test    the tests; a part of them: make test T=tests/rank"
+	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
+	@echo "make check   ruff, mypy, import-linter"
+	@echo "make clean   remove the environment and the caches"
+
+demo: $(READY)
+	@$(BIN)/nbkit demo
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(T)
+
+lab: $(READY)
+	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
+
+bench: $(READY)
+	@$(BIN)/python -m bench
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON) here. nbkit needs Python >= 3.11:  make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "nbkit needs Python >= 3.11, and $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name a newer one:  make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make environments: its venv module is missing."; \
+	  echo "On Debian and Ubuntu:  sudo apt-get install python3-venv"; exit 1; }
+	@echo "Installing into .venv (once; torch is the large part) ..."
+	@# A venv cut short on the way has a python but no pip.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,84 @@
+"""Measure nbkit beside its peers and print the table.
+
+python -m bench                    everything, about a quarter of an hour; writes bench/results.json and .md
+python -m bench cells startup      some of it; written only with --out
+python -m bench --readme           put bench/results.md into README
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from bench import isolation, table
+from bench.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+BENCHMARKS = ("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 1 when a benchmark could not run. A missed bar stands in the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
+    parser.add_argument("--quick", action="store_true", help="a few rounds of each: does it run, not what is it")
+    parser.add_argument("--rounds", type=int, help="this many rounds of each")
+    parser.add_argument("--ranks", type=int, nargs="+", help="only these of the cluster sizes of `cells`")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
+    parser.add_argument("--readme", action="store_true", help="copy bench/results.md into README and measure nothing")
+    asked = parser.parse_args(arguments)
+    unknown = set(asked.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if asked.readme:
+        table.quote(ROOT / "README.md", RESULTS.with_suffix(".md").read_text())
+        return 0
+    if isolation.is_inside():
+        isolation.bring_up_loopback()
+    elif (status := isolation.enter(arguments)) is not None:
+        return status
+    full = not (asked.names or asked.quick or asked.rounds or asked.ranks)
+    return _measure(asked, asked.out or (RESULTS if full else None))
+
+
+def _measure(asked: argparse.Namespace, out: Path | None) -> int:
+    # Peers without a setting of their own for it ask the host's name for an address, which a private network lacks.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    where = table.machine()
+    rows: list[table.Row] = []
+    failed = 0
+    for name in asked.names or BENCHMARKS:
+        began = time.monotonic()
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="nbkit-bench-", ignore_cleanup_errors=True) as folder:
+            settings = Settings(
+                folder=Path(folder),
+                isolated=isolation.is_inside(),
+                quick=asked.quick,
+                rounds=asked.rounds,
+                ranks=tuple(asked.ranks) if asked.ranks else None,
+            )
+            try:
+                rows += importlib.import_module(f"bench.{name}").run(settings)
+            except Exception as error:  # the others are still worth their time; this one stands in the table
+                failed += 1
+                rows.append(table.skipped(name, "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+                traceback.print_exc()
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(table.markdown(rows, where))
+    if out is not None:
+        table.write(rows, where, out)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""The table: one row per figure, as markdown and as JSON, and its copy in README."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bench.stats import Interval, meets, quantile, ratio
+
+START, END = "<!-- bench -->", "<!-- /bench -->"
+_FACTORS = {"ms": 1000.0, "s": 1.0, "x": 1.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. met: None when nothing was compared. samples: what it was computed from, as measured."""
+
+    what: str
+    nbkit: str
+    peer: str
+    ratio: str
+    again: str
+    bar: str
+    met: bool | None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def cells(self) -> list[str]:
+        met = "" if self.met is None else "yes" if self.met else "**no**"
+        return [self.what, self.nbkit, self.peer, self.ratio, self.again, self.bar, met]
+
+
+def compared(
+    what: str,
+    ours: Sequence[float],
+    peer: str,
+    theirs: Sequence[float],
+    again: Sequence[float] | None,
+    bar: float | None,
+    unit: str,
+    *,
+    note: str = "",
+) -> Row:
+    """ours / theirs, round by round, in seconds. again: ours a second time in each round, the A/A comparison.
+
+    bar: None to show it without judging.
+    """
+    figure = ratio(ours, theirs)
+    twin = ratio(again, ours) if again else None
+    return Row(
+        what=what,
+        nbkit=_plain(quantile(ours).middle, unit),
+        peer=f"{peer} {_plain(quantile(theirs).middle, unit)}{note}",
+        ratio=_interval(figure),
+        again=_interval(twin) if twin else "",
+        bar=f"≤ {bar:g} x" if bar is not None else "",
+        met=meets(figure, bar, twin) if bar is not None else None,
+        samples={"nbkit": _kept(ours), peer: _kept(theirs), "nbkit again": _kept(again or [])},
+    )
+
+
+def absolute(
+    what: str, values: Sequence[float], bar: float, unit: str, *, at: float = 0.5, wrong: str = "", peer: str = ""
+) -> Row:
+    """A figure held against a number, not against a peer. at: which quantile. wrong: what disqualifies it."""
+    figure = quantile(values, at)
+    factor = _FACTORS[unit]
+    if len(values) > 1:
+        shown = f"{_plain(figure.middle, unit)} [{figure.low * factor:.3g}, {figure.high * factor:.3g}]"
+    else:
+        shown = _plain(figure.middle, unit)
+    return Row(
+        what=what,
+        nbkit=f"{shown}{'; ' + wrong if wrong else ''}",
+        peer=peer,
+        ratio="",
+        again="",
+        bar=f"≤ {_plain(bar, unit)}",
+        met=meets(figure, bar) and not wrong,
+        samples={"nbkit": _kept(values)},
+    )
+
+
+def skipped(what: str, peer: str, why: str) -> Row:
+    """A comparison that could not be made here, by name."""
+    return Row(what, "", f"{peer}: {why}", "", "", "", None)
+
+
+def markdown(rows: Sequence[Row], machine: str) -> str:
+    """The table with the line that says where and how it was measured."""
+    head = ["what", "nbkit", "peer", "ratio [95 %]", "A/A", "bar", "met"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
+    legend = (
+        "`python -m bench`: medians; a ratio is nbkit / peer within a round, median and 95 % interval over rounds; "
+        "A/A is nbkit against itself in the same rounds. Met: the interval ends below the bar plus half the width "
+        "of A/A."
+    )
+    return "\n".join([machine, "", *lines, "", legend, ""])
+
+
+def machine() -> str:
+    """Where this runs, in one line."""
+    from psutil import virtual_memory
+
+    packages = ("torch", "ipyparallel", "ipykernel", "nbdistributed")
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    memory = virtual_memory().total / 2**30
+    load = os.getloadavg()[0]
+    return (
+        f"{platform.system()} {platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores, "
+        f"{memory:.0f} GiB, no GPU used; Python {platform.python_version()}, {versions}; "
+        f"load {load:.1f} when it began."
+    )
+
+
+def write(rows: Sequence[Row], where: str, out: Path) -> None:
+    """`out`.json and `out`.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(markdown(rows, where))
+    record = {"machine": where, "rows": [asdict(row) for row in rows]}
+    out.with_suffix(".json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def quote(readme: Path, table: str) -> None:
+    """Put the table between README's markers. Raises ValueError when README has none."""
+    text = readme.read_text()
+    if START not in text or END not in text:
+        raise ValueError(f"{readme} has no {START} ... {END}")
+    between = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
+    readme.write_text(between.sub(lambda _: f"{START}\n{table}{END}", text, count=1))
+
+
+def _plain(value: float, unit: str) -> str:
+    shown = value * _FACTORS[unit]
+    digits = f"{shown:.0f}" if abs(shown) >= 100 else f"{shown:.3g}"
+    return f"{digits} {unit}"
+
+
+def _interval(figure: Interval) -> str:
+    return f"{figure.middle:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
+
+
+def _kept(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,30 @@
+"""IPython magics: parse, call one nbkit function, display. `%load_ext nbkit` loads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics with `shell`. Loading twice changes nothing."""
+    from magics.board import BoardMagics
+    from magics.cells import CellMagics, rewrite
+    from magics.cluster import ClusterMagics
+    from magics.completion import complete
+    from magics.values import ValueMagics
+
+    _say_who_is_replaced(shell)
+    shell.register_magics(BoardMagics, CellMagics, ClusterMagics, ValueMagics)
+    if rewrite not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(rewrite)
+    if complete not in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.append(complete)
+
+
+def _say_who_is_replaced(shell: Any) -> None:
+    for kind, name in (("cell", "distributed"), ("cell", "rank"), ("line", "cluster")):
+        owner = shell.magics_manager.magics[kind].get(name)
+        module = getattr(owner, "__module__", "")
+        if owner is not None and not module.startswith("magics."):
+            sign = "%%" if kind == "cell" else "%"
+            print(f"nbkit: {sign}{name} belonged to {module}; from now on it is nbkit's.")

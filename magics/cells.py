@@ -1,0 +1,108 @@
+"""`%%distributed` and `%%rank`: a cell on the ranks.
+
+Both run as an awaited cell, so that the kernel goes on answering widgets while the ranks work: a transformer
+rewrites the cell before IPython compiles it. Where that cannot be (inside %%time or %%capture, autoawait off),
+the same cell runs as a plain magic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
+
+from magics.arguments import HelpShown, distributed_parser, parse, rank_parser
+from nbkit.notebook.cluster.cluster import current
+
+_PARSERS = {"%%distributed": distributed_parser, "%%rank": rank_parser}
+
+
+def rewrite(lines: list[str]) -> list[str]:
+    """`%%distributed ...` as the first line makes the cell a call that is awaited."""
+    magic, _, line = (lines[0] if lines else "").strip().partition(" ")
+    shell = get_ipython()
+    if magic not in _PARSERS or shell is None or not shell.autoawait or not _is_outermost(shell, lines):
+        return lines
+    body = "".join(lines[1:])
+    return [f"await __import__('magics.cells', fromlist=['run']).run({magic!r}, {line!r}, {body!r})\n"]
+
+
+def _is_outermost(shell: Any, lines: list[str]) -> bool:
+    """Whether this is the cell that the user has sent, and not a part of it that %%time or %%capture runs."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return asyncio._get_running_loop() is None
+    sent = kernel.get_parent("shell").get("content", {}).get("code", "")
+    return bool("".join(lines).strip() == sent.strip())
+
+
+async def run(magic: str, line: str, body: str) -> None:
+    """The awaited form."""
+    try:
+        options = parse(_PARSERS[magic](), line)
+    except HelpShown:
+        return
+    results = await current().run_async(
+        _with_own_line(magic, line, body),
+        options.ranks,
+        options.timeout,
+        options.detach,
+        at_step=options.at_step,
+        queue=options.queue,
+    )
+    _finish(options, body, results)
+
+
+def _with_own_line(magic: str, line: str, body: str) -> str:
+    """The cell with its first line as a comment, so that line numbers in errors are those the user sees."""
+    return body if body.lstrip().startswith("%%") else f"# {magic} {line}\n{body}"
+
+
+def _finish(options: Any, body: str, results: Any) -> None:
+    shell = get_ipython()
+    if options.save:
+        shell.user_ns[options.save] = results
+    elif options.detach:
+        shell.user_ns["handle"] = results
+    if options.detach:
+        results.show()
+    if options.local:
+        shell.run_cell(body, store_history=False).raise_error()
+
+
+@magics_class
+class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """The plain form of the cell magics."""
+
+    @no_var_expand  # type: ignore[misc, untyped-decorator]
+    @cell_magic  # type: ignore[misc, untyped-decorator]
+    def distributed(self, line: str, cell: str) -> None:
+        """Run the cell on every rank."""
+        self._run("%%distributed", line, cell)
+
+    @no_var_expand  # type: ignore[misc, untyped-decorator]
+    @cell_magic  # type: ignore[misc, untyped-decorator]
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some ranks."""
+        self._run("%%rank", line, cell)
+
+    def _run(self, magic: str, line: str, cell: str) -> None:
+        try:
+            options = parse(_PARSERS[magic](), line)
+        except HelpShown:
+            return
+        results = current().run(
+            _with_own_line(magic, line, cell),
+            options.ranks,
+            options.timeout,
+            options.detach,
+            at_step=options.at_step,
+            queue=options.queue,
+        )
+        _finish(options, cell, results)
+
+
+CellMagics.distributed.__doc__ = distributed_parser().format_help()
+CellMagics.rank.__doc__ = rank_parser().format_help()

@@ -1,0 +1,56 @@
+"""`%cluster`: start, attach, status, wait, stop, restart, list, clean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from magics.arguments import HelpShown, cluster_parser, parse
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cluster import Cluster, current, is_current
+
+
+@magics_class
+class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """One line magic with verbs."""
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def cluster(self, line: str) -> Any:
+        try:
+            options = parse(cluster_parser(), line)
+        except HelpShown:
+            return None
+        return getattr(self, f"_{options.verb}")(options)
+
+    def _start(self, options: Any) -> Any:
+        cluster = Cluster.start(options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl)
+        print(f"{cluster.entry.name} is ready: {cluster.entry.n} ranks in {cluster.started_in:.1f} s")
+        return cluster.status()
+
+    def _attach(self, options: Any) -> Any:
+        return Cluster.attach(options.name, take=options.take).status()
+
+    def _status(self, options: Any) -> Any:
+        return current().status()
+
+    def _wait(self, options: Any) -> Any:
+        current().wait()
+
+    def _stop(self, options: Any) -> Any:
+        if options.name and not is_current(options.name):
+            registry.end(registry.running(options.name))
+        else:
+            current().stop()
+
+    def _restart(self, options: Any) -> Any:
+        return current().restart().status()
+
+    def _list(self, options: Any) -> Any:
+        return Cluster.list()
+
+    def _clean(self, options: Any) -> Any:
+        print("\n".join(registry.clean()) or "nothing to clean")
+
+
+ClusterMagics.cluster.__doc__ = cluster_parser().format_help()

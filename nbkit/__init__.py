@@ -1,0 +1,51 @@
+"""nbkit: a Jupyter notebook as the cockpit of a distributed PyTorch job.
+
+The root is lazy (PEP 562): importing a submodule runs this file, and neither may the notebook process
+import torch nor a rank import Jupyter. So nothing is imported here until its name is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Cluster": "nbkit.notebook.cluster.cluster",
+    "Board": "nbkit.notebook.board.board",
+    "Trainer": "nbkit.rank.train.trainer",
+    "prepare": "nbkit.rank.train.job",
+    "GPT": "nbkit.rank.models.gpt",
+    "GPTConfig": "nbkit.rank.models.gpt",
+    "TextDataset": "nbkit.rank.models.text",
+}
+
+__all__ = [*sorted(_HOME), "load_ipython_extension"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nbkit' has no attribute {name!r}; it offers {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext nbkit`: hand the shell to every entry point of the group `nbkit.ipython`."""
+    from importlib.metadata import entry_points
+
+    from nbkit.errors import NbkitError
+
+    found = entry_points(group="nbkit.ipython")
+    if not found:
+        raise NbkitError(
+            "nbkit's magics are not installed.",
+            numbers="no entry point in the group 'nbkit.ipython'",
+            hint="pip install -e .   (in the checkout), then restart the kernel",
+        )
+    for entry in found:
+        entry.load()(shell)

@@ -1,0 +1,1 @@
+"""The bridge: the one package on an engine that knows Jupyter."""

@@ -1,0 +1,135 @@
+"""A rank, from the moment it is forked: pinned, joined to the world, then an ipyparallel engine.
+
+The order matters. The pin comes before CUDA or any thread starts; the world is formed before the engine
+registers, so that it is up by the time the hub has heard the first heartbeat.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.engine.app import IPEngine
+
+from nbkit.bridge import calls
+from nbkit.bridge.capture import Capture
+from nbkit.bridge.link import Link
+from nbkit.bridge.requests import Requests
+from nbkit.bridge.runner import Runner
+from nbkit.bridge.spec import Spec
+from nbkit.bridge.stopping import Stopping
+from nbkit.errors import ClusterError
+from nbkit.rank import watchdog, world
+from nbkit.rank.forming import forming
+
+
+class RankEngine(IPEngine):  # type: ignore[misc]
+    """ipyparallel's engine, which becomes a rank the moment it has a kernel."""
+
+    spec: Spec
+    rank: int
+    link: Link
+
+    async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
+        await super().complete_registration(*args, **kwargs)
+        # Nothing is awaited above, so no message has been handled yet.
+        capture = Capture(self.rank, Path(self.spec.folder) / "output")
+        capture.install(self.kernel.session)
+        self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
+        self.stopping = Stopping(self.runner)
+        Requests(self.runner, self.stopping).install(self.kernel)
+        _fill_namespace(self.kernel.shell.user_ns)
+        self.link.listen(self._from_parent, self._orphaned)
+        self.link.send(event="ready")
+
+    def _from_parent(self, message: dict[str, Any]) -> None:
+        if message["do"] == "release":
+            self.stopping.release(message["cell"], message["reason"])
+        elif message["do"] == "died":
+            calls.dead.add(message["rank"])
+            # A world that is being formed belongs to no cell, so nobody else ends the wait for the dead one.
+            if forming.deadline is not None:
+                watchdog.break_out(f"rank {message['rank']} died")
+            self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
+
+    def _orphaned(self) -> None:
+        """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell."""
+        for running in list(self.runner.running):
+            running.ended.wait()
+        os._exit(1)
+
+
+def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> None:
+    """Be rank `rank` until the cluster stops. Never returns."""
+    pin = spec.pins[rank]
+    log = Path(spec.folder) / "logs" / f"rank{rank}.log"
+    _redirect_to_log(log)
+    watchdog.dump_on_signal(log)
+    os.environ.update(pin.env)
+    os.environ["OMP_NUM_THREADS"] = str(pin.threads)  # for processes that this rank starts
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    if pin.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, pin.cores)
+    import torch
+
+    # libgomp read OMP_NUM_THREADS when the parent loaded it, so the environment alone would not do.
+    torch.set_num_threads(pin.threads)
+    world.World.join(spec.place(rank), listen=listener, address=spec.address, port=spec.port)
+    _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
+    sys.argv = ["ipengine"]  # what user code sees; a script's own arguments never leak in
+    RankEngine.spec, RankEngine.rank, RankEngine.link = spec, rank, link
+    RankEngine.launch_instance(
+        [
+            f"--profile-dir={spec.profile_dir}",
+            f"--IPEngine.url_file={spec.engine_file}",
+            f"--IPEngine.id={rank}",
+            "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
+            "--IPEngine.timeout=60",
+            "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
+            "--log-level=30",
+        ]
+    )
+    os._exit(0)
+
+
+def _verify_device(pinned: str, device: str) -> None:
+    """The GPU that torch uses must be the one this rank was given, by UUID (MIG instances go by other names)."""
+    if device != "cuda" or not pinned.startswith("GPU-"):
+        return
+    import torch
+
+    used = f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}"
+    if not used.startswith(pinned):
+        raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
+
+
+def _fill_namespace(user_ns: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import nbkit
+
+    here = world.current()
+    assert here is not None
+    place = here.place
+    user_ns.update(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        device=torch.device(place.device),
+        torch=torch,
+        dist=dist,
+        nbkit=nbkit,
+    )
+
+
+def _redirect_to_log(path: Path) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

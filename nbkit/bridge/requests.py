@@ -1,0 +1,171 @@
+"""Requests that reach a rank while its main thread is busy: over ipykernel's control channel, in its thread.
+
+They are signed like everything ipyparallel sends and need no port of their own. A handler answers at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from nbkit.bridge.runner import Runner
+from nbkit.bridge.stopping import Stopping
+from nbkit.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
+from nbkit.rank import watchdog, world
+from nbkit.rank.train import boundary
+
+MESSAGE_TYPE = "nbkit_request"
+COMPLETIONS = 200
+REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
+
+
+class Requests:
+    """The table of what a rank answers to. Every reply is a dict of plain values."""
+
+    def __init__(self, runner: Runner, stopping: Stopping) -> None:
+        self.runner, self.stopping = runner, stopping
+        self.process = psutil.Process()
+        self.delivered = ""
+        boundary.handlers["cell"] = self._run_live
+        boundary.handlers["nothing"] = lambda _: None
+        boundary.handlers["unserved"] = self._not_run
+        self.table: dict[str, Callable[..., dict[str, Any]]] = {
+            "hello": self.hello,
+            "status": self.status,
+            "stop": self.stop,
+            "live": self.live_cell,
+            "follow": self.follow,
+            "complete": self.complete,
+            "seen": self.seen,
+            "end": self.end,
+        }
+
+    def install(self, kernel: Any) -> None:
+        def answer(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+            content = dict(parent["content"])
+            try:
+                reply = {"status": "ok", **self.table[content.pop("do")](**content)}
+            except Exception as error:
+                reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
+            kernel.session.send(stream, "nbkit_reply", reply, parent=parent, ident=ident)
+
+        self.kernel = kernel
+        kernel.control_handlers[MESSAGE_TYPE] = answer
+
+    def hello(self) -> dict[str, Any]:
+        """Say so over the channel of outputs: who hears it will hear the outputs too."""
+        self.runner.capture.publish("nbkit_hello", {}, self.kernel.iopub_socket)
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """Who and where this rank is, and what it is doing."""
+        here, running = world.current(), list(self.runner.running)  # the main thread changes it meanwhile
+        cell = running[0] if running else None
+        return {
+            "rank": self.runner.rank,
+            "pid": os.getpid(),
+            "generation": here.generation if here else 0,
+            "dirty": here.dirty if here else "this rank has no world",
+            "backend": here.place.backend if here else "",
+            "memory": self.process.memory_info().rss,
+            "cell": cell.request.id if cell else "",
+            "number": cell.request.number if cell else 0,
+            "source": cell.request.source if cell else "",
+            "ranks": cell.request.ranks if cell else (),
+            "age": time.time() - cell.started if cell else 0.0,
+            "live": running[-1].request.id if len(running) > 1 else "",
+            "where": watchdog.where() if cell else "",
+            "progress": boundary.progress(),
+            "training": boundary.training() is not None,
+            "requests": boundary.inbox.highest(),
+            "undelivered": self._undelivered(),
+        }
+
+    def _undelivered(self) -> dict[str, Any] | None:
+        """The last cell, if it was long enough to outlive a notebook and no notebook has said that it has it."""
+        last = next(reversed(self.runner.records.values()), None)
+        if last is None or last.seconds < LONG_SECONDS or last.cell == self.delivered:
+            return None
+        request = self.runner.requests[last.cell]
+        return {"cell": request.id, "source": request.source, "number": request.number, "ranks": request.ranks}
+
+    def stop(self, cell: str, number: int, live: bool = False) -> dict[str, Any]:
+        return {"found": self.stopping.stop(cell, number, live)}
+
+    def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
+        """Queue a live cell for the step boundary that all ranks agree on."""
+        request = CellRequest(**{**cell, "ranks": tuple(cell["ranks"])})
+        boundary.inbox.post(number, "cell", request)
+        queued = boundary.training() is not None
+        if not queued:
+            # The training has ended on this rank. It said so before it dropped what was waiting, so whatever comes
+            # later is dropped here, and nothing by both.
+            for unserved in boundary.inbox.drop(number):
+                self._not_run(unserved)
+        return {"queued": queued}
+
+    def follow(self, cell: str, cursor: int) -> dict[str, Any]:
+        """What a notebook missed of a cell: outputs from `cursor` on, and the record if all of them are told."""
+        record = self.runner.records.get(cell)  # read before the outputs: what it counts is then among them
+        outputs, after = self.runner.capture.missed(cell, cursor, REPLY_BYTES)
+        return {"outputs": outputs, "cursor": after, "record": _as_text(record)["record"] if record else None}
+
+    def complete(self, text: str) -> dict[str, Any]:
+        """What `text` (a name, or a name with a dot) may become, from the names on this rank."""
+        completer = self.runner.shell.Completer
+        matches = completer.attr_matches(text) if "." in text else completer.global_matches(text)
+        return {"matches": sorted(set(matches))[:COMPLETIONS]}
+
+    def seen(self, cell: str = "") -> dict[str, Any]:
+        """A notebook is there, and has all of `cell`: the parent counts the idle time from now."""
+        self.runner.link.send(event="seen")
+        if cell:
+            self.delivered = cell
+        return {}
+
+    def end(self, rank: int) -> dict[str, Any]:
+        """Ask the parent to end another rank that answers to nothing."""
+        self.runner.link.send(event="end", rank=rank)
+        return {}
+
+    def _run_live(self, request: CellRequest) -> None:
+        if self._is_withdrawn(request.id):
+            self._tell_not_run(request, "interrupted", "stopped before the next step boundary")
+            return
+        with self.runner.shielded():  # or a stop of the training could take the record away
+            record = self.runner.run(request)
+            self.runner.capture.publish("nbkit_record", _as_text(record), self.kernel.iopub_socket)
+
+    def _is_withdrawn(self, cell: str) -> bool:
+        """Whether its stop has reached any rank. All must answer alike: a cell on some ranks meets no partners."""
+        here = world.current()
+        assert here is not None
+        told = torch.tensor([cell in self.stopping.withdrawn], dtype=torch.int32, device=here.place.device)
+        if here.place.world_size > 1:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told)
+
+    def _not_run(self, request: tuple[int, str, Any]) -> None:
+        """The training ended before it came to a live cell."""
+        _, kind, cell = request
+        if kind == "cell":
+            self._tell_not_run(cell, "error", "the training ended before its next step boundary")
+
+    def _tell_not_run(self, cell: CellRequest, status: Status, why: str) -> None:
+        record = CellRecord(
+            cell.id, self.runner.rank, 0, status, 0.0, 0, failure=Failure("NotRun", why, (), time.time())
+        )
+        self.runner.capture.publish("nbkit_record", _as_text(record), self.kernel.iopub_socket)
+
+
+def _as_text(record: CellRecord) -> dict[str, str]:
+    """A record for a message, whose content must be JSON: values of any plain type survive."""
+    return {"record": base64.b64encode(pickle.dumps(record)).decode()}

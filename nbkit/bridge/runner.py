@@ -1,0 +1,273 @@
+"""Runs cells on a rank, in the main thread, one at a time; live cells nest inside the cell that trains.
+
+A cell runs in the engine's own IPython shell, so magics, `!commands`, top-level await and rich display are
+what they are in a notebook. What this adds: the record that goes back, the notebook's own cell number in
+tracebacks, an event loop for await (the engine's is busy with the request itself), and a stop that only ever
+hits the user's code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import signal
+import sys
+import threading
+import time
+import tokenize
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+
+from nbkit.bridge.capture import Capture
+from nbkit.bridge.link import Link
+from nbkit.cells import CellRecord, CellRequest, Failure, Status
+from nbkit.rank import groups, world
+
+VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
+RECORDS_KEPT = 50
+# How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause.
+PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
+
+
+@dataclass
+class Running:
+    """A cell that runs now."""
+
+    request: CellRequest
+    started: float
+    released: str = ""
+    stopped: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Runner:
+    """One per rank."""
+
+    def __init__(self, shell: Any, capture: Capture, link: Link, rank: int) -> None:
+        self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
+        self.running: list[Running] = []
+        self.records: OrderedDict[str, CellRecord] = OrderedDict()
+        self.requests: dict[str, CellRequest] = {}  # of the records that are kept
+        self.in_user_code = False
+        self.target: Running | None = None  # of the interrupt that is on its way
+        self.loop = asyncio.new_event_loop()
+        builtins.input = _no_keyboard
+        self._show_traceback = shell.showtraceback
+        shell.showtraceback = self._showing_traceback
+        # For good: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
+        shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
+        signal.signal(signal.SIGINT, self._on_sigint)
+
+    def run(self, request: CellRequest) -> CellRecord:
+        """Run a cell to its end, whatever that is, and say how it went."""
+        running = Running(request, time.time())
+        with self.shielded():
+            self.running.append(running)
+            try:
+                return self._run(running)
+            finally:
+                running.ended.set()
+                self.running.remove(running)
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """No interrupt in here but in the user's code: a live cell runs within a cell that may be interrupted."""
+        outer, self.in_user_code = self.in_user_code, False
+        try:
+            yield
+        finally:
+            self.in_user_code = outer
+
+    def interrupt(self, running: Running) -> None:
+        """From a thread: raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on."""
+        self.target = running
+        ident = threading.main_thread().ident
+        if ident is not None:
+            signal.pthread_kill(ident, signal.SIGINT)
+
+    def _run(self, running: Running) -> CellRecord:
+        request = running.request
+        capturing = self.capture.begin(request.id)
+        # The ranks let the parent release a cell that begins when one of them has died already.
+        self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
+        status: Status = "error"
+        try:
+            result, escaped = self._attempt(request)
+            failure = self._failure(result, escaped, capturing.error)
+            status = _status(failure, running)
+        finally:
+            # The parent hears of a failure before anything else happens: it releases the ranks that wait for this one.
+            self.link.send(event="cell", cell=request.id, state=status)
+            running.ended.set()
+            self.capture.end(capturing)
+        here = world.current()
+        record = CellRecord(
+            cell=request.id,
+            rank=self.rank,
+            generation=here.generation if here else 0,
+            status=status,
+            seconds=time.time() - running.started,
+            outputs=capturing.count,
+            value=_plain(getattr(result, "result", None)),
+            bundle=None if _is_muted(request.source) else capturing.result,
+            failure=failure,
+            dirty=here.dirty if here else "this rank has no world",
+            counts=groups.fingerprint(),
+        )
+        self.records[request.id], self.requests[request.id] = record, request
+        while len(self.records) > RECORDS_KEPT:
+            self.requests.pop(self.records.popitem(last=False)[0])
+        return record
+
+    def _attempt(self, request: CellRequest) -> tuple[Any, BaseException | None]:
+        """What the shell says of the cell, or what escaped it: SystemExit, or an interrupt between its handlers."""
+        shell = self.shell
+        outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live one
+        try:
+            try:
+                self.in_user_code = True
+                return self._execute(request), None
+            finally:
+                self.in_user_code = False
+        except BaseException as error:
+            self.in_user_code = False
+            return None, error
+        finally:
+            shell.execution_count, shell.displayhook.exec_result = outer
+
+    def _execute(self, request: CellRequest) -> Any:
+        shell = self.shell
+        shell.execution_count = request.number
+        # Cell magics and `!` make the source Python; an error in that is the cell's own and shows as one.
+        try:
+            transformed, broken = shell.transform_cell(request.source), None
+        except Exception:
+            transformed, broken = request.source, sys.exc_info()
+        coroutine = shell.run_cell_async(
+            request.source, store_history=False, transformed_cell=transformed, preprocessing_exc_tuple=broken
+        )
+        if not shell.should_run_async(request.source, transformed_cell=transformed, preprocessing_exc_tuple=broken):
+            try:
+                coroutine.send(None)
+            except StopIteration as done:
+                return done.value
+            raise RuntimeError("a cell without await tried to wait")
+        # The engine's loop is running: it is what called us. await gets a loop of its own in its place; so does a
+        # live cell, when the cell that trains awaits.
+        outer_loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        loop = asyncio.new_event_loop() if self.loop.is_running() else self.loop
+        try:
+            task = loop.create_task(coroutine)
+            try:
+                return loop.run_until_complete(task)
+            except KeyboardInterrupt:
+                task.cancel()
+                return loop.run_until_complete(task)
+        finally:
+            if loop is not self.loop:
+                loop.close()
+            asyncio._set_running_loop(outer_loop)
+
+    def _on_sigint(self, signum: int, frame: types.FrameType | None) -> None:
+        # One that was meant for a live cell may come when that has ended; the training must not pay for it.
+        target, self.target = self.target, None
+        if self.in_user_code and (target is None or not target.ended.is_set()):
+            raise KeyboardInterrupt
+
+    def _showing_traceback(self, *args: Any, **kwargs: Any) -> None:
+        """A late interrupt must not break into the report of what ended the user's code, if that has ended."""
+        was, self.in_user_code = self.in_user_code, False
+        try:
+            self._show_traceback(*args, **kwargs)
+        finally:
+            self.in_user_code = was and self._within_cell()
+
+    def _within_cell(self) -> bool:
+        """Whether code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes on."""
+        names = getattr(self.shell.compile, "_filename_map", {})
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not Runner._execute.__code__:
+            if frame.f_code.co_filename in names:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _failure(self, result: Any, escaped: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
+        error = escaped or (result and (result.error_before_exec or result.error_in_exec))
+        if error is None:
+            return None
+        failure = Failure(
+            ename=type(error).__name__,
+            evalue=str(error),
+            traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {error}",),
+            moment=time.time(),
+            line=self._line(error),
+            where=groups.where().partition(", issued")[0],
+        )
+        # IPython keeps the last exception, and with it every tensor in its frames.
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            if hasattr(sys, name):
+                setattr(sys, name, None)
+        error.__traceback__ = None
+        return failure
+
+    def _line(self, error: BaseException) -> int:
+        """The line of the cell that led to the error: the innermost frame that is cell code."""
+        names = getattr(self.shell.compile, "_filename_map", {})
+        line, step = 0, error.__traceback__
+        while step is not None:
+            if step.tb_frame.f_code.co_filename in names:
+                line = step.tb_lineno
+            step = step.tb_next
+        return line
+
+
+def _status(failure: Failure | None, running: Running) -> Status:
+    if failure is None:
+        return "ok"
+    if running.stopped or failure.ename == "Stopped":
+        return "interrupted"
+    if running.released or any(sign in failure.evalue for sign in PEER_GONE):
+        return "released"
+    return "interrupted" if failure.ename == "KeyboardInterrupt" else "error"
+
+
+def _is_muted(source: str) -> bool:
+    """A semicolon at the end keeps the last value off the screen, as in any notebook."""
+    try:
+        return bool(DisplayHook.semicolon_at_end_of_expression(source))
+    except (SyntaxError, tokenize.TokenError):  # `!commands` and the like are no Python
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """`value` if it is plain data of moderate size, else None: the notebook must not import torch to read it."""
+    try:
+        return value if _is_plain(value) and len(repr(value)) <= VALUE_LIMIT else None
+    except RecursionError:  # it contains itself, or is very deep
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (int, float, str, bool, bytes, complex, type(None)):
+        return True
+    if type(value) in (list, tuple, set):
+        return len(value) < 10_000 and all(map(_is_plain, value))
+    if type(value) is dict:
+        return len(value) < 10_000 and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return False
+
+
+def _no_keyboard(prompt: object = "") -> str:
+    __tracebackhide__ = True
+    raise RuntimeError(
+        "input() was called on a rank, and ranks have no keyboard. "
+        "Ask in a cell of the notebook itself, then send the answer: answer = input(); then %push answer"
+    )

@@ -1,0 +1,88 @@
+"""What travels for a cell: the request that the notebook sends and the record that each rank sends back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["ok", "error", "interrupted", "released"]
+
+LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
+
+
+@dataclass(frozen=True)
+class CellRequest:
+    """A cell on its way to the ranks.
+
+    id: unique in the cluster. number: the notebook's execution count, so that tracebacks read "Cell In[5], line 2".
+    ranks: all that run it. requests: how many requests to a running training had been sent before this cell.
+    """
+
+    id: str
+    source: str
+    number: int
+    ranks: tuple[int, ...]
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a cell ended early on one rank. traceback: lines with ANSI colours, as IPython shows them.
+
+    moment: time.time() when it happened; the earliest of several is the root cause.
+    line: in the cell, 0 if unknown. where: the collective the rank was in, or "".
+    """
+
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...]
+    moment: float
+    line: int = 0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """How a cell ended on one rank.
+
+    outputs: how many output messages it published; the screen is complete when that many have arrived.
+    value: the last expression, if it is plain data; bundle: the same as a mime bundle, or None.
+    dirty: why the world must be formed anew, or "". counts: collectives issued per group.
+    """
+
+    cell: str
+    rank: int
+    generation: int
+    status: Status
+    seconds: float
+    outputs: int
+    value: Any = None
+    bundle: dict[str, Any] | None = None
+    failure: Failure | None = None
+    dirty: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def first_line(source: str, length: int = 40) -> str:
+    """The first line of a cell that says something, cut to `length` characters."""
+    lines = (line.strip() for line in source.splitlines())
+    first = next((line for line in lines if line and not line.startswith("# %%")), "")
+    return first if len(first) <= length else first[: length - 1] + "…"
+
+
+def first_rank(magic_line: str) -> int:
+    """The first rank that `%%distributed --ranks 2-3` or `%%rank 2` names; 0 if it names none."""
+    named = re.search(r"(?:%%rank|--ranks)[ =]+(\d+)", magic_line)
+    return int(named.group(1)) if named else 0
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
+    """`(0, 1, 2, 5)` -> `"0-2,5"`: how ranks are written wherever a person reads them."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

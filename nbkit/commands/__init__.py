@@ -1,0 +1,46 @@
+"""The `nbkit` command. Each module of this package is the subcommand of its name.
+
+Such a module has a docstring (its help), `prepare_parser(parser)` and `run(arguments) -> exit code`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from nbkit import __version__
+from nbkit.errors import NbkitError, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; None takes the command line. Returns 0, 1 for an error, 2 for a wrong argument."""
+    parsed = prepare_parser(subcommands()).parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except NbkitError as error:
+        print(f"nbkit: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nbkit", description="A Jupyter notebook as the cockpit of PyTorch training.")
+    parser.add_argument("--version", action="version", version=f"nbkit {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in modules:
+        text = (module.__doc__ or "").strip()
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=text.splitlines()[0], description=text)
+        module.prepare_parser(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def subcommands() -> list[ModuleType]:
+    """The modules of this package, in the order of their names."""
+    return [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]

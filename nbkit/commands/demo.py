@@ -1,0 +1,185 @@
+"""Run the first notebook from start to end: a small GPT learns real text on several ranks, in about two minutes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbkit
+from nbkit.errors import CellError, NbkitError, UsageError
+from nbkit.notebook.cluster.devices import pins_here
+from nbkit.notebook.headless import Headless, read_notebook, tagged, text_of
+
+NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "01_quickstart.ipynb"
+# Ranks that outlive a killed demo let go of their devices after this.
+TTL_SECONDS = 60
+CPU_RANKS, CPU_BATCH, GPU_BATCH = 4, 8, 16
+_PROGRESS = re.compile(r"step \d+[^\r\n]*")
+_LABEL = re.compile(r"^\[[\d,-]+\] ?", re.MULTILINE)
+_VERDICT = re.compile(r"byte bigram ([\d.]+) bits per byte, GPT ([\d.]+)")
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=int, metavar="N", help="ranks; default: one per idle GPU, else four on the CPU")
+    parser.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
+    parser.add_argument("--steps", type=int, default=600, metavar="N", help="training steps (600)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo.ipynb"),
+        metavar="FILE",
+        help="the executed notebook (%(default)s)",
+    )
+    parser.epilog = "Exit status 1 when a cell fails, or when the GPT is no better than a byte bigram."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.steps < 4:
+        raise UsageError("A demo has at least 4 steps.", numbers=f"--steps {arguments.steps}", hint="--steps 600")
+    notebook = read_notebook(NOTEBOOK)
+    (parameters,) = tagged(notebook, "parameters")
+    ranks, parameters["source"] = _settings(arguments)
+    terminal = Terminal()
+    terminal.say(f"A GPT learns to write Python, on {ranks}. The notebook: notebooks/{NOTEBOOK.name}\n")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    story = Story(notebook, terminal)
+    # A closed terminal or a `kill` ends the demo as Ctrl-C does: with everything that it started. SIGINT is named
+    # because a shell that starts the demo in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with Headless(Path.cwd(), story.on_text) as kernel:
+            kernel.run(notebook, on_cell=story.on_cell)
+    except CellError as error:
+        error.hint = f"the notebook, with what it did up to there: {arguments.output}"
+        raise
+    except KeyboardInterrupt:
+        terminal.say("Stopped. Nothing is left running.")
+        raise
+    finally:
+        terminal.clear()
+        # What was done up to here is worth reading, above all when it failed.
+        arguments.output.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    story.tell()
+    return _close(terminal, story, arguments.steps, arguments.output, time.monotonic() - began)
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
+    """(which ranks, in words; the notebook's parameters)."""
+    pins = pins_here(arguments.n, None, cpu=arguments.cpu).pins
+    on_gpus = pins[0].kind == "gpu"
+    n = arguments.n or (len(pins) if on_gpus else CPU_RANKS)
+    later = arguments.steps // 4
+    options = f"-n {n} --ttl {TTL_SECONDS}" + (" --cpu" if arguments.cpu else "")
+    parameters = (
+        f'CLUSTER = "{options}"\nSTEPS = {arguments.steps - later}\nMORE_STEPS = {later}\n'
+        f"BATCH = {GPU_BATCH if on_gpus else CPU_BATCH}\nTEXT_BYTES = 3_000_000\n"
+    )
+    device = "GPU" if on_gpus else "CPU"
+    return f"{n} {device} {'rank' if n == 1 else 'ranks'}", parameters
+
+
+class Terminal:
+    """Lines, and one live line below them. Where output is a file, the live line is one more line now and then."""
+
+    def __init__(self) -> None:
+        self.is_live = sys.stdout.isatty()
+        self._drawn = 0
+        self._last = time.monotonic()
+
+    def live(self, text: str) -> None:
+        """Show `text` in the live line."""
+        if self.is_live:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            sys.stdout.write(f"\r{text.ljust(self._drawn)}")
+            self._drawn = len(text)
+        elif time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            print(text)
+        sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """A line that stays; the live line is gone until it is drawn again."""
+        self.clear()
+        print(text, flush=True)
+
+    def clear(self) -> None:
+        """Wipe the live line."""
+        if self._drawn:
+            sys.stdout.write(f"\r{' ' * self._drawn}\r")
+            sys.stdout.flush()
+            self._drawn = 0
+
+
+class Story:
+    """What the person at the terminal sees of the notebook: text before, the training, text after, the verdict."""
+
+    def __init__(self, notebook: dict[str, Any], terminal: Terminal) -> None:
+        self.notebook, self.terminal = notebook, terminal
+        self.code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        self._untold = ["start", "sample-before", "live", "sample-after"]
+        self.verdict: tuple[float, float] | None = None  # bits per byte: bigram, GPT
+
+    def on_cell(self, cell: dict[str, Any]) -> None:
+        """`cell` is next, so those before it are finished."""
+        self.tell()
+        number = self.code.index(cell) + 1
+        lines = [line for line in "".join(cell["source"]).splitlines() if line and not line.startswith(("%%", "#"))]
+        self.terminal.live(f"cell {number} of {len(self.code)}: {(lines or ['...'])[0]}")
+
+    def on_text(self, cell: dict[str, Any], text: str) -> None:
+        """A cell prints."""
+        if "train" in cell["metadata"].get("tags", []) and (found := _PROGRESS.findall(text)):
+            self.terminal.live(f"training: {found[-1].rstrip()}")
+
+    def tell(self) -> None:
+        """Say what has been finished and not been told."""
+        for tag in list(self._untold):
+            (cell,) = tagged(self.notebook, tag)
+            if cell["execution_count"] is None:
+                return
+            self._untold.remove(tag)
+            text = _LABEL.sub("", text_of(cell)).strip("\n")
+            if tag == "start":
+                self.terminal.say(text.partition("\n")[0])
+            elif tag == "live":
+                self.terminal.say(f"while it trained, a live cell: {text}")
+            else:
+                self.terminal.say(f"\nIt writes, {tag.removeprefix('sample-')} training:\n{_indented(text)}\n")
+        (cell,) = tagged(self.notebook, "verdict")
+        if found := _VERDICT.search(text_of(cell)):
+            self.verdict = float(found[1]), float(found[2])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _close(terminal: Terminal, story: Story, steps: int, output: Path, seconds: float) -> int:
+    if story.verdict is None:
+        raise NbkitError("The notebook has not said how well the GPT does.", hint=f"see {output}")
+    bigram, learned = story.verdict
+    won = learned < bigram
+    terminal.say(
+        f"On text that it has never seen the GPT needs {learned:.2f} bits per byte, "
+        f"{'better than' if won else 'NOT better than'} a byte bigram's {bigram:.2f}.\n"
+        f"{steps} steps and all the rest took {seconds:.0f} s.\n\n"
+        f"  the notebook, with all its outputs   {output}\n"
+        f"  the curves                           {_beside_python('tensorboard')} --logdir runs\n"
+        "  next: the same, by hand              make lab"
+    )
+    return 0 if won else 1
+
+
+def _beside_python(command: str) -> str:
+    path = os.path.join(os.path.dirname(sys.executable), command)
+    return min(path, os.path.relpath(path), key=len)

@@ -1,0 +1,43 @@
+"""List your clusters: ranks, devices, whether a notebook is attached."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.registry import Entry
+
+_HEAD = ("NAME", "RANKS", "BACKEND", "STATE", "AGE", "HOST", "DEVICES")
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Without a notebook and without a running cell, a cluster ends after its time to live (--ttl)."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    entries = registry.entries()
+    if not entries:
+        print("No cluster. In a notebook: %load_ext nbkit, then %cluster start")
+        return 0
+    rows = [_HEAD, *(_row(entry) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    state = "ended: nbkit clean"
+    if entry.is_alive():
+        state = "attached" if entry.is_attached() else f"no notebook, ttl {_duration(entry.ttl)}"
+    devices = ", ".join(dict.fromkeys(entry.labels))
+    return (entry.name, str(entry.n), entry.backend, state, _duration(time.time() - entry.born), entry.host, devices)
+
+
+def _duration(seconds: float) -> str:
+    """ "40 s", "12 min", "3 h", "2 d"."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{max(seconds, 0):.0f} s"

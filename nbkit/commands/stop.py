@@ -1,0 +1,18 @@
+"""Stop a cluster: its ranks and all they hold are gone, its devices free."""
+
+from __future__ import annotations
+
+import argparse
+
+from nbkit.notebook.cluster import registry
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="as `nbkit list` shows it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    entry = registry.running(arguments.name)
+    registry.end(entry)
+    print(f"{entry.name}: stopped, {entry.n} {'rank' if entry.n == 1 else 'ranks'} ended")
+    return 0

@@ -1,0 +1,153 @@
+"""Every error nbkit raises on purpose. Each says what is wrong, the numbers, and what to type next.
+
+    NbkitError
+    ├── UsageError            an argument that cannot mean anything          (also a ValueError)
+    ├── ClusterError          a cluster that cannot start, be found or be reached
+    │   ├── ClusterNotFound
+    │   ├── ClusterExists
+    │   └── CellRunning       a cell was sent while another one runs
+    ├── CellError             a cell failed on some rank: .rank, .ranks, .traceback
+    │   └── RankDied          the process of a rank ended
+    ├── TransferError         push or pull refused
+    ├── StrategyError         a strategy that does not fit                   (also a ValueError)
+    ├── TrainingError         a job that cannot train as asked               (also a ValueError)
+    │   └── NotFinite         the loss became NaN or infinite: .step, .rank
+    └── BoardError            TensorBoard could not be started
+
+    Stopped                   a KeyboardInterrupt: the user asked a training to stop, at a step boundary
+    CellStopped               a KeyboardInterrupt: the user stopped a cell
+
+In a notebook an error shows as its own lines instead of a Python traceback (IPython calls
+`_render_traceback_`), and because it is raised, Run All stops.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BoardError",
+    "CellError",
+    "CellRunning",
+    "CellStopped",
+    "ClusterError",
+    "ClusterExists",
+    "ClusterNotFound",
+    "NbkitError",
+    "NotFinite",
+    "RankDied",
+    "Stopped",
+    "StrategyError",
+    "TrainingError",
+    "TransferError",
+    "UsageError",
+]
+
+_RED, _DIM, _PLAIN = "\x1b[31m", "\x1b[2m", "\x1b[0m"
+
+
+class NbkitError(Exception):
+    """Base of the tree.
+
+    what: one sentence. numbers: the figures it follows from. hint: what to type next.
+    """
+
+    def __init__(self, what: str, *, numbers: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.numbers, self.hint = what, numbers, hint
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self.what, self.numbers, self.hint and f"→ {self.hint}") if line)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines IPython shows for this error."""
+        lines = [f"{_RED}{type(self).__name__}{_PLAIN}: {self.what}"]
+        if self.numbers:
+            lines.append(f"  {self.numbers}")
+        if self.hint:
+            lines.append(f"  {_DIM}→{_PLAIN} {self.hint}")
+        return lines
+
+
+def _rebuild(kind: type[NbkitError], args: tuple[str, ...], state: dict[str, object]) -> NbkitError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(NbkitError, ValueError):
+    """An argument that cannot mean anything."""
+
+
+class ClusterError(NbkitError):
+    """A cluster that cannot start, be found or be reached."""
+
+
+class ClusterNotFound(ClusterError):
+    """No cluster of that name."""
+
+
+class ClusterExists(ClusterError):
+    """The name is taken by a running cluster."""
+
+
+class CellRunning(ClusterError):
+    """A cell was sent while another one runs."""
+
+
+class CellError(NbkitError):
+    """A cell failed. `rank` failed first; `ranks` are all that failed; `traceback` is the first one's, as text."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        ranks: tuple[int, ...] = (),
+        traceback: str = "",
+        numbers: str = "",
+        hint: str = "",
+    ) -> None:
+        super().__init__(what, numbers=numbers, hint=hint)
+        self.rank, self.ranks, self.traceback = rank, ranks or (rank,), traceback
+
+
+class RankDied(CellError):
+    """The process of a rank ended."""
+
+
+class TransferError(NbkitError):
+    """A push or pull was refused."""
+
+
+class StrategyError(NbkitError, ValueError):
+    """A strategy that does not fit the world, the model or the batch."""
+
+
+class TrainingError(NbkitError, ValueError):
+    """A job that cannot train as asked."""
+
+
+class NotFinite(TrainingError):
+    """The loss became NaN or infinite."""
+
+    def __init__(self, what: str, *, step: int, rank: int, numbers: str = "", hint: str = "") -> None:
+        super().__init__(what, numbers=numbers, hint=hint)
+        self.step, self.rank = step, rank
+
+
+class BoardError(NbkitError):
+    """TensorBoard could not be started."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The user asked a training to stop; raised on all ranks at the same step boundary, state intact."""
+
+
+class CellStopped(KeyboardInterrupt):
+    """The user stopped a cell; says what came of each rank."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{_RED}KeyboardInterrupt{_PLAIN}: {self}"]

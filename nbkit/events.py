@@ -1,0 +1,83 @@
+"""Records of what happened in a job, to and from JSON: for the notebook, TensorBoard and log files alike.
+
+Each record is a frozen value with a `kind`; `to_json` writes one line, `from_json` gives an equal value back.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from nbkit.errors import UsageError
+
+__all__ = ["Checkpointed", "Event", "LrChanged", "RunStarted", "RunStopped", "StepDone", "from_json", "to_json"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What every record has: the number of finished steps when it happened."""
+
+    kind: ClassVar[str] = ""
+    step: int
+
+
+@dataclass(frozen=True)
+class StepDone(Event):
+    """One finished step. `record` is the entry of `history`: loss, lr, seconds, tokens, ..."""
+
+    kind: ClassVar[str] = "step"
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """A run began. `arithmetic` is the line of the global batch; `total` the steps to make, 0 when not known."""
+
+    kind: ClassVar[str] = "run_started"
+    strategy: str = ""
+    arithmetic: str = ""
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class RunStopped(Event):
+    """A run ended. `reason`: "done", "stopped", or the name of the error that ended it."""
+
+    kind: ClassVar[str] = "run_stopped"
+    reason: str = "done"
+
+
+@dataclass(frozen=True)
+class LrChanged(Event):
+    """The learning rate was set by hand."""
+
+    kind: ClassVar[str] = "lr_changed"
+    old: float = 0.0
+    new: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checkpointed(Event):
+    """State was written to, or read from, `path`."""
+
+    kind: ClassVar[str] = "checkpoint"
+    path: str = ""
+    action: str = "saved"
+
+
+_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed)}
+
+
+def to_json(event: Event) -> str:
+    """One line of JSON."""
+    return json.dumps({"kind": event.kind, **asdict(event)})
+
+
+def from_json(line: str) -> Event:
+    """The record that `to_json` wrote. Raises UsageError for a kind that does not exist."""
+    values = json.loads(line)
+    kind = values.pop("kind", None)
+    if kind not in _KINDS:
+        raise UsageError(f"{kind!r} is not a kind of event.", numbers=f"kinds: {', '.join(_KINDS)}")
+    return _KINDS[kind](**values)

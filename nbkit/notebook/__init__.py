@@ -1,0 +1,1 @@
+"""The notebook wing: runs in the kernel, never imports torch nor the rank wing."""

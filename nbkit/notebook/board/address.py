@@ -1,0 +1,55 @@
+"""Where a browser finds a port of this machine: directly, or through the notebook server that stands in front of it."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["browser_url", "server_base_url", "ssh_line"]
+
+
+def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:
+    """The address to open, always with a trailing slash: TensorBoard's page asks for the rest relative to it.
+
+    environment: TENSORBOARD_PROXY_URL (with %PORT%) and JUPYTERHUB_SERVICE_PREFIX are looked at, in that order.
+    base_url: of the Jupyter server if it forwards ports, "" if not. Behind a server the address has no host, so that
+    it is right under whatever name the user's browser knows the server.
+    """
+    if template := environment.get("TENSORBOARD_PROXY_URL"):
+        return template.replace("%PORT%", str(port)).rstrip("/") + "/"
+    if prefix := environment.get("JUPYTERHUB_SERVICE_PREFIX") or base_url:
+        return f"{prefix.rstrip('/')}/proxy/{port}/"
+    return f"http://127.0.0.1:{port}/"
+
+
+def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
+    """The base URL of the Jupyter server that started this kernel, if it forwards ports; else ""."""
+    if importlib.util.find_spec("jupyter_server_proxy") is None:
+        return ""
+    # Each server leaves this file, named by its pid, for the time that it runs.
+    record = runtime_dir / f"jpserver-{environment.get('JPY_PARENT_PID', '')}.json"
+    try:
+        return str(json.loads(record.read_text())["base_url"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def runtime_dir() -> Path:
+    """Where Jupyter servers of this user say that they run."""
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    return Path(jupyter_runtime_dir())
+
+
+def ssh_line(port: int) -> str:
+    """What to type on one's own machine to reach `port` of this one at http://127.0.0.1:PORT/ there."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user id has no name
+        user = os.environ.get("USER", "USER")
+    return f"ssh -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}"

@@ -1,0 +1,169 @@
+"""TensorBoard beside the notebook: started, checked, shown and ended by us.
+
+TensorBoard's own notebook extension takes up whatever process its info files name, with whatever log directory
+that one has; here each notebook has its own, and it is shown only after it has answered.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from html import escape
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote, urlsplit
+
+from nbkit import tags
+from nbkit.errors import BoardError
+from nbkit.notebook.board import address
+
+_current: Board | None = None
+_LOG_LINES = 12
+# TensorBoard sorts its groups by name, which puts what one came for below the fold.
+_PINNED = [{"plugin": "scalars", "tag": tag} for tag in (tags.LOSS, tags.TOKENS_PER_SECOND)]
+
+
+class Board:
+    """A TensorBoard of this notebook. Made by `Board.start`; shows itself as text, and in a notebook as a page.
+
+    logdir: absolute. port: on 127.0.0.1. url: what to open in the browser. height: of the frame, in pixels.
+    """
+
+    def __init__(self, logdir: Path, height: int) -> None:
+        self.logdir, self.height = logdir, height
+        # Of our own session: the notebook's interrupt goes to the kernel's whole process group.
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        try:
+            self.port = self._read_port()
+            self._check_answer()
+        except BaseException:
+            self.stop()
+            raise
+        environment = os.environ
+        base_url = address.server_base_url(environment, address.runtime_dir())
+        self.url = address.browser_url(self.port, environment, base_url)
+
+    @classmethod
+    def start(cls, logdir: str | Path = "runs", *, height: int = 700) -> Board:
+        """Start TensorBoard on `logdir`, or take up the one this notebook has there; another logdir replaces it.
+
+        Returns when it has answered over HTTP. Raises BoardError, with nothing left running.
+        """
+        global _current
+        if importlib.util.find_spec("tensorboard") is None:
+            raise BoardError("TensorBoard is not installed.", hint="pip install tensorboard")
+        if height < 1:
+            raise BoardError("The frame has no height.", numbers=f"height {height} pixels", hint="--height 700")
+        folder = Path(logdir).expanduser().absolute()
+        if folder.exists() and not folder.is_dir():
+            raise BoardError("The log directory is a file.", numbers=str(folder), hint=f"%board {folder.parent}")
+        if _current is not None and (not _current.is_alive() or _current.logdir != folder):
+            _current.stop()
+            _current = None
+        if _current is None:
+            _current = cls(folder, height)
+        _current.height = height
+        return _current
+
+    @staticmethod
+    def end() -> str:
+        """Stop this notebook's TensorBoard, if there is one; says what was done."""
+        global _current
+        if _current is None or not _current.is_alive():
+            return "This notebook has no TensorBoard."
+        _current.stop()
+        stopped, _current = _current, None
+        return f"TensorBoard on {stopped.logdir} has ended."
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def _read_port(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()  # empty when the process has ended
+        port = urlsplit(line.strip()).port
+        if port is None:
+            self._process.wait()
+            raise BoardError("TensorBoard did not start.", numbers=self._log_tail(), hint="nbkit doctor")
+        return port
+
+    def _check_answer(self) -> None:
+        """What answers on the port is ours: it names our log directory."""
+        where = f"http://127.0.0.1:{self.port}/data/environment"
+        # A proxy set in the environment would be asked for a port of its own machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + 20
+        problem = ""
+        while time.monotonic() < deadline and self.is_alive():
+            try:
+                with opener.open(where, timeout=5) as answer:
+                    location = json.load(answer)["data_location"]
+            except (urllib.error.URLError, OSError, ValueError) as error:
+                problem = str(error)
+                time.sleep(0.1)
+                continue
+            if location == str(self.logdir):
+                return
+            raise BoardError("Another TensorBoard answers.", numbers=f"port {self.port} serves {location}")
+        raise BoardError(
+            f"TensorBoard does not answer: {problem or 'it has ended'}.", numbers=self._log_tail(), hint="nbkit doctor"
+        )
+
+    def _log_tail(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_LOG_LINES:]) or f"it wrote nothing; exit status {self._process.poll()}"
+
+    def __repr__(self) -> str:
+        if not self.is_alive():
+            return f"TensorBoard on {self.logdir}: ended"
+        return (
+            f"TensorBoard on {self.logdir}: {self.url}\n"
+            f"from another machine: {address.ssh_line(self.port)}   then open http://127.0.0.1:{self.port}/"
+        )
+
+    def _repr_html_(self) -> str:
+        if not self.is_alive():
+            return f"<code>{escape(repr(self))}</code>"
+        url = escape(f"{self.url}?pinnedCards={quote(json.dumps(_PINNED))}#timeseries", quote=True)
+        return (
+            "<div style='font-size:var(--jp-ui-font-size1,13px);margin:4px 0'>"
+            f"<a href='{url}' target='_blank' rel='noopener'>Open TensorBoard in a tab</a>"
+            f" · runs in <code>{escape(str(self.logdir))}</code>"
+            f"<br>From another machine: <code>{escape(address.ssh_line(self.port))}</code>, then open "
+            f"<code>http://127.0.0.1:{self.port}/</code></div>"
+            f"<iframe src='{url}' title='TensorBoard' width='100%' height='{self.height}' "
+            "style='border:1px solid var(--jp-border-color2,#ccc)'></iframe>"
+        )

@@ -1,0 +1,46 @@
+"""TensorBoard as a process of its own: `python -m nbkit.notebook.board.serve PARENT_PID LOGDIR`.
+
+It loads TensorBoard's own plugins only: a third-party plugin that cannot be imported would end TensorBoard at
+start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+WATCH_SECONDS = 0.5
+
+
+def main(parent: int, logdir: str) -> None:
+    """Serve until the parent is gone."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    from tensorboard import default, program
+
+    board = program.TensorBoard(plugins=default.get_static_plugins())
+    board.configure(
+        logdir=logdir,
+        host="127.0.0.1",
+        port=0,
+        reload_interval=1.0,
+        reload_multifile=True,
+        window_title="TensorBoard · nbkit",
+    )
+    print(board.launch(), flush=True)
+    # Nobody reads the pipe any more; what comes now belongs in the log.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        time.sleep(3600)
+
+
+def _end_with(parent: int) -> None:
+    # PR_SET_PDEATHSIG would follow the *thread* that started us, and a notebook's threads come and go.
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

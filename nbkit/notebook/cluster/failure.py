@@ -1,0 +1,105 @@
+"""Which failure of several is the cause, and how it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nbkit.cells import CellRecord, ranks_text
+from nbkit.errors import CellError, RankDied
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank's process ended. how: "SIGKILL", "it exited with code 1", ..."""
+
+    rank: int
+    how: str
+    when: float
+
+
+def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
+    """The rank that failed first by itself: not one that was released, nor one whose peer had gone."""
+    moments = {death.rank: death.when for death in deaths.values()}
+    for rank, record in records.items():
+        if record.failure and record.status == "error":
+            moments.setdefault(rank, record.failure.moment)
+    return min(moments, key=lambda rank: moments[rank]) if moments else None
+
+
+def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
+    """The ranks that failed in the same way as `root`, itself included."""
+    cause = records[root].failure
+    assert cause is not None
+    return tuple(
+        rank
+        for rank, record in sorted(records.items())
+        if record.failure and (record.failure.ename, record.failure.line) == (cause.ename, cause.line)
+    )
+
+
+def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
+    """One line for each group of ranks that failed after and because of another."""
+    groups: dict[str, list[int]] = {}
+    same = twins_of(root, records) if root in records and records[root].failure else (root,)
+    for rank, record in sorted(records.items()):
+        if rank in same or record.failure is None:
+            continue
+        where = f"line {record.failure.line}" if record.failure.line else "outside the cell's own lines"
+        if record.status == "error":
+            text = f"failed as well: {record.failure.ename}: {_first_line(record.failure.evalue)} ({where})"
+        else:
+            text = f"released at {where}" + (f", in {record.failure.where}" if record.failure.where else "")
+        groups.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def cell_error(
+    records: Mapping[int, CellRecord], deaths: Mapping[int, Death], *, hint_names: frozenset[str] = frozenset()
+) -> CellError:
+    """The error that a failed cell raises. hint_names: defined in the notebook, for NameErrors."""
+    root = root_of(records, deaths)
+    if root is None:  # only errors about lost peers, and nobody who was lost
+        root = min((r for r in records if records[r].failure), key=lambda r: _moment(records[r]))
+    lines = "\n  ".join(secondary_lines(root, records))
+    ranks = tuple(sorted({*deaths, *(rank for rank, record in records.items() if record.failure)}))
+    if root in deaths:
+        return RankDied(
+            f"Rank {root} died: {deaths[root].how}.",
+            rank=root,
+            ranks=ranks,
+            numbers=lines,
+            hint="%cluster restart   (a whole world again; variables of all ranks are lost)",
+        )
+    cause = records[root].failure
+    assert cause is not None
+    same = twins_of(root, records)
+    place = f", line {cause.line}" if cause.line else ""
+    return CellError(
+        f"{_ranks(same)} failed: {cause.ename}: {_first_line(cause.evalue)}{place}",
+        rank=root,
+        ranks=ranks,
+        traceback="\n".join(cause.traceback),
+        numbers=lines,
+        hint=_hint(cause.ename, cause.evalue, hint_names),
+    )
+
+
+def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:
+    if ename == "NameError" and evalue.startswith("name '"):
+        name = evalue.split("'")[1]
+        if name in names:
+            return f"{name} is defined in the notebook, not on the ranks: %push {name}"
+    return ""
+
+
+def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+def _moment(record: CellRecord) -> float:
+    return record.failure.moment if record.failure else float("inf")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""

@@ -1,0 +1,274 @@
+"""The GPUs of this machine, who computes on them, and which of them CUDA_VISIBLE_DEVICES leaves.
+
+Asks nvidia-smi and nothing else: no CUDA context is made, torch is not imported. Reading is kept apart from
+asking, so that every answer of nvidia-smi can be tested on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nbkit.errors import UsageError
+
+_GPU_QUERY = "--query-gpu=index,uuid,name,memory.total,memory.used"
+_PROCESS_QUERY = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
+_CSV = "--format=csv,noheader,nounits"
+# Without persistence mode the driver wakes each GPU for the question, which takes seconds per GPU.
+_SECONDS_TO_ANSWER = 60.0
+# On WSL the driver puts it where PATH does not look.
+_WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
+# A desktop or an idle driver stays below both; a training below neither.
+_BUSY_MIB, _BUSY_SHARE = 1024, 0.05
+
+_GPU_LINE = re.compile(r"GPU (\d+): (.+) \(UUID: (GPU-[^)]+)\)")
+_MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU; `mib` is None where the driver does not tell."""
+
+    pid: int
+    name: str
+    mib: int | None
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({os.path.basename(self.name)}) holds {show_mib(self.mib)}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, or one MIG instance of it: then `slot` is its number on the GPU, and `parent` that GPU's UUID.
+
+    `index` is nvidia-smi's number (PCI order). Memory is in MiB, None where the driver answers "N/A".
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total_mib: int | None
+    used_mib: int | None
+    processes: tuple[GpuProcess, ...] = ()
+    parent: str = ""
+    slot: int | None = None
+
+    @property
+    def number(self) -> str:
+        """What the user types for it: "2", or "2:0" for the first MIG instance of GPU 2."""
+        return str(self.index) if self.slot is None else f"{self.index}:{self.slot}"
+
+    @property
+    def chip(self) -> str:
+        """UUID of the physical GPU; MIG instances of one GPU share it."""
+        return self.parent or self.uuid
+
+    def in_use_by_others(self, own_pid: int | None = None) -> str:
+        """Why it is not idle, or "". What `own_pid` (this notebook's kernel) does on it does not count."""
+        others = [process for process in self.processes if process.pid != own_pid]
+        if others:
+            return ", ".join(str(process) for process in others)
+        own = [process.mib for process in self.processes]
+        if self.used_mib is None or None in own:
+            return ""
+        used = self.used_mib - sum(mib for mib in own if mib is not None)
+        if used > _BUSY_MIB or (self.total_mib and used > _BUSY_SHARE * self.total_mib):
+            # Processes outside a container's pid namespace hold memory without a name.
+            return f"{show_mib(used)} of {show_mib(self.total_mib)} are held by processes that nvidia-smi does not show"
+        return ""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What nvidia-smi said. `problem` is its own complaint when it is installed and does not work, else ""."""
+
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+
+
+def find_gpus() -> list[Gpu]:
+    """Every GPU of this machine, MIG instances in the place of a GPU cut up into them; [] if there is none."""
+    return list(survey_gpus().gpus)
+
+
+def survey_gpus() -> Survey:
+    """Ask nvidia-smi once. A missing nvidia-smi is a machine without GPUs, not a problem."""
+    smi = shutil.which("nvidia-smi") or (_WSL_SMI if os.access(_WSL_SMI, os.X_OK) else None)
+    if smi is None:
+        return Survey()
+    try:
+        gpus, processes, listing = _ask(smi, [[_GPU_QUERY, _CSV], [_PROCESS_QUERY, _CSV], ["-L"]])
+        found = parse_gpus(gpus, processes)
+        instances = parse_instances(listing)
+        if instances:
+            (details,) = _ask(smi, [["-q", "-x"]])
+            found = put_instances(found, instances, details)
+    except (OSError, subprocess.SubprocessError, ValueError, ElementTree.ParseError) as error:
+        return Survey(problem=f"nvidia-smi is installed but of no use: {error}")
+    return Survey(tuple(found))
+
+
+def _ask(smi: str, questions: Sequence[Sequence[str]]) -> list[str]:
+    """All questions at once, since each pays the driver's wake-up."""
+    running = [
+        subprocess.Popen([smi, *question], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for question in questions
+    ]
+    try:
+        said = [process.communicate(timeout=_SECONDS_TO_ANSWER) for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, (out, err) in zip(running, said, strict=True):
+        # 6: the driver works and sees no GPU.
+        if process.returncode not in (0, 6):
+            complaint = (err.strip() or out.strip() or f"exit status {process.returncode}").splitlines()[0]
+            raise subprocess.SubprocessError(complaint)
+    return ["" if process.returncode else out for process, (out, _) in zip(running, said, strict=True)]
+
+
+def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
+    """The answers to --query-gpu and --query-compute-apps (csv, noheader, nounits) as values.
+
+    A row that does not have the five columns asked for is a ValueError.
+    """
+    running: dict[str, list[GpuProcess]] = {}
+    for row in _rows(processes):
+        # A process name may hold commas: what is left between the pid and the memory is the name.
+        uuid, pid, *parts, mib = row
+        running.setdefault(uuid, []).append(GpuProcess(int(pid), ", ".join(parts), _mib(mib)))
+    found = []
+    for index, uuid, name, total, used in _rows(gpus):
+        found.append(Gpu(int(index), uuid, name, _mib(total), _mib(used), tuple(running.get(uuid, ()))))
+    return found
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One MIG line of `nvidia-smi -L`."""
+
+    index: int
+    slot: int
+    uuid: str
+    profile: str
+
+
+def parse_instances(listing: str) -> list[Instance]:
+    """The MIG instances in the output of `nvidia-smi -L`."""
+    instances, index = [], -1
+    for line in listing.splitlines():
+        if gpu := _GPU_LINE.match(line):
+            index = int(gpu[1])
+        elif mig := _MIG_LINE.match(line):
+            instances.append(Instance(index, int(mig[2]), mig[3], mig[1]))
+    return instances
+
+
+def put_instances(gpus: Sequence[Gpu], instances: Sequence[Instance], details: str) -> list[Gpu]:
+    """Put a GPU's MIG instances in its place, with memory and processes from `nvidia-smi -q -x`.
+
+    Only the XML says which instance a process runs on; the csv answers know the whole GPU alone.
+    """
+    described = {node.findtext("uuid", ""): node for node in ElementTree.fromstring(details).iter("gpu")}
+    found: list[Gpu] = []
+    for gpu in gpus:
+        own = [instance for instance in instances if instance.index == gpu.index]
+        if not own:
+            found.append(gpu)
+            continue
+        node = described.get(gpu.uuid)
+        found.extend(_instance(gpu, instance, node) for instance in own)
+    return found
+
+
+def _instance(gpu: Gpu, instance: Instance, node: ElementTree.Element | None) -> Gpu:
+    # Without a description every process of the GPU counts for each instance: never take what may be in use.
+    total, used, processes = None, None, gpu.processes
+    for device in node.iterfind("mig_devices/mig_device") if node is not None else ():
+        if device.findtext("index", "").strip() == str(instance.slot):
+            total = _mib(device.findtext("fb_memory_usage/total", ""))
+            used = _mib(device.findtext("fb_memory_usage/used", ""))
+            place = (device.findtext("gpu_instance_id"), device.findtext("compute_instance_id"))
+            assert node is not None
+            processes = tuple(_processes_at(node, place))
+    name = f"{gpu.name} MIG {instance.profile}"
+    return Gpu(gpu.index, instance.uuid, name, total, used, processes, parent=gpu.uuid, slot=instance.slot)
+
+
+def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None]) -> Iterator[GpuProcess]:
+    for entry in node.iterfind("processes/process_info"):
+        if (entry.findtext("gpu_instance_id"), entry.findtext("compute_instance_id")) == place:
+            name, mib = entry.findtext("process_name", "?"), entry.findtext("used_memory", "")
+            yield GpuProcess(int(entry.findtext("pid", "0")), name, _mib(mib))
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    """What CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
+
+    As CUDA reads it: numbers, beginnings of UUIDs, MIG names; the list ends before the first entry that names
+    nothing ("-1", "NoDevFiles"); a number of a GPU cut up by MIG means its first instance. Numbers are taken in
+    PCI order, as nvidia-smi shows them.
+    """
+    if visible is None:
+        return list(gpus)
+    chosen: list[Gpu] = []
+    for entry in visible.split(","):
+        gpu = find_gpu(gpus, entry.strip())
+        if gpu is None:
+            break
+        if gpu not in chosen:
+            chosen.append(gpu)
+    return chosen
+
+
+def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> list[Gpu]:
+    """What the user lists after --gpus, in that order and with repeats; never renumbered.
+
+    Raises UsageError for an entry that names no GPU, or one that CUDA_VISIBLE_DEVICES hides.
+    """
+    allowed = visible_gpus(gpus, visible)
+    offer = ", ".join(gpu.number for gpu in allowed) or "none"
+    chosen = []
+    for entry in text.split(","):
+        gpu = find_gpu(gpus, entry.strip())
+        if gpu is None or gpu not in allowed:
+            what = f"No GPU {entry.strip()!r}." if gpu is None else f"GPU {gpu.number} is hidden from this notebook."
+            hidden = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
+            hint = f"--gpus {','.join(gpu.number for gpu in allowed)}" if allowed else "--cpu"
+            raise UsageError(what, numbers=f"{len(gpus)} GPUs found, to choose from: {offer}{hidden}", hint=hint)
+        chosen.append(gpu)
+    return chosen
+
+
+def find_gpu(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
+    """The GPU of that number ("1", "1:0") or beginning of a UUID; None when nothing, or more than one, matches."""
+    if re.fullmatch(r"\d+(:\d+)?", entry):
+        return next((gpu for gpu in gpus if entry in (gpu.number, str(gpu.index))), None)
+    if not entry.startswith(("GPU-", "MIG-")):
+        return None
+    matching = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def show_mib(mib: int | None) -> str:
+    """MiB for people: "512 MiB", "30.0 GiB", "unknown memory"."""
+    if mib is None:
+        return "unknown memory"
+    return f"{mib} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
+
+
+def _rows(text: str) -> list[list[str]]:
+    # nvidia-smi never quotes, so a csv reader would trip over a quote in a process name.
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
+
+
+def _mib(text: str) -> int | None:
+    digits = re.match(r"\d+", text.strip())
+    return int(digits[0]) if digits else None

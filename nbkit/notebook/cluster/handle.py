@@ -1,0 +1,97 @@
+"""A cell that runs by itself: what `--detach` gives back. Its output stays with the notebook cell that sent it."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from nbkit.notebook.cluster.results import Results
+from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.cluster.waiting import TICK_SECONDS, begin_stop, wait_for
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+_COLOURS = {
+    "running": "var(--jp-brand-color1,#1976d2)",
+    "ok": "var(--jp-success-color1,#388e3c)",
+    "error": "var(--jp-error-color1,#d32f2f)",
+    "interrupted": "var(--jp-warn-color1,#f57c00)",
+}
+
+
+class CellHandle:
+    """wait(), stop(), .output, .status of a detached cell."""
+
+    def __init__(self, cluster: Cluster, running: Running, timeout: float | None = None) -> None:
+        self._cluster, self._running = cluster, running
+        if timeout is not None:
+            cluster.post.wire.soon(lambda: cluster.post.wire.later(timeout, self._out_of_time, timeout))
+
+    def wait(self, timeout: float | None = None) -> Results:
+        """Wait until the cell is over. Raises CellError if it failed, TimeoutError after `timeout` seconds.
+
+        The stop button ends the waiting; `stop()` ends the cell.
+        """
+        return wait_for(self._running, timeout)
+
+    def stop(self) -> Results:
+        """Stop the cell and wait for that; a training stops at a step boundary, its state intact."""
+        if not self._running.done.done():
+            stop = begin_stop(self._cluster, self._running)
+            while not self._running.done.done():
+                stop.tick()
+                time.sleep(TICK_SECONDS / 2)
+        return self._running.done.result()
+
+    @property
+    def output(self) -> Mapping[int, str]:
+        """What each rank has printed so far."""
+        return self._running.results(self.status).output
+
+    @property
+    def status(self) -> str:
+        """ "running", "ok", "error" or "interrupted"."""
+        done = self._running.done
+        if not done.done():
+            return "running"
+        return "error" if done.exception() else done.result().status
+
+    def _out_of_time(self, seconds: float) -> None:
+        if self._running.done.done():
+            return
+        stop = begin_stop(self._cluster, self._running, f"stopped after {seconds:g} s (--timeout)")
+
+        def tick() -> None:
+            if not self._running.done.done():
+                stop.tick()
+                self._cluster.post.wire.later(TICK_SECONDS, tick)
+
+        tick()
+
+    def show(self) -> None:
+        """Show the card of this cell where its output goes; it tells in place how the cell ended."""
+        running, wire = self._running, self._cluster.post.wire
+        transient = {"display_id": f"nbkit-{running.request.id}"}
+        wire.soon(lambda: running.outbox.put("display", self._bundle(), {}, transient))
+        if hasattr(running.outbox.screen, "kernel"):  # a plain screen cannot change what it has shown
+            running.done.add_done_callback(lambda _: running.outbox.put("update", self._bundle(), {}, transient))
+
+    def _bundle(self) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
+
+    def __repr__(self) -> str:
+        return f"<CellHandle of {self._running.describe()}: {self.status}>"
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        next_words = (
+            "handle.stop() · handle.wait() · %%distributed --at-step runs inside it" if status == "running" else ""
+        )
+        return (
+            f"<span style='color:{_COLOURS[status]}'>●</span> <b>{status}</b> · "
+            f"<code>{html.escape(self._running.describe())}</code> "
+            f"<span style='color:var(--jp-ui-font-color2,gray)'>{next_words}</span>"
+        )

@@ -1,0 +1,219 @@
+"""The post room: sends cells and requests, and hands what comes back to the cell it belongs to."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nbkit.cells import LONG_SECONDS, CellRecord, ranks_text
+from nbkit.errors import CellRunning, ClusterError
+from nbkit.notebook.cluster.failure import Death
+from nbkit.notebook.cluster.lines import label
+from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.cluster.wire import Wire
+
+FOLLOW_SECONDS = 0.2
+DEATH_NEWS_SECONDS = 0.1
+LATE_SECONDS = 2.0
+WATCH_SECONDS = 1.0
+
+
+class Post:
+    """One per cluster object. What starts with `on_` is called on the wire's thread."""
+
+    wire: Wire
+
+    def __init__(self) -> None:
+        self.cells: dict[str, Running] = {}
+        self.latest: Running | None = None
+        self.deaths: dict[int, Death] = {}
+        self.request_number = 0
+        self.closed = False
+        self.on_death: Callable[[int, str], None] = lambda rank, how: None
+
+    def busy(self) -> Running | None:
+        """The ordinary cell that runs now."""
+        running = self.latest
+        return running if running is not None and not running.done.done() else None
+
+    def check_idle(self, what: str) -> None:
+        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push" or "pull"."""
+        busy = self.busy()
+        if busy is not None:
+            live = "   or   --at-step to run inside a training" if what == "cell" else ""
+            raise CellRunning(
+                f"The ranks are busy with {busy.describe()}.",
+                numbers=f"this {what} has to wait for it",
+                hint=f"%cluster wait   or   --queue to run after it{live}",
+            )
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """Raise ClusterError if one of `ranks` has died."""
+        gone = [rank for rank in ranks if rank in self.deaths]
+        if gone:
+            raise ClusterError(
+                f"Rank {gone[0]} has died ({self.deaths[gone[0]].how}).",
+                numbers=f"ranks {ranks_text(self.wire.ranks)} are left",
+                hint="%cluster restart   or   --ranks to use those that are left (without collectives)",
+            )
+
+    # Out ------------------------------------------------------------------------------------------------------------
+
+    def send(self, running: Running) -> None:
+        """Send a cell to its ranks."""
+        self._expect(running)
+        futures = self.wire.call(running.request.ranks, "nbkit.bridge.calls:run_cell", running.request)
+        self.latest = running
+        for rank, future in futures.items():
+            future.add_done_callback(partial(self._on_answer, running, rank))
+
+    def send_live(self, running: Running) -> None:
+        """Send a live cell: its records come as messages, because no call of it is answered."""
+        self._expect(running)
+        self.wire.request(running.request.ranks, "live", number=self.next_request(), cell=asdict(running.request))
+
+    def ask_to_stop(self, running: Running, ranks: list[int]) -> dict[int, Future[Any]]:
+        """The numbers of requests must be known on every rank, so all are asked."""
+        everyone = sorted({*self.wire.ranks, *ranks})
+        return self.wire.request(
+            everyone, "stop", cell=running.request.id, number=self.next_request(), live=running.live
+        )
+
+    def next_request(self) -> int:
+        self.request_number += 1
+        return self.request_number
+
+    def follow(self, running: Running) -> None:
+        """Take up a cell that an earlier notebook sent: fetch what was missed, then the rest as it comes."""
+        running.followed = True
+        self.latest = running
+        self._expect(running)
+        for rank in running.request.ranks:
+            self.wire.soon(self._follow, running, rank, 0)
+
+    def keep_in_touch(self, seconds: float) -> None:
+        """Tell the cluster every so often that this notebook is there."""
+
+        def tell() -> None:
+            if not self.closed:
+                self.wire.request(self.wire.ranks[:1], "seen")
+                self.wire.later(seconds, tell)
+
+        self.wire.soon(tell)
+
+    def watch(self, gone: Callable[[], str]) -> None:
+        """Look every second whether the cluster is still there and ours; `gone` says why not, or ""."""
+
+        def look() -> None:
+            if self.closed:
+                return
+            if why := gone():
+                for rank in {rank for running in self.cells.values() for rank in running.request.ranks}:
+                    self._on_death(Death(rank, why, time.time()))
+            else:
+                self.wire.later(WATCH_SECONDS, look)
+
+        self.wire.soon(look)
+
+    def close(self) -> None:
+        self.closed = True
+        for running in list(self.cells.values()):
+            running.reason = running.reason or "the cluster was stopped"
+            running.finish()
+        self.wire.close()
+
+    # In -------------------------------------------------------------------------------------------------------------
+
+    def on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        """One of nbkit's own messages."""
+        if kind == "nbkit_record":
+            record = record_from(content["record"])
+            if running := self.cells.get(record.cell):
+                running.on_record(record)
+        elif kind == "nbkit_died":
+            self._on_death(Death(content["rank"], content["how"], content["when"]))
+        elif running := self.cells.get(mark["cell"]):
+            if not running.followed:
+                running.on_output(kind, mark, content)
+        elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
+            # Of a thread that outlived its cell.
+            self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
+
+    def on_gone(self, rank: int, folder: Path) -> None:
+        """The hub has lost a rank. How it ended is told by the others, or else stands in the folder."""
+
+        def read() -> None:
+            path = folder / f"rank{rank}.end.json"
+            how = json.loads(path.read_text())["how"] if path.exists() else "its process ended"
+            self._on_death(Death(rank, how, time.time()))
+
+        if not self.closed:
+            self.wire.later(DEATH_NEWS_SECONDS, read)
+
+    def _expect(self, running: Running) -> None:
+        self.cells[running.request.id] = running
+        for death in self.deaths.values():
+            self.wire.soon(running.on_death, death)
+        running.done.add_done_callback(lambda _: self._on_end(running))
+
+    def _on_end(self, running: Running) -> None:
+        self.cells.pop(running.request.id, None)
+        if not self.closed and time.time() - running.sent > LONG_SECONDS:
+            self.wire.request(self.wire.ranks, "seen", cell=running.request.id)
+
+    def _on_answer(self, running: Running, rank: int, answer: Future[Any]) -> None:
+        error = answer.exception()
+        record = answer.result() if error is None else error
+        if error is not None:  # it had left when the cell was sent; how it ended is told in a moment
+            self.wire.soon(self.wire.later, 3 * DEATH_NEWS_SECONDS, partial(running.on_lost, rank, error))
+        elif isinstance(record, CellRecord):
+            running.on_record(record)
+            if running.arrived[rank] < record.outputs:
+                self.wire.later(LATE_SECONDS, self._fetch_late, running, rank)
+        elif "died while running" not in str(record):  # the news of a death come by themselves
+            running.on_lost(rank, record if isinstance(record, BaseException) else RuntimeError(str(record)))
+
+    def _fetch_late(self, running: Running, rank: int) -> None:
+        """Outputs that have not come by themselves are asked for: a cell must end, whatever a connection has lost."""
+        if not running.done.done() and running.arrived[rank] < running.records[rank].outputs:
+            self._follow(running, rank, 0)
+
+    def _on_death(self, death: Death) -> None:
+        if death.rank in self.deaths or self.closed:
+            return
+        self.deaths[death.rank] = death
+        self.on_death(death.rank, death.how)
+        for running in list(self.cells.values()):
+            running.on_death(death)
+
+    def _follow(self, running: Running, rank: int, cursor: int) -> None:
+        if running.done.done() or self.closed:
+            return
+        futures = self.wire.request([rank], "follow", cell=running.request.id, cursor=cursor)
+        for future in futures.values():
+            future.add_done_callback(lambda reply: self.wire.soon(self._on_followed, running, rank, reply))
+
+    def _on_followed(self, running: Running, rank: int, reply: Future[Any]) -> None:
+        content = reply.result()["content"]
+        for output in content["outputs"]:
+            running.on_output(output["kind"], output, output["content"])
+        if content["record"] is not None:
+            running.on_record(record_from(content["record"]))
+        if rank in running.waiting_for or running.arrived[rank] < running.records[rank].outputs:
+            pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
+            self.wire.later(pause, self._follow, running, rank, content["cursor"])
+
+
+def record_from(text: str) -> CellRecord:
+    """A record that came in a message."""
+    record = pickle.loads(base64.b64decode(text))
+    assert isinstance(record, CellRecord)
+    return record

@@ -1,0 +1,155 @@
+"""What clusters there are: one folder each, private to the user, with everything that belongs to the cluster.
+
+    ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part)
+      cluster.json       the Entry: who and where its processes are
+      spec.json          what its ranks were started with
+      profile/           ipyparallel's own: connection files (0600), pids
+      logs/              controller, parent, one per rank
+      output/            what each rank has printed, as text (rankN.out) and as messages (rankN.jsonl)
+
+A process is named by pid and start together (nbkit/processes.py), so that a pid which the system has given to
+somebody else since then is never mistaken for one of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from nbkit.errors import ClusterNotFound
+from nbkit.processes import Process as Process
+from nbkit.processes import followers
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cluster as the registry knows it. host: where its processes are. ttl: seconds. born: time.time().
+
+    labels, reasons: what each rank is pinned to and why, in rank order.
+    """
+
+    name: str
+    host: str
+    n: int
+    backend: str
+    ttl: float
+    born: float
+    controller: Process
+    parent: Process
+    kernel: Process
+    labels: tuple[str, ...]
+    reasons: tuple[str, ...]
+    options: dict[str, object] = field(default_factory=dict)
+    ranks: tuple[Process, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return home() / self.name
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def is_alive(self) -> bool:
+        """Whether ranks and controller run; a cluster of another host is taken at its word."""
+        return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())
+
+    def left(self) -> list[Process]:
+        """What still runs of it. A controller that was killed leaves its schedulers, which only its session names."""
+        known = [process for process in (self.parent, self.controller, *self.ranks) if process.is_alive()]
+        return [*known, *followers(self.controller.pid, self.folder)]
+
+    def is_attached(self) -> bool:
+        return self.is_here and self.kernel.is_alive()
+
+
+def home() -> Path:
+    """Where clusters live."""
+    base = os.environ.get("NBKIT_HOME")
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) if base else Path(data) / "nbkit"
+
+
+def save(entry: Entry) -> None:
+    """Write an entry in one step."""
+    path = entry.folder / "cluster.json"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(asdict(entry)))
+    scratch.replace(path)
+
+
+def find(name: str) -> Entry | None:
+    """The entry called `name`, if there is one."""
+    try:
+        fields = json.loads((home() / name / "cluster.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    for role in ("controller", "parent", "kernel"):
+        fields[role] = Process(**fields[role])
+    fields["ranks"] = tuple(Process(**rank) for rank in fields["ranks"])
+    return Entry(**{**fields, "labels": tuple(fields["labels"]), "reasons": tuple(fields["reasons"])})
+
+
+def entries() -> list[Entry]:
+    """Every cluster of this user, by name."""
+    names = sorted(path.parent.name for path in home().glob("*/cluster.json"))
+    return [entry for name in names if (entry := find(name))]
+
+
+def running(name: str) -> Entry:
+    """The running cluster called `name`. Raises ClusterNotFound, naming those that do run."""
+    entry = find(name)
+    if entry and entry.is_alive():
+        return entry
+    alive = [other.name for other in entries() if other.is_alive()]
+    raise ClusterNotFound(
+        f"The cluster {name!r} has ended." if entry else f"There is no cluster called {name!r}.",
+        numbers=f"running: {', '.join(alive)}" if alive else "no cluster is running",
+        hint=f"%cluster attach {alive[0]}" if alive else f"%cluster start --name {name}",
+    )
+
+
+def end(entry: Entry, patience: float = 5.0) -> None:
+    """End a cluster's processes, and only those: each is checked by pid and start time. Forgets the cluster."""
+    if not entry.is_here:
+        raise ClusterNotFound(
+            f"The cluster {entry.name!r} runs on another host.",
+            numbers=f"it is on {entry.host}, this is {socket.gethostname()}",
+            hint=f"ssh {entry.host} nbkit stop {entry.name}",
+        )
+    entry.parent.end(signal.SIGTERM)
+    entry.controller.end(signal.SIGTERM)
+    everything = (entry.parent, entry.controller, *entry.ranks)
+    deadline = time.monotonic() + patience
+    while any(process.is_alive() for process in everything) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in everything:
+        process.end(signal.SIGKILL, group=True)
+    for scheduler in followers(entry.controller.pid, entry.folder):
+        scheduler.end(signal.SIGKILL)
+    deadline = time.monotonic() + patience
+    while entry.left() and time.monotonic() < deadline:  # the system takes a moment
+        time.sleep(0.02)
+    forget(entry.name)
+
+
+def forget(name: str) -> None:
+    """Remove the folder of a cluster that has ended; its logs go with it."""
+    shutil.rmtree(home() / name, ignore_errors=True)
+
+
+def clean() -> list[str]:
+    """End what half-dead clusters of this host have left, and forget them. Returns a line about each."""
+    done = []
+    for entry in entries():
+        if entry.is_here and not entry.is_alive():
+            left = entry.left()
+            end(entry)
+            done.append(f"{entry.name}: ended, {len(left)} processes were left")
+    return done

@@ -1,0 +1,43 @@
+"""A cell before it is on its way: looked at, refused if it cannot run, and sent."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nbkit.cells import CellRequest
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster import presence, screen, source
+from nbkit.notebook.cluster.choose import chosen_ranks, names_of_notebook, notebook_number
+from nbkit.notebook.cluster.running import Running
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+
+def request_for(cluster: Cluster, cell: str, ranks: Sequence[int] | str | None, *, at_step: bool) -> CellRequest:
+    """The cell as it will be sent. Raises UsageError, CellRunning or ClusterError if it cannot be; nothing has run."""
+    chosen = chosen_ranks(ranks, cluster.entry.n)
+    number = notebook_number() or next(cluster.numbers)
+    source.check(cell, number)
+    if at_step and ranks is not None:
+        raise UsageError("A live cell runs on all ranks.", numbers=f"--ranks {ranks}", hint="leave --ranks out")
+    presence.must_be_here(cluster)
+    if not at_step:
+        cluster.post.check_idle("cell")
+    cluster.post.check_alive(chosen)
+    return CellRequest(uuid.uuid4().hex[:12], cell, number, chosen, cluster.post.request_number)
+
+
+def send(cluster: Cluster, request: CellRequest, note: str, *, live: bool) -> Running:
+    """Send it, after `note` in its output; a live cell waits on the ranks for their step boundary."""
+    running = Running(request, screen.here(), cluster.post.wire.later, names_of_notebook, live=live)
+    if live:
+        cluster.post.send_live(running)
+        return running
+    if note:
+        cluster.post.wire.soon(running.say, note)
+    running.before_done = lambda: cluster.generation.learn_from(running)
+    cluster.post.send(running)
+    return running

@@ -1,0 +1,172 @@
+"""What `%cluster status` and `%cluster list` show: text in a terminal, a table in a notebook."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nbkit.cells import first_line
+from nbkit.notebook.cluster.gpus import find_gpus
+from nbkit.notebook.cluster.registry import Entry
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank. memory: "1.2 / 23.9 GiB", of its GPU, or of the machine for CPU ranks. age: of the cell, in seconds."""
+
+    rank: int
+    pid: int
+    device: str
+    memory: str
+    state: str
+    cell: str
+    age: float
+    why: str
+
+    def cells(self) -> tuple[str, ...]:
+        age = f"{self.age:.0f} s" if self.age else ""
+        return str(self.rank), str(self.pid), self.device, self.memory, self.state, self.cell, age
+
+
+@dataclass(frozen=True)
+class Status:
+    """The ranks of a cluster at one moment."""
+
+    entry: Entry
+    rows: Sequence[RankRow]
+    generation: int
+    notes: Sequence[str] = ()
+
+    def _title(self) -> str:
+        entry = self.entry
+        return f"cluster {entry.name}: {entry.n} ranks over {entry.backend}, generation {self.generation}"
+
+    def _footer(self) -> list[str]:
+        return [*self.notes, f"logs and output: {self.entry.folder}"]
+
+    def __repr__(self) -> str:
+        table = text_table(COLUMNS, [row.cells() for row in self.rows])
+        reasons = [f"rank {row.rank} is on {row.why}" for row in self.rows]
+        return "\n".join((self._title(), table, *reasons, *self._footer()))
+
+    def _repr_html_(self) -> str:
+        table = html_table(COLUMNS, [row.cells() for row in self.rows], [row.why for row in self.rows])
+        footer = "<br>".join(html.escape(line) for line in self._footer())
+        return f"<b>{html.escape(self._title())}</b>{table}<small>{footer}</small>"
+
+
+@dataclass(frozen=True)
+class ClusterList:
+    """The clusters of this user."""
+
+    entries: Sequence[Entry]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for entry in self.entries:
+            state = (
+                "ended (%cluster clean)"
+                if not entry.is_alive()
+                else "attached"
+                if entry.is_attached()
+                else "no notebook"
+            )
+            ttl = f"{entry.ttl / 3600:g} h without notebook and cell"
+            rows.append(
+                (entry.name, str(entry.n), entry.host, state, f"{(time.time() - entry.born) / 60:.0f} min", ttl)
+            )
+        return rows
+
+    _columns = ("name", "ranks", "host", "state", "age", "lets go after")
+
+    def __iter__(self) -> Any:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return text_table(self._columns, self._rows()) if self.entries else "no clusters; %cluster start -n 2 makes one"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._columns, self._rows()) if self.entries else f"<code>{html.escape(repr(self))}</code>"
+
+
+def rank_rows(cluster: Cluster) -> list[RankRow]:
+    """Ask every rank; one that does not answer in time is said to be silent."""
+    entry, deaths = cluster.entry, cluster.post.deaths
+    answers = cluster.post.wire.ask(range(entry.n), "status")
+    memory = _memory_by_rank(entry, answers)
+    rows = []
+    for rank in range(entry.n):
+        answer = answers.get(rank)
+        pid = entry.ranks[rank].pid
+        if rank in deaths:
+            row = RankRow(rank, pid, entry.labels[rank], "", f"dead ({deaths[rank].how})", "", 0.0, entry.reasons[rank])
+        elif answer is None:
+            row = RankRow(rank, pid, entry.labels[rank], "", "does not answer", "", 0.0, entry.reasons[rank])
+        else:
+            cell = f"[{answer['number']}] {first_line(answer['source'])}" if answer["cell"] else ""
+            state = _state(answer)
+            row = RankRow(
+                rank, pid, entry.labels[rank], memory.get(rank, ""), state, cell, answer["age"], entry.reasons[rank]
+            )
+        rows.append(row)
+    return rows
+
+
+def _state(answer: dict[str, Any]) -> str:
+    if answer["training"]:
+        return f"training, step {answer['progress'].get('step', 0)}"
+    if answer["cell"]:
+        return f"running ({answer['where']})" if answer["where"] else "running"
+    return "idle, world spoilt" if answer["dirty"] else "idle"
+
+
+def _memory_by_rank(entry: Entry, answers: dict[int, dict[str, Any]]) -> dict[int, str]:
+    """A GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
+    if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
+        total = psutil.virtual_memory().total
+        return {rank: _of(answer["memory"], total) for rank, answer in answers.items()}
+    by_label = {f"GPU {gpu.number} {gpu.name}": gpu for gpu in find_gpus()}
+    found = {rank: by_label.get(label) for rank, label in enumerate(entry.labels)}
+    return {
+        rank: _of((gpu.used_mib or 0) << 20, (gpu.total_mib or 0) << 20)
+        for rank, gpu in found.items()
+        if gpu is not None
+    }
+
+
+def _of(used: int, total: int) -> str:
+    return f"{used / 2**30:.2f} / {total / 2**30:.1f} GiB"
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (columns, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], titles: Sequence[str] = ()) -> str:
+    """A plain table; it takes its colours from the notebook's theme. titles: a tooltip for each row."""
+    head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
+    body = ""
+    for i, row in enumerate(rows):
+        title = f" title='{html.escape(titles[i], quote=True)}'" if titles else ""
+        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
+        body += f"<tr{title}>{cells}</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

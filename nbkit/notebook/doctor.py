@@ -1,0 +1,223 @@
+"""What this machine offers, what nbkit would use of it, and what to type for what is missing.
+
+For `nbkit doctor` and `%nbkit doctor`. Versions come from the metadata of installed packages, GPUs from
+nvidia-smi: neither torch nor a widget library is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from html import escape
+from importlib import metadata
+from typing import Literal
+
+from nbkit.errors import NbkitError
+from nbkit.notebook.cluster.devices import cores_here, pins_here
+from nbkit.notebook.cluster.gpus import Survey, show_mib, survey_gpus
+from nbkit.notebook.cluster.platform import check_platform, release, starts_by_forking, torch_version
+
+_DISTRIBUTION = "nbkit-train"
+_REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
+_OPTIONAL = {
+    "jupyterlab": "to open notebooks",
+    "ipywidgets": "live widgets; without it the same shows as text and HTML",
+    "tensorboard": "%board",
+}
+# Docker gives 64 MiB unless told otherwise: DataLoader workers and NCCL then die with a bus error.
+_SHARED_MEMORY_MIB = 1024
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+
+State = Literal["ok", "note", "missing"]
+_MARKS: dict[State, str] = {"ok": "✓", "note": "!", "missing": "✗"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. "missing": a cluster cannot start without it; "note": worth knowing."""
+
+    topic: str
+    subject: str
+    text: str
+    state: State = "ok"
+    hint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state == "missing" and not self.hint:
+            raise NbkitError("What is missing comes with the command that installs it.", numbers=self.subject)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, by topic; shows itself as text and as HTML."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing required is missing."""
+        return not self.missing
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.state == "missing")
+
+    @property
+    def verdict(self) -> str:
+        if self.ok:
+            return "Ready: %load_ext nbkit, then %cluster start"
+        return f"Not ready: {', '.join(finding.subject for finding in self.missing)}"
+
+    def __repr__(self) -> str:
+        width = max(len(finding.subject) for finding in self.findings)
+        lines: list[str] = []
+        topic = ""
+        for finding in self.findings:
+            if finding.topic != topic:
+                topic = finding.topic
+                lines += ["", topic] if lines else [topic]
+            lines.append(f"  {_MARKS[finding.state]} {finding.subject:<{width}}  {finding.text}")
+            if finding.hint:
+                lines.append(f"    {'':<{width}}  → {finding.hint}")
+        return "\n".join([*lines, "", self.verdict])
+
+    def _repr_html_(self) -> str:
+        rows: list[str] = []
+        topic = ""
+        for finding in self.findings:
+            if finding.topic != topic:
+                topic = finding.topic
+                rows.append(f'<tr><th colspan="3" style="text-align:left">{escape(topic)}</th></tr>')
+            hint = f"<br>→ <code>{escape(finding.hint)}</code>" if finding.hint else ""
+            colour = "var(--jp-success-color1)" if finding.state == "ok" else "var(--jp-warn-color1)"
+            if finding.state == "missing":
+                colour = "var(--jp-error-color1)"
+            rows.append(
+                f'<tr><td style="color:{colour}">{_MARKS[finding.state]}</td>'
+                f'<td style="text-align:left">{escape(finding.subject)}</td>'
+                f'<td style="text-align:left">{escape(finding.text)}{hint}</td></tr>'
+            )
+        return f"<table>{''.join(rows)}</table><p><b>{escape(self.verdict)}</b></p>"
+
+
+def doctor() -> Report:
+    """Look at this machine; takes as long as nvidia-smi does. Raises nothing: what it finds is in the report."""
+    survey = survey_gpus()
+    return Report(
+        (
+            *_machine(),
+            *_torch(torch_version(), survey),
+            *_packages(),
+            *_devices(survey),
+            *_cluster(survey),
+        )
+    )
+
+
+def _machine() -> Iterator[Finding]:
+    python = f"{platform.python_version()}  {sys.executable}"
+    try:
+        check_platform(torch="999")
+        yield Finding("Machine", "platform", f"{platform.system()} {platform.machine()}")
+        yield Finding("Machine", "Python", python)
+    except NbkitError as error:
+        yield Finding("Machine", "platform", f"{error.what} {error.numbers}", "missing", error.hint)
+    if os.path.isdir("/dev/shm"):
+        total, _, free = (size // 2**20 for size in shutil.disk_usage("/dev/shm"))
+        text = f"{show_mib(free)} of {show_mib(total)} free"
+        if free < _SHARED_MEMORY_MIB:
+            hint = "in Docker: docker run --shm-size=8g; else DataLoader(num_workers=0)"
+            yield Finding("Machine", "shared memory", f"{text}: little for DataLoader workers", "note", hint)
+        else:
+            yield Finding("Machine", "shared memory", text)
+    if found := [name for name in _LAUNCHER_VARIABLES if name in os.environ]:
+        text = f"{', '.join(found)} set in this process; every rank gets its own"
+        yield Finding("Machine", "launcher variables", text, "note")
+
+
+def _torch(version: str, survey: Survey) -> Iterator[Finding]:
+    try:
+        check_platform(system="linux", python=(3, 11), torch=version)
+    except NbkitError as error:
+        yield Finding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
+        return
+    if survey.gpus and version.endswith("+cpu"):
+        text = f"{version} cannot use the {len(survey.gpus)} GPUs of this machine"
+        hint = 'install the CUDA build ("Compute Platform" on PyTorch\'s install page), then restart the kernel'
+        yield Finding("PyTorch", "torch", text, "note", hint)
+    else:
+        yield Finding("PyTorch", "torch", version)
+    if "torch" in sys.modules:
+        text = "is imported in this process too; ranks do not need that, and CUDA memory it takes is missing there"
+        yield Finding("PyTorch", "this kernel", text, "note")
+
+
+def _packages() -> Iterator[Finding]:
+    minimum = required_versions()
+    if not minimum:
+        hint = f"{_python()} -m pip install -e .   (in the checkout)"
+        yield Finding("Jupyter", "nbkit", "is imported but not installed: no magics", "missing", hint)
+    for name in _REQUIRED:
+        yield _package(name, minimum, "missing", "")
+    for name, purpose in _OPTIONAL.items():
+        yield _package(name, minimum, "note", f" ({purpose})")
+
+
+def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) -> Finding:
+    needed = minimum.get(name, "")
+    wanted = f"{name}>={needed}" if needed else name
+    hint = f"{_python()} -m pip install {shlex.quote(wanted)}"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding("Jupyter", name, f"not installed{purpose}", state, hint)
+    if release(version) < release(needed):
+        return Finding("Jupyter", name, f"{version}, needed >= {needed}{purpose}", state, hint)
+    return Finding("Jupyter", name, f"{version}{purpose}")
+
+
+def required_versions() -> dict[str, str]:
+    """Package -> lowest version, from nbkit's own metadata, extras included; {} when nbkit is not installed."""
+    try:
+        lines = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = (re.match(r"([\w-]+)[^;]*?>=\s*([\d.]+)", line) for line in lines)
+    return {match[1].replace("-", "_"): match[2] for match in found if match}
+
+
+def _devices(survey: Survey) -> Iterator[Finding]:
+    if survey.problem:
+        hint = "run nvidia-smi in a terminal; after a driver update, restart the machine"
+        yield Finding("Devices", "nvidia-smi", survey.problem, "note", hint)
+    for gpu in survey.gpus:
+        use = gpu.in_use_by_others(os.getpid())
+        text = f"{gpu.name}, {show_mib(gpu.total_mib)}, {use or 'idle'}"
+        yield Finding("Devices", f"GPU {gpu.number}", text, "note" if use else "ok")
+    if not survey.gpus and not survey.problem:
+        yield Finding("Devices", "GPU", "none found: ranks run on the CPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        yield Finding("Devices", "CUDA_VISIBLE_DEVICES", f"{visible!r}: nothing else is used", "note")
+    yield Finding("Devices", "CPU cores", f"{len(cores_here())} usable of {os.cpu_count()}")
+
+
+def _cluster(survey: Survey) -> Iterator[Finding]:
+    """What `%cluster start` without options would do now."""
+    plan = pins_here(survey=replace(survey, problem=""))
+    how = "forked from one parent" if starts_by_forking() else "spawned one by one"
+    yield Finding("%cluster start would use", "ranks", f"{len(plan.pins)}, {plan.backend}, {how}")
+    for pin in plan.pins:
+        yield Finding("%cluster start would use", f"rank {pin.rank}", pin.why)
+    for note in plan.notes:
+        yield Finding("%cluster start would use", "note", note, "note")
+
+
+def _python() -> str:
+    return shlex.quote(sys.executable)

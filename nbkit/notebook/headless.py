@@ -1,0 +1,211 @@
+"""A notebook run without a browser: cell after cell in a fresh kernel, each output kept with the cell that sent it.
+
+Simpler than nbclient, and unlike it: what a detached cell prints while later cells run is told and kept, and the
+kernel is always this Python. Widgets and input() are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from nbkit.errors import CellError, NbkitError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.registry import Process
+
+__all__ = ["Headless", "read_notebook", "tagged", "text_of"]
+
+Cell = dict[str, Any]
+_READY_SECONDS = 120
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def read_notebook(path: Path) -> dict[str, Any]:
+    """The notebook's JSON. Raises NbkitError when there is none."""
+    try:
+        notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NbkitError(f"{path.name} cannot be read.", numbers=str(error), hint="run it from a checkout") from None
+    return notebook
+
+
+def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
+    """The cells that carry `tag`, in order."""
+    return [cell for cell in notebook["cells"] if tag in cell["metadata"].get("tags", [])]
+
+
+def text_of(cell: Cell) -> str:
+    """What a cell has printed, as a terminal would show it in the end, without colours."""
+    printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
+    return _ANSI.sub("", _overwritten(printed))
+
+
+class Headless:
+    """A kernel of this Python. `with Headless(folder) as kernel: kernel.run(notebook)`; leaving it ends the kernel and
+    every cluster that it has started.
+
+    on_text: called as (cell, text) with each piece that a cell prints, also after that cell has ended.
+    """
+
+    def __init__(self, folder: Path, on_text: Callable[[Cell, str], None]) -> None:
+        self.on_text = on_text
+        self._cells: dict[str, Cell] = {}  # by the id of the message that executed them
+        self._displays: dict[str, list[dict[str, Any]]] = {}
+        self._log = tempfile.TemporaryFile()
+        self._manager = KernelManager(kernel_spec_manager=_ThisPython())
+        self._manager.start_kernel(cwd=str(folder), stdout=self._log, stderr=self._log)
+        self._process = Process.of(self._manager.provisioner.pid)
+        self._client = self._manager.blocking_client()
+
+    def __enter__(self) -> Headless:
+        try:
+            self._client.start_channels()
+            self._client.wait_for_ready(timeout=_READY_SECONDS)
+        except BaseException as error:
+            tail = self._log_tail()
+            self.close()
+            if isinstance(error, RuntimeError):
+                raise NbkitError("The notebook kernel did not start.", numbers=tail, hint="nbkit doctor") from None
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the kernel, then its clusters: nothing is left running."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # A second Ctrl-C, pressed because this takes a second, must not leave half of it behind.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+        try:
+            self._client.stop_channels()
+            self._manager.shutdown_kernel(now=True)
+            self._log.close()
+            for entry in registry.entries():
+                if entry.kernel == self._process:
+                    registry.end(entry)
+        finally:
+            if in_main_thread:
+                signal.signal(signal.SIGINT, before)
+
+    def run(self, notebook: dict[str, Any], *, on_cell: Callable[[Cell], None] = lambda cell: None) -> None:
+        """Execute the code cells, outputs into the notebook. on_cell: called with each before it runs.
+
+        Raises CellError for the first one that fails; those after it do not run.
+        """
+        for number, cell in enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), 1):
+            on_cell(cell)
+            reply = self._execute(cell)
+            cell["execution_count"] = reply.get("execution_count")
+            if reply["status"] != "ok":
+                shown = "\n".join([text_of(cell), *map(_plain, reply.get("traceback", []))]).strip().splitlines()
+                first = next((line for line in "".join(cell["source"]).splitlines() if line.strip()), "")
+                raise CellError(
+                    f"Code cell {number} of the notebook failed: {first}", rank=0, numbers="\n".join(shown[-20:])
+                )
+
+    def _execute(self, cell: Cell) -> dict[str, Any]:
+        """Run one cell until its reply is here and the kernel is idle again, which is when all its output is here."""
+        cell["outputs"] = []
+        sent = self._client.execute("".join(cell["source"]), allow_stdin=False)
+        self._cells[sent] = cell
+        reply: dict[str, Any] | None = None
+        idle = False
+        while reply is None or not idle:
+            try:
+                message = self._client.get_iopub_msg(timeout=0.1)
+            except queue.Empty:
+                self._check_alive()
+            else:
+                idle |= self._take(message) == sent
+            reply = reply or self._reply_to(sent)
+        return reply
+
+    def _reply_to(self, sent: str) -> dict[str, Any] | None:
+        try:
+            message = self._client.get_shell_msg(timeout=0)
+        except queue.Empty:
+            return None
+        return dict(message["content"]) if message["parent_header"].get("msg_id") == sent else None
+
+    def _take(self, message: dict[str, Any]) -> str:
+        """Put an output where it belongs. Returns the id of the request that it says is finished, else ""."""
+        parent = str(message["parent_header"].get("msg_id", ""))
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status":
+            return parent if content["execution_state"] == "idle" else ""
+        cell = self._cells.get(parent)
+        if cell is None:
+            return ""
+        outputs: list[dict[str, Any]] = cell["outputs"]
+        if kind == "stream":
+            _append(outputs, content["name"], content["text"])
+            self.on_text(cell, content["text"])
+        elif kind in ("display_data", "execute_result", "error"):
+            transient = content.pop("transient", None) or {}
+            outputs.append({"output_type": kind, **content})
+            if "display_id" in transient:
+                self._displays.setdefault(transient["display_id"], []).append(outputs[-1])
+        elif kind == "update_display_data":
+            for output in self._displays.get(content["transient"].get("display_id"), []):
+                output.update(data=content["data"], metadata=content["metadata"])
+        elif kind == "clear_output":
+            outputs.clear()
+        return ""
+
+    def _check_alive(self) -> None:
+        if not self._manager.is_alive():
+            raise NbkitError("The notebook kernel has died.", numbers=self._log_tail(), hint="nbkit doctor")
+
+    def _log_tail(self) -> str:
+        # pread: the kernel's own position in this file is not to be moved.
+        size = os.fstat(self._log.fileno()).st_size
+        return _plain(os.pread(self._log.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip())
+
+
+class _ThisPython(KernelSpecManager):  # type: ignore[misc]
+    """Knows one kernel. Another environment of the user may own the name "python3"."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+def _append(outputs: list[dict[str, Any]], name: str, text: str) -> None:
+    """Text goes on in the last output of its stream. What a carriage return has overwritten is not kept."""
+    if outputs and outputs[-1]["output_type"] == "stream" and outputs[-1]["name"] == name:
+        outputs[-1]["text"] = _overwritten(outputs[-1]["text"] + text)
+    else:
+        outputs.append({"output_type": "stream", "name": name, "text": text})
+
+
+def _overwritten(text: str) -> str:
+    """Each line as it ends up when `\\r` begins it again; the last one may still be begun again."""
+    *complete, last = text.split("\n")
+    lines = [_after_returns(line) for line in complete]
+    ends_with_return = "\r" if last.endswith("\r") else ""
+    return "\n".join([*lines, _after_returns(last) + ends_with_return])
+
+
+def _after_returns(line: str) -> str:
+    # A terminal overwrites from the left: what is longer than the new text stays.
+    shown = ""
+    for piece in line.split("\r"):
+        shown = piece + shown[len(piece) :]
+    return shown.rstrip() if "\r" in line else line
+
+
+def _plain(text: str) -> str:
+    return _ANSI.sub("", text)

@@ -1,0 +1,133 @@
+"""Values on their way between the notebook and a rank: one file in shared memory, read where it lies.
+
+A value is pickled with its buffers out of band (PEP 574), so an array of 100 MB is copied once, into the file;
+the receiver maps the file copy-on-write and builds the array on that memory without another copy. Tensors travel
+as arrays: the notebook need not have torch to receive one. The file is unlinked as soon as it is mapped.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import shutil
+import struct
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+_ALIGN = 64
+_SPARE = 16 << 20  # of shared memory, left for others
+LIMIT_BYTES = 1 << 30
+
+
+class _Packer(pickle.Pickler):
+    """Pickles tensors as arrays, CUDA tensors by way of the CPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if (
+            torch is None
+            or not isinstance(value, torch.Tensor)
+            or type(value) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            return NotImplemented
+        tensor = value.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        try:
+            array = tensor.numpy()
+        except TypeError:  # bfloat16 and the float8 kinds have no numpy twin: their bits travel
+            array = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16).numpy()
+        return _tensor, (array, name, value.requires_grad)
+
+
+def _tensor(array: Any, dtype: str, requires_grad: bool) -> Any:
+    """A tensor where torch is imported, an array where it is not."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _without_torch(array, dtype)
+    tensor = torch.from_numpy(array)
+    if str(tensor.dtype) != f"torch.{dtype}":
+        tensor = tensor.view(getattr(torch, dtype))
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _without_torch(array: Any, dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return array
+    import numpy
+
+    return (array.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def folder(size: int = 0) -> Path:
+    """Where a parcel of `size` bytes lies: shared memory where there is enough (containers often have 64 MB), else
+    the temporary folder."""
+    shared = Path("/dev/shm")
+    if shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > size + _SPARE:
+        return shared
+    return Path(tempfile.gettempdir())
+
+
+def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """The pickle of `value` and its large buffers, uncopied. Raises what pickling raises."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Packer(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return stream.getvalue(), buffers
+
+
+def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
+    """Bytes that will travel."""
+    return len(packed[0]) + sum(buffer.raw().nbytes for buffer in packed[1])
+
+
+def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> str:
+    """Write a packed value to a new private file; returns its path. Whoever reads it last unlinks it."""
+    head, buffers = packed
+    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    path = folder(size_of(packed)) / (name or f"nbkit-{uuid.uuid4().hex}")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(fd, "wb", buffering=0) as file:
+            _write_all(file, struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts)))
+            for part in parts:
+                file.seek(-file.tell() % _ALIGN, os.SEEK_CUR)
+                _write_all(file, part)
+            file.truncate()
+    except BaseException:
+        path.unlink()
+        raise
+    return str(path)
+
+
+def discard(token: str) -> None:
+    """Unlink the parcels whose names begin with `token`."""
+    for place in {folder(), Path(tempfile.gettempdir())}:
+        for path in place.glob(f"{token}*"):
+            path.unlink(missing_ok=True)
+
+
+def _write_all(file: Any, data: Any) -> None:
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        view = view[file.write(view) :]
+
+
+def read(path: str, *, unlink: bool = True) -> Any:
+    """The value in a parcel. Arrays in it lie on the mapped file, writable and private to this process."""
+    with open(path, "rb") as file:
+        if unlink:
+            os.unlink(path)
+        memory = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    (count,) = struct.unpack_from("<Q", memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory, 8)
+    at, parts = 8 * (count + 1), []
+    for size in sizes:
+        at += -at % _ALIGN
+        parts.append(memory[at : at + size])
+        at += size
+    return pickle.loads(parts[0], buffers=parts[1:])

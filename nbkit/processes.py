@@ -1,0 +1,101 @@
+"""A process by a name that nobody else gets: its pid together with when it started.
+
+The system gives pids away again. Whoever signals a process of a cluster later (the notebook, the parent of the
+ranks, `nbkit clean`) asks here first whether it is still the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Process:
+    """started: in clock ticks since the boot called `boot`; on systems other than Linux seconds since the epoch.
+
+    Ticks, because the time of day of a start moves when the clock is set, and the process would seem another one.
+    """
+
+    pid: int
+    started: float
+    boot: str = ""
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this pid now. Raises ProcessLookupError."""
+        started, _ = _look(pid)
+        return cls(pid, started, _boot())
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        try:
+            started, zombie = _look(self.pid)
+        except ProcessLookupError:
+            return False
+        return not zombie and self._is(started)
+
+    def end(self, number: int = signal.SIGTERM, *, group: bool = False) -> None:
+        """Send a signal, if it is still this process. group: to all of the process group that it leads."""
+        if self.is_alive():
+            try:
+                (os.killpg if group else os.kill)(self.pid, number)
+            except ProcessLookupError:
+                return
+
+    def _is(self, started: float) -> bool:
+        if sys.platform == "linux":
+            return started == self.started and _boot() == self.boot
+        return abs(started - self.started) < 1
+
+
+def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
+    """What still runs of the session that process `leader` leads or led, itself left out.
+
+    folder: only what was started with this folder, or one below it, in its environment. When all of a session have
+    ended, its number may come to mean somebody else's.
+    """
+    found = []
+    for pid in psutil.pids():
+        try:
+            if pid != leader and os.getsid(pid) == leader and _was_given(pid, os.fspath(folder)):
+                found.append(Process.of(pid))
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+    return [process for process in found if process.is_alive()]
+
+
+def _look(pid: int) -> tuple[float, bool]:
+    """(when it started, whether it is a zombie). Raises ProcessLookupError."""
+    if sys.platform == "linux":
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except OSError:
+            raise ProcessLookupError(f"there is no process {pid}") from None
+        # The command's name may hold spaces and brackets: fields are counted from its closing bracket.
+        fields = text.rpartition(")")[2].split()
+        return float(fields[19]), fields[0] in "ZX"
+    try:
+        process = psutil.Process(pid)
+        return process.create_time(), process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+
+
+def _was_given(pid: int, folder: str) -> bool:
+    return any(value == folder or value.startswith(folder + os.sep) for value in psutil.Process(pid).environ().values())
+
+
+@cache
+def _boot() -> str:
+    """What the kernel calls this boot, "" where it does not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,50 @@
+"""What a step that was broken off leaves in the user's DDP and FSDP2 objects, and how it is cleared.
+
+An exception in the middle of backward leaves a DDP reducer waiting for gradients that never come, and FSDP2
+modules unsharded with gathers in flight. Their own torch says so and stops; after a new generation they train on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["clear_broken_steps"]
+
+
+def clear_broken_steps() -> None:
+    """Put every DDP and FSDP2 object of this process between two steps; gradients in flight are lost.
+
+    All ranks must do so between the same two collectives: DDP agrees anew on its buckets in the next step.
+    """
+    # Found, not registered: user code makes them behind our back, also before this module is imported.
+    objects = gc.get_objects()
+    # FSDP is not imported here: who has not imported it has no such module, and importing it takes half a second.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
+    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, sharded))}
+    for module in [one for one in objects if type(one) in wanted]:
+        if isinstance(module, DistributedDataParallel):
+            module._has_rebuilt_buckets = False
+            module.reducer._reset_state()
+        else:
+            _reset_fully_sharded(module)
+
+
+def _reset_fully_sharded(module: Any) -> None:
+    state = module._get_fsdp_state()
+    # None: no forward has run yet. Only the root of a tree of sharded modules resets it. Before torch 2.13 there
+    # is no reset, and a broken backward needs the model to be sharded again.
+    if not state._is_root or not hasattr(module, "reset_iter_state"):
+        return
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            gathering, group._all_gather_result = group._all_gather_result, None
+            work = getattr(gathering, "all_gather_work", None)
+            if work is not None and hasattr(work, "wait"):
+                with contextlib.suppress(RuntimeError):  # what was in flight was broken off: that is why we are here
+                    work.wait()
+    module.reset_iter_state()

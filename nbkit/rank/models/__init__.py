@@ -1,0 +1,1 @@
+"""A small GPT and real text to train it on."""

@@ -1,0 +1,99 @@
+"""Real text without a download: the source of Python's standard library, byte by byte, and what to beat on it.
+
+Every machine that has Python has these about 11 MB of real code. A token is a byte, so a loss in nats per token
+is a figure in bits per byte after one division, comparable between models of any tokenisation.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from nbkit.errors import TrainingError
+
+__all__ = ["TextDataset", "bigram_bits_per_byte", "bits_per_byte", "stdlib_source"]
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+
+
+@lru_cache(maxsize=2)
+def stdlib_source(limit: int = 16_000_000) -> bytes:
+    """The standard library's `*.py` files, no tests, no installed packages, sorted, joined, cut at `limit` bytes."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(root.rglob("*.py")):
+        if size >= limit:
+            break
+        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            parts.append(path.read_bytes())
+            size += len(parts[-1])
+    return b"".join(parts)[:limit]
+
+
+class TextDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Blocks of text: item i is (x, y), both int64 of shape (block,), y the bytes that follow those of x.
+
+    path: a text file; None takes the standard library's source. split: "train", or "heldout", which is every
+    tenth stretch of 64 blocks, so that both halves hold every kind of text and no byte is in both.
+    limit: bytes used at most. Raises TrainingError when the text is too short for one block.
+    """
+
+    def __init__(self, path: str | None = None, *, block: int = 128, split: str = "train", limit: int = 16_000_000):
+        if split not in ("train", "heldout"):
+            raise TrainingError(f"There is no split {split!r}.", numbers="splits: train, heldout", hint="split='train'")
+        text = stdlib_source(limit) if path is None else Path(path).read_bytes()[:limit]
+        self.path, self.block, self.split = path, block, split
+        self.bytes = _split(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), block)[
+            split == "heldout"
+        ]
+        if len(self) < 1:
+            raise TrainingError(
+                f"The {split} text is shorter than one block.",
+                numbers=f"{len(self.bytes)} bytes of {len(text)}, block {block} + 1",
+                hint="a smaller block=, or a longer file",
+            )
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.block
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        window = self.bytes[index * self.block : (index + 1) * self.block + 1].long()
+        return window[:-1], window[1:]
+
+
+def _split(text: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(train, heldout). A text under ten stretches keeps its last tenth for heldout."""
+    stretch = min(64 * block, max(len(text) // 10, 1))
+    held = (torch.arange(len(text)) // stretch) % 10 == 9
+    return text[~held].to(torch.uint8), text[held].to(torch.uint8)
+
+
+def bits_per_byte(loss: float) -> float:
+    """A mean loss in nats per byte, in bits per byte."""
+    return loss / math.log(2)
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token: logits (B, T, V), ids (B, T)."""
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def bigram_bits_per_byte(train: TextDataset, heldout: TextDataset) -> float:
+    """Bits per byte on `heldout` of a byte-bigram model with add-one counts of `train`: what a model must beat."""
+    counts = torch.ones(256 * 256, dtype=torch.float64)
+    counts += torch.bincount(_pairs(train.bytes), minlength=256 * 256)
+    log2 = torch.log2(counts.view(256, 256) / counts.view(256, 256).sum(1, keepdim=True)).flatten()
+    return float(-log2[_pairs(heldout.bytes)].mean())
+
+
+def _pairs(text: Tensor) -> Tensor:
+    return text[:-1].long() * 256 + text[1:].long()

@@ -1,0 +1,42 @@
+"""Buffers that a forward pass updates (running statistics) drift apart per rank: refused by name, never silently so."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbkit.errors import TrainingError
+
+__all__ = ["check_buffers", "watched"]
+
+
+def watched(model: nn.Module) -> list[str]:
+    """Names of the buffers to compare: floating ones that a checkpoint holds. Others are scratch by declaration."""
+    kept = model.state_dict().keys()
+    return [name for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def check_buffers(model: nn.Module, names: list[str], *, world_size: int, device: torch.device) -> None:
+    """Compare the sums of the buffers `names` over the ranks. Collective.
+
+    Raises TrainingError, the same on every rank, naming the first that differs.
+    """
+    if world_size == 1 or not names:
+        return
+    held = dict(model.named_buffers())
+    none = torch.zeros((), device=device)
+    sums = torch.stack([held.get(name, none).to(torch.float64).sum() for name in names])
+    gathered = [torch.empty_like(sums) for _ in range(world_size)]
+    dist.all_gather(gathered, sums)
+    everyone = torch.stack(gathered)
+    same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
+    drifted = [name for name, equal in zip(names, same, strict=True) if not equal]
+    if drifted:
+        shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
+        raise TrainingError(
+            f"The forward pass updates the buffer {drifted[0]!r} from this rank's rows alone: the ranks drift apart.",
+            numbers=f"its sum on ranks 0, 1, ...: {shown}{', ...' * (world_size > 4)}; {len(drifted)} such buffers",
+            hint="all-reduce it in forward; or track_running_stats=False; or one rank",
+        )

@@ -1,0 +1,93 @@
+"""Where a process stands in the world, and the network it may use."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from nbkit.errors import UsageError
+
+__all__ = ["Place", "keep_local", "open_listener"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in the world. device: "cpu" or "cuda"; backend: "gloo" or "nccl"."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: str
+    backend: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise UsageError(
+                "A rank must lie within its world.",
+                numbers=f"rank {self.rank} of {self.world_size}, local {self.local_rank} of {self.local_world_size}",
+            )
+        if self.device not in ("cpu", "cuda") or self.backend not in ("gloo", "nccl"):
+            raise UsageError(
+                "The device is cpu or cuda, the backend gloo or nccl.", numbers=f"got {self.device}, {self.backend}"
+            )
+        if self.backend == "nccl" and self.device != "cuda":
+            raise UsageError("nccl moves CUDA tensors only.", numbers=f"device {self.device}", hint='backend="gloo"')
+
+    @classmethod
+    def from_env(cls) -> Place:
+        """As torchrun set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a world of one where RANK is not set."""
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # nccl refuses two ranks on one GPU.
+        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= local_size else "gloo"
+        return cls(rank, size, local_rank, local_size, device, backend)
+
+    def gpu(self, *, num_gpus: int, bound: torch.device | None = None, current: int = 0) -> int:
+        """Index of this rank's GPU among `num_gpus` visible ones.
+
+        bound: what the user's init_process_group(device_id=...) named; current: what the user's set_device chose,
+        where 0 is also what nobody has chosen.
+        """
+        if bound is not None and bound.index is not None:
+            return bound.index
+        return current or self.local_rank % num_gpus
+
+    def warn_of_gloo(self, *, num_gpus: int) -> None:
+        """Say so when gloo was chosen because this process sees fewer GPUs than there are ranks on its host."""
+        if self.device == "cuda" and self.backend == "gloo" and self.local_rank == 0:
+            warnings.warn(
+                f"gloo, not nccl: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
+                f"GPU{'s' * (num_gpus > 1)}. If every rank has a GPU of its own: "
+                "dist.init_process_group('cpu:gloo,cuda:nccl') before nbkit",
+                stacklevel=2,
+            )
+
+    @property
+    def torch_backend(self) -> str:
+        """What torch is asked for: with nccl, CPU tensors go over gloo."""
+        return "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+
+
+def open_listener(address: str = "127.0.0.1") -> socket.socket:
+    """A socket listening at `address`, on a free port, for rank 0 to serve the store of a generation."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=2048)
+
+
+def keep_local(address: str) -> None:
+    """On one host nothing may listen beyond loopback; gloo and nccl otherwise choose an interface by host name."""
+    with contextlib.suppress(ValueError):
+        if address == "localhost" or ipaddress.ip_address(address).is_loopback:
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -1,0 +1,1 @@
+"""What is measured while a job trains, and where it is written."""

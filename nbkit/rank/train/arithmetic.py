@@ -1,0 +1,57 @@
+"""How a global batch is cut: `global 64 = micro 8 x accum 2 x dp 4`. It never changes by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbkit.errors import TrainingError
+
+__all__ = ["Arithmetic"]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """total rows = micro rows per rank and forward x accum forwards x dp ranks."""
+
+    total: int
+    micro: int
+    dp: int
+
+    @classmethod
+    def of(cls, batch_size: int, *, dp: int, microbatch: int | None) -> Arithmetic:
+        """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest."""
+        if batch_size < 1 or (microbatch is not None and microbatch < 1):
+            raise TrainingError(
+                "batch_size and microbatch are at least 1.",
+                numbers=f"batch_size={batch_size}, microbatch={microbatch}",
+                hint=f"batch_size={dp}",
+            )
+        if batch_size % dp:
+            below, above = batch_size // dp * dp, (batch_size // dp + 1) * dp
+            raise TrainingError(
+                "The global batch is smaller than the number of ranks."
+                if batch_size < dp
+                else "The ranks do not divide the global batch.",
+                numbers=f"batch_size {batch_size} / dp {dp} = {batch_size / dp:g} rows per rank",
+                hint=f"batch_size={above}" + (f" or {below}" if below else ""),
+            )
+        rows = batch_size // dp
+        micro = rows if microbatch is None else microbatch
+        if rows % micro:
+            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise TrainingError(
+                "The micro-batch does not divide what a rank gets of the global batch.",
+                numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / microbatch {micro} = "
+                f"{rows / micro:g}",
+                hint=f"microbatch={min(fitting, key=lambda n: abs(n - micro))}   "
+                f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
+            )
+        return cls(total=batch_size, micro=micro, dp=dp)
+
+    @property
+    def accum(self) -> int:
+        """Forwards per rank and step."""
+        return self.total // self.dp // self.micro
+
+    def __str__(self) -> str:
+        return f"global {self.total} = micro {self.micro} x accum {self.accum} x dp {self.dp}"

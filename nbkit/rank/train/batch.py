@@ -1,0 +1,203 @@
+"""Batches: which rows of a global batch are this rank's, how they are cut, and how a model is called on them.
+
+Rows are dim 0 of every tensor in a batch. A global batch of B rows over R ranks gives rank r contiguous rows; when R
+does not divide B the first B mod R ranks hold one more (so the last ranks may hold none).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+
+__all__ = [
+    "Shard",
+    "bounds",
+    "call",
+    "cut",
+    "fingerprint",
+    "on_device",
+    "pair",
+    "rows_of",
+    "shard_of",
+    "take",
+    "tokens_of",
+]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's rows of one global batch.
+
+    data: the collated rows, None when the rank has none. rows: how many they are. total: rows of the global batch.
+    indices: dataset index (or position in the stream) of each row of the global batch.
+    fingerprint: equal on all ranks exactly when they saw the same stream; 0 when they cannot differ.
+    """
+
+    data: Any
+    rows: int
+    total: int
+    indices: Sequence[int]
+    fingerprint: int = 0
+
+
+def bounds(total: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First row and one past the last row of `rank`."""
+    rows, extra = divmod(total, ranks)
+    start = rank * rows + min(rank, extra)
+    return start, start + rows + (rank < extra)
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a collated batch: the length of its first tensor (or list of values)."""
+    if isinstance(batch, Tensor):
+        if batch.ndim == 0:
+            raise TrainingError(
+                "A batch holds a tensor without rows.",
+                numbers="shape ()",
+                hint="collate the samples so that dim 0 of every tensor is the sample",
+            )
+        return batch.shape[0]
+    if isinstance(batch, Mapping) and batch:
+        return rows_of(next(iter(batch.values())))
+    if isinstance(batch, tuple | list) and batch:
+        return rows_of(batch[0]) if isinstance(batch[0], Tensor | Mapping | tuple | list) else len(batch)
+    raise TrainingError(
+        "A batch has no tensor whose rows could be counted.",
+        numbers=f"got {type(batch).__name__}",
+        hint="yield (input, target) tensors, or a dict of tensors with inputs=[...]",
+    )
+
+
+def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
+    """Rows start..stop of a batch of `rows` rows: of every tensor, and of lists with an entry per row.
+
+    Views, no copies; a single number is shared by all rows. Raises TrainingError for what has another number of rows.
+    """
+    if (start, stop) == (0, rows):
+        return batch
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
+        # The parts of a batch (input, target), never one entry per row, however many there are.
+        return [_rows(part, start, stop, rows) for part in batch]
+    return _rows(batch, start, stop, rows)
+
+
+def _rows(part: Any, start: int, stop: int, rows: int) -> Any:
+    if isinstance(part, Mapping):
+        return {key: _rows(value, start, stop, rows) for key, value in part.items()}
+    if isinstance(part, tuple | list):
+        if len(part) == rows and not _each_has(part, rows):
+            return part[start:stop]
+        if any(isinstance(inner, Tensor | Mapping | tuple | list) for inner in part):
+            return [_rows(inner, start, stop, rows) for inner in part]
+    # Arrays of numpy have a shape too.
+    shape = getattr(part, "shape", None)
+    if shape is not None and tuple(shape[:1]) == (rows,):
+        return part[start:stop]
+    if shape is not None or (isinstance(part, tuple | list) and part):
+        raise TrainingError(
+            "A part of the batch has another number of rows, so that it cannot be cut for ranks or micro-batches.",
+            numbers=f"{f'shape {tuple(shape)}' if shape is not None else f'{len(part)} values'}, beside {rows} rows",
+            hint="give it a row per sample: mask.expand(rows, ...); or keep it in the model as a buffer",
+        )
+    return part
+
+
+def _each_has(parts: Sequence[Any], rows: int) -> bool:
+    """Whether these are tensors of `rows` rows (or tuples of such): inputs of a model, not an entry per row."""
+    return all(
+        part.shape[:1] == (rows,)
+        if isinstance(part, Tensor)
+        else isinstance(part, tuple | list) and _each_has(part, rows)
+        for part in parts
+    )
+
+
+def shard_of(batch: Any, *, ranks: int, rank: int) -> Shard:
+    """`rank`'s rows of a global batch that every rank holds."""
+    total = rows_of(batch)
+    start, stop = bounds(total, ranks, rank)
+    own = take(batch, start, stop, rows=total) if stop > start else None
+    return Shard(own, stop - start, total, range(total), fingerprint(batch, total))
+
+
+def cut(batch: Any, rows: int, size: int) -> Iterator[tuple[Any, int, bool]]:
+    """(micro-batch, its rows, whether it is the last), each of at most `size` rows."""
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        yield take(batch, start, stop, rows=rows), stop - start, stop == rows
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`; the copy to a GPU does not wait for it."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [on_device(value, device) for value in batch]
+    return batch
+
+
+def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
+    """(what the model takes, what the loss gets beside the output)."""
+    if inputs is not None:
+        if not isinstance(batch, Mapping) or (missing := [key for key in inputs if key not in batch]):
+            held = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise TrainingError(
+                "inputs= names what the batch does not hold.",
+                numbers=f"inputs {', '.join(inputs)}; the batch is {held}"
+                + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else ""),
+                hint="inputs=[...] with keys of the items" if isinstance(batch, Mapping) else "leave inputs= out",
+            )
+        return {key: batch[key] for key in inputs}, batch
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    keys = f"a dict with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+    raise TrainingError(
+        "Items are neither (input, target) nor dicts whose inputs are named.",
+        numbers=f"a batch is {keys}" + (f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""),
+        hint="inputs=['...'] names the keys that the model takes"
+        if isinstance(batch, Mapping)
+        else "let the dataset give (input, target)",
+    )
+
+
+def call(model: nn.Module, value: Any) -> Any:
+    """tensor -> model(x); tuple or list -> model(*x); dict -> model(**x)."""
+    if isinstance(value, Mapping):
+        return model(**value)
+    return model(*value) if isinstance(value, tuple | list) else model(value)
+
+
+def tokens_of(value: Any, rows: int) -> int:
+    """Token ids in a model input: the elements of its first tensor when it holds integers in 2 dims, else its rows."""
+    while isinstance(value, Mapping | tuple | list) and value:
+        value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
+    is_ids = isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
+    return value.numel() if is_ids else rows
+
+
+def fingerprint(batch: Any, rows: int) -> int:
+    """A checksum of the first and the last row, by which ranks tell whether they read the same stream."""
+    checksum = zlib.crc32(str(rows).encode())
+    for tensor in _tensors(batch):
+        if tensor.device.type == "cpu":
+            for end in (tensor[:1], tensor[-1:]) if tensor.ndim else (tensor,):
+                raw = end.detach().contiguous().reshape(-1).view(torch.uint8)
+                checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
+    return checksum
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)

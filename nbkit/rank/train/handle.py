@@ -1,0 +1,53 @@
+"""The optimizer as its user holds it: a stable handle, so that what is behind it can be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["OptimizerHandle"]
+
+
+class OptimizerHandle(torch.optim.Optimizer):
+    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it."""
+
+    # Optimizer.__init__ would build groups and hooks of its own; everything lives in `inner`.
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+        after_zero: Callable[[], None],
+    ) -> None:
+        self.__dict__.update(inner=inner, _before_step=before_step, _after_step=after_step, _after_zero=after_zero)
+
+    def step(self, closure: Any = None) -> Any:
+        """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
+        if closure is not None:
+            raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
+        self._before_step()
+        self.inner.step()
+        self._after_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+        self._after_zero()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)

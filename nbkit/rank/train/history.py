@@ -1,0 +1,110 @@
+"""The record of a job: one dict per step, equal on all ranks, completed one step after the step was made."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from nbkit.events import Event, StepDone
+from nbkit.rank.telemetry.emit import emit
+from nbkit.rank.train import boundary, verdict
+from nbkit.rank.train.clock import Clock
+from nbkit.rank.train.pending import Pending
+from nbkit.rank.train.reduction import StepNumbers
+
+__all__ = ["History", "Records"]
+
+
+class Records(list[dict[str, Any]]):
+    """A list of step records that shows itself in one line, so that a cell may end with `trainer.fit(500)`."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "<no steps yet>"
+        first, last = self[0], self[-1]
+        return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
+
+
+class History:
+    """Finished records, the steps whose numbers are under way, and who is told of them."""
+
+    def __init__(self, *, strategy: str, world_size: int) -> None:
+        self.records = Records()
+        self.pending: deque[Pending] = deque()
+        self.clock = Clock()
+        self.listeners: list[Callable[[Event], None]] = []
+        self.step = 0
+        self.agreed = 0  # the newest request that all ranks hold
+        self._torn = False
+        self._strategy, self._world_size = strategy, world_size
+        self._first = self._total = 0
+        self._pace = 0.0
+
+    def begin(self, total: int) -> None:
+        """A run of `total` steps (0: not known) begins now."""
+        self._first, self._total = self.step, total
+        boundary.report(step=0, total=total)
+        self.clock.restart()
+
+    def made(self) -> None:
+        """The optimizer has taken the newest step."""
+        if self.pending and not self.pending[-1].made:
+            self.pending[-1].made = True
+            self.step += 1
+
+    def settle(self, *, keep: int = 0, act: bool = False) -> None:
+        """Read the numbers of finished steps into the records, all but the newest `keep`.
+
+        act: this is a step boundary, where a request that all ranks hold is served. Raises NotFinite and Stopped.
+        """
+        while len(self.pending) > keep:
+            pending = self.pending.popleft()
+            if not pending.made:
+                continue
+            numbers = self.check(pending)
+            if numbers.requests == self._world_size:
+                self.agreed = pending.asked
+            record = pending.record(numbers, self._strategy)
+            self.records.append(record)
+            self._report(record)
+            with self.clock.stopped():
+                self.emit(StepDone(record["step"], record=record))
+        # Whoever read the numbers (save() does, and at every step it may be the only one), a boundary serves. The next
+        # step's reduction may still ask about a request that was acted on after this one's.
+        if act and self.agreed > boundary.inbox.acted:
+            with self.clock.stopped():
+                boundary.act(self.agreed)
+
+    def check(self, pending: Pending) -> StepNumbers:
+        """The numbers of a step. Raises NotFinite, or TrainingError when the ranks saw different data."""
+        numbers = pending.reduction.read()
+        self._torn |= pending.made and not numbers.whole
+        verdict.check_whole(numbers, pending)
+        verdict.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
+        verdict.check_streams(numbers, pending)
+        return numbers
+
+    def torn(self) -> bool:
+        """Whether a step was made with gradients that the ranks had not summed; if so, what is pending is dropped.
+
+        So it is when a GPU's reduction is aborted: the host had gone on and enqueued the optimizer's step behind it.
+        """
+        torn = self._torn or any(step.made and not step.reduction.read().whole for step in self.pending)
+        self._torn = False
+        if torn:
+            self.pending.clear()
+        return torn
+
+    def emit(self, event: Event) -> None:
+        """Tell the job's own listeners, then everyone on this rank."""
+        for listener in self.listeners:
+            listener(event)
+        emit(event)
+
+    def _report(self, record: dict[str, Any]) -> None:
+        step, seconds = record["step"] - self._first, record["seconds"]
+        self._pace = seconds if step == 1 else 0.9 * self._pace + 0.1 * seconds
+        left = (self._total - step) * self._pace if self._total else None
+        speed = record["tokens"] / self._pace if self._pace else 0.0
+        boundary.report(step=step, loss=record["loss"], tokens_per_s=speed, eta_s=left)

@@ -1,0 +1,298 @@
+"""One training job on this rank: forward, backward and what a step boundary does. The Trainer is built on it.
+
+job = nbkit.prepare(model, optimizer, loss=loss_fn)
+for batch in job.batches(loader):       # global batches, the same on every rank; this rank takes its rows
+    result = job.backward(batch)
+    job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
+    job.log(loss=result.loss)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from nbkit.errors import NotFinite, Stopped, TrainingError
+from nbkit.events import RunStarted, RunStopped
+from nbkit.rank.parallel.norms import synchronised
+from nbkit.rank.parallel.replicate import broadcast_from_first
+from nbkit.rank.train import boundary, verdict
+from nbkit.rank.train.agreement import become_one
+from nbkit.rank.train.batch import Shard, shard_of
+from nbkit.rank.train.gradients import Gradients
+from nbkit.rank.train.handle import OptimizerHandle
+from nbkit.rank.train.history import History
+from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.pending import Pending
+from nbkit.rank.train.randomness import SHARED, build, seed_step
+from nbkit.rank.train.underway import sent
+from nbkit.rank.world import World
+from nbkit.strategy import Strategy
+
+__all__ = ["Job", "Result", "prepare"]
+
+Model = nn.Module | Callable[[], nn.Module]
+Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `job.backward` gives. loss: of the whole global batch, on the device, 0-dimensional, not waited for."""
+
+    loss: Tensor
+
+
+def prepare(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    loss: Loss,
+    strategy: str = "ddp",
+    seed: int = 0,
+    inputs: Sequence[str] | None = None,
+    precision: str | None = None,
+    microbatch: int | None = None,
+) -> Job:
+    """A job for people who have a loop; collective: every rank calls it.
+
+    model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
+    a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
+    names of what the model takes of a dict batch, loss gets (output, batch). precision: None or "bf16".
+    microbatch: rows per rank and forward, None for all at once.
+    Raises TrainingError or StrategyError when it could not train as asked.
+    """
+    return Job(
+        model,
+        optimizer,
+        loss=loss,
+        strategy=strategy,
+        seed=seed,
+        inputs=inputs,
+        precision=precision,
+        microbatch=microbatch,
+    )
+
+
+class Job:
+    """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        loss: Loss,
+        strategy: str,
+        seed: int,
+        inputs: Sequence[str] | None,
+        precision: str | None,
+        microbatch: int | None,
+    ) -> None:
+        if precision not in (None, "bf16"):
+            raise TrainingError(f"There is no precision {precision!r}.", numbers="None, 'bf16'", hint="precision=None")
+        verdict.check_counts(microbatch=microbatch)
+        place = World.join_from_env().place
+        self.rank, self.world_size = place.rank, place.world_size
+        self.strategy = Strategy.parse(strategy, self.world_size)
+        cuda = place.device == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.seed = seed
+        module = build(model, seed=seed, device=self.device)
+        self.model = synchronised(module, world_size=self.world_size, device=self.device)
+        broadcast_from_first(self.model, world_size=self.world_size)
+        self.gradients = Gradients(
+            self.model,
+            loss=loss,
+            inputs=inputs,
+            bf16=precision == "bf16",
+            microbatch=microbatch,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+        )
+        self._params = list(self.model.parameters())
+        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self.model)
+        verdict.check_optimizer(inner, self.model)
+        self.optimizer = OptimizerHandle(
+            inner, before_step=self._before_step, after_step=self._after_step, after_zero=self._after_zero
+        )
+        self.ledger = History(strategy=str(self.strategy), world_size=self.world_size)
+        # Where this rank stands after an interrupt: a step was begun and not finished; the weights are half updated.
+        self.broken_off = self.half_way = False
+        # Of whoever feeds the job: its position in the data, carried when ranks have to become one again.
+        self.position: Callable[[], Any] = lambda: None
+        self.go_to: Callable[[Any], None] = lambda position: None
+        self._reduced = self._running = False
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.ledger.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.ledger.step = value
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict per finished step, the same on every rank; within a run it is one step behind."""
+        if not self._running:
+            self.ledger.settle()
+        return self.ledger.records
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, with a step boundary after each.
+
+        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. What a
+        DataLoader shuffles or a dataset draws is seeded here, so that the ranks agree. A loop that was left by an
+        error ends when the next one begins.
+        """
+        verdict.check_loader(loader)
+        self._leave_loop()
+        loop = self._iterate(loader)
+        # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def _iterate(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
+        with self.running():
+            self.seed_data(own=False)
+            for batch in loader:
+                yield batch
+                self.at_boundary()
+                self.seed_data(own=False)
+
+    def backward(self, batch: Any) -> Result:
+        """Forward and backward of one global batch (or of this rank's Shard of it), in micro-batches.
+
+        Afterwards every rank holds the same gradients, those of the loss over the whole global batch.
+        Raises NotFinite on CPU ranks before the weights are touched; on GPUs `at_boundary` does, one step later.
+        """
+        if self._reduced:
+            raise TrainingError(
+                "backward() twice in one step: the gradients hold the sum over all ranks already.",
+                numbers=f"step {self.step + 1}",
+                hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch=)",
+            )
+        if not self._running:
+            self.ledger.settle(keep=1)
+        try:
+            return self._backward(batch)
+        except BaseException as error:
+            self.broken_off = not isinstance(error, NotFinite)
+            self.optimizer.zero_grad()
+            # The body of a loop over `batches` was left, and its generator is not told.
+            self._leave_loop()
+            raise
+
+    def _backward(self, batch: Any) -> Result:
+        shard = batch if isinstance(batch, Shard) else shard_of(batch, ranks=self.world_size, rank=self.rank)
+        seed_step(self.seed, self.step, self.rank)
+        asked = boundary.inbox.acted + 1
+        reduction = self.gradients.backward(
+            shard, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+        )
+        self._reduced = True
+        pending = Pending(self.step + 1, reduction, asked, shard.total, shard.indices, sent(self._lr()))
+        if self.device.type == "cpu":
+            self.ledger.check(pending)
+        self.ledger.pending.append(pending)
+        return Result(loss=reduction.loss)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
+        norm = self.grad_norm()
+        clip_grads_with_norm_(self._params, max_norm, norm)
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients, on the device; recorded in this step's history."""
+        norm = get_total_norm([p.grad for p in self._params if p.grad is not None])
+        self.log(grad_norm=norm)
+        return norm
+
+    def log(self, **numbers: float | Tensor) -> None:
+        """Add numbers (0-dimensional tensors are not waited for) to the record of the step just made.
+
+        Give the same on every rank: `history` is meant to be equal on all of them. `loss` is there already.
+        """
+        if not self.ledger.pending:
+            raise TrainingError("log() before the first backward().", hint="job.backward(batch), then job.log(...)")
+        numbers.pop("loss", None)
+        self.ledger.pending[-1].add(numbers)
+
+    @contextmanager
+    def running(self, *, total: int = 0, owner: Any = None, arithmetic: str = "") -> Iterator[None]:
+        """Steps are made inside: requests are served at boundaries, and the history is complete after it."""
+        if isinstance(other := boundary.training(), Job):
+            other._leave_loop()
+        if boundary.training() is not None:
+            raise TrainingError(
+                "A training runs already.",
+                numbers=f"it has made {boundary.training().step} steps",
+                hint="wait, or stop it",
+            )
+        verdict.check_parameters(self.optimizer, self.model, known=self._params)
+        become_one(self)
+        reason = "error"
+        try:
+            # Inside: an interrupt from here on must leave again, or every later training is refused.
+            boundary.enter(owner or self, self.device)
+            self._running = True
+            self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
+            self.ledger.begin(total)
+            yield
+            self.ledger.settle(act=True)
+            reason = "done"
+        except BaseException as error:
+            self.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
+            reason = "stopped" if isinstance(error, Stopped | GeneratorExit) else type(error).__name__
+            self.half_way |= self.ledger.torn()
+            with suppress(NotFinite):
+                self.ledger.settle()
+            self.ledger.pending.clear()
+            self.optimizer.zero_grad()
+            raise
+        finally:
+            self._running = False
+            boundary.leave()
+            self.ledger.emit(RunStopped(self.step, reason=reason))
+
+    def at_boundary(self) -> None:
+        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
+        self.ledger.settle(keep=1, act=True)
+
+    def whole_again(self) -> None:
+        """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
+        self.broken_off = self.half_way = False
+        self.gradients.begin_again()
+
+    def _lr(self) -> float | Tensor:
+        return self.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+    def seed_data(self, *, own: bool) -> None:
+        """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
+        seed_step(self.seed, self.step, self.world_size + 1 + self.rank if own else SHARED)
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None and (loop := self._loop()) is not None:
+            loop.close()
+        self._loop = None
+
+    def _before_step(self) -> None:
+        self.half_way = True
+
+    def _after_step(self) -> None:
+        self.half_way = False
+        self.ledger.made()
+
+    def _after_zero(self) -> None:
+        self._reduced = False

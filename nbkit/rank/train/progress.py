@@ -1,0 +1,63 @@
+"""The one moving line of a training: `step 120/500 · loss 2.314 · 12.3k tok/s · 0:31 left`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from nbkit.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.rank.train import boundary
+
+__all__ = ["ProgressLine"]
+
+_PERIOD_S = 0.25
+
+
+class ProgressLine:
+    """A listener that rewrites its line at most four times a second, and ends it when the run stops."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._width = 0
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, RunStarted):
+            self._last, self._width = 0.0, 0
+            if event.arithmetic:
+                print(event.arithmetic, flush=True)
+        elif isinstance(event, StepDone):
+            if (now := time.monotonic()) - self._last >= _PERIOD_S:
+                self._last = now
+                self._show()
+        elif isinstance(event, RunStopped) and boundary.progress().get("step"):
+            self._show()
+            print(flush=True)
+
+    def _show(self) -> None:
+        line = progress_line()
+        sys.stdout.write("\r" + line.ljust(self._width))
+        sys.stdout.flush()
+        self._width = len(line)
+
+
+def progress_line() -> str:
+    """The line as it stands."""
+    now = boundary.progress()
+    parts = [f"step {now.get('step', 0)}" + (f"/{now['total']}" if now.get("total") else "")]
+    if "loss" in now:
+        parts.append(f"loss {now['loss']:.3f}")
+    if now.get("tokens_per_s"):
+        parts.append(f"{_short(now['tokens_per_s'])} tok/s")
+    if now.get("eta_s") is not None:
+        seconds = round(now["eta_s"])
+        hours = f"{seconds // 3600}:{seconds // 60 % 60:02d}" if seconds >= 3600 else f"{seconds // 60}"
+        parts.append(f"{hours}:{seconds % 60:02d} left")
+    return " · ".join(parts)
+
+
+def _short(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,75 @@
+"""The learning rate: what the optimizer's groups began with, times a factor of the step, changed by hand at will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+
+__all__ = ["Rate"]
+
+
+class Rate:
+    """lr of group g at the step after `step` finished ones: base[g] x schedule(step). Without schedule: as it stands.
+
+    A function of the step alone has no state, so resuming carries it for free.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[int], float] | None) -> None:
+        self.optimizer, self.schedule = optimizer, schedule
+        self.base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._factor = 1.0
+        if schedule is not None:
+            self._check(schedule)
+
+    def _check(self, schedule: Callable[[int], float]) -> None:
+        try:
+            factor: Any = schedule(0)
+            float(factor)
+        except Exception as error:
+            raise TrainingError(
+                "lr_schedule is not a function of the step.",
+                numbers=f"lr_schedule(0) raised {type(error).__name__}: {error}",
+                hint="lr_schedule=lambda step: min(1.0, (step + 1) / 100)   (a factor of the optimizer's lr)",
+            ) from error
+
+    def prepare(self, step: int) -> None:
+        """Set the rate of the step that follows `step` finished ones."""
+        if self.schedule is not None:
+            self._factor = float(self.schedule(step))
+            # Groups that were added since begin with their own rate.
+            self.base += [float(group["lr"]) for group in self.optimizer.param_groups[len(self.base) :]]
+            self._apply([base * self._factor for base in self.base])
+
+    def restore(self, base: list[float], step: int) -> None:
+        """As it stood after `step` finished steps; the optimizer's own state is restored by itself."""
+        self.base = list(base)
+        if self.schedule is not None:
+            self._factor = float(self.schedule(max(step - 1, 0)))
+
+    @property
+    def value(self) -> float:
+        """The first group's rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def set(self, value: float) -> None:
+        """The first group's rate from now on; other groups keep their ratio to it, a schedule keeps its shape."""
+        if not value >= 0:
+            raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        scale = value / rates[0] if rates[0] else None
+        rates = [rate * scale if scale is not None else value for rate in rates]
+        rates[0] = value
+        self._apply(rates)
+        self.base = [rate / self._factor if self._factor else rate for rate in rates]
+
+    def _apply(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

@@ -1,0 +1,272 @@
+"""The Trainer: a training loop for people who have none, the same in a cell and in a script under torchrun."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from nbkit.errors import NotFinite, TrainingError
+from nbkit.events import Checkpointed, Event, LrChanged, StepDone
+from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
+from nbkit.rank.train import checkpoint
+from nbkit.rank.train.arithmetic import Arithmetic
+from nbkit.rank.train.evaluate import evaluate
+from nbkit.rank.train.history import Records
+from nbkit.rank.train.job import Job, Model, Optimizer
+from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.progress import ProgressLine
+from nbkit.rank.train.rate import Rate
+from nbkit.rank.train.stream import is_map_style, open_stream
+from nbkit.rank.train.verdict import check_counts
+from nbkit.strategy import Strategy
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains `model` on `data`; collective: every rank makes the same calls.
+
+    model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
+    optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
+    names what the model takes and loss gets (output, batch). batch_size: global, over all ranks.
+    strategy: "ddp". seed: of weights, order and dropout. precision: None or "bf16" (forward and loss under autocast).
+    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch: samples
+    per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
+    drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch.
+    eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
+    (default: checkpoint.pt in the run's directory). callbacks: called as f(trainer, record) with each finished
+    record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
+    TensorBoard directory, None for none; name: the run's. progress: print the moving line.
+
+    Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        loss: Loss,
+        optimizer: Optimizer,
+        data: Any,
+        batch_size: int,
+        strategy: str = "ddp",
+        seed: int = 0,
+        inputs: Sequence[str] | None = None,
+        precision: str | None = None,
+        clip_norm: float | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        microbatch: int | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        eval_data: Any = None,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        save_path: str | Path | None = None,
+        callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
+        log_every: int = 10,
+        log_dir: str | None = "runs",
+        name: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_every)
+        _warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
+        if clip_norm is not None and not clip_norm > 0:
+            raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
+        if save_every and save_path is None and log_dir is None:
+            raise TrainingError(
+                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model.pt'"
+            )
+        self.job = Job(
+            model,
+            optimizer,
+            loss=loss,
+            strategy=strategy,
+            seed=seed,
+            inputs=inputs,
+            precision=precision,
+            microbatch=microbatch,
+        )
+        self.arithmetic = Arithmetic.of(batch_size, dp=self.strategy.dp, microbatch=microbatch)
+        self._stream = open_stream(
+            data,
+            batch_size=batch_size,
+            rank=self.job.rank,
+            ranks=self.job.world_size,
+            seed=seed,
+            shuffle=shuffle is not False,
+            drop_last=drop_last,
+            collate=collate,
+        )
+        self._rate = Rate(self.job.optimizer, lr_schedule)
+        self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
+        self._eval_data, self._eval_every = eval_data, eval_every
+        self._save_every, self._save_path = save_every, save_path
+        self._callbacks = tuple(callbacks)
+        self.run_dir: Path | None = None
+        if self.job.rank == 0 and log_dir is not None:
+            self.run_dir = new_run_dir(log_dir, name=name, strategy=str(self.strategy), batch=batch_size)
+            self.job.ledger.listeners.append(BoardWriter(self.run_dir))
+        if self.job.rank == 0 and progress:
+            self.job.ledger.listeners.append(ProgressLine())
+        self.job.ledger.listeners.append(self._call_back)
+        self.job.position, self.job.go_to = self._position, self._go_to
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank holds."""
+        return self.job.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, as a stable handle."""
+        return self.job.optimizer
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.job.strategy
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.job.step
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict per finished step, equal on every rank; inside `fit` it is one step behind."""
+        return self.job.history
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group; set it at any step boundary, on every rank."""
+        return self._rate.value
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        old = self.lr
+        self._rate.set(float(value))
+        self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
+
+    def fit(self, steps: int) -> list[dict[str, Any]]:
+        """Train for `steps` more steps; returns their records.
+
+        Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
+        rank alike, and `fit` may be called again.
+        """
+        check_counts(steps=steps)
+        first = self.step
+        with self.job.running(total=steps, owner=self, arithmetic=str(self.arithmetic)):
+            for _ in range(steps):
+                self._make_step()
+                self.job.at_boundary()
+        return Records(record for record in self.history if record["step"] > first)
+
+    def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
+        """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
+        data = self._eval_data if data is None else data
+        if data is None:
+            raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
+        with self.job.ledger.clock.stopped():
+            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
+
+    def save(self, path: str | Path) -> None:
+        """Write model, optimizer, step, position in the data, history and seed to `path`."""
+        with self.job.ledger.clock.stopped():
+            self.job.ledger.settle()
+            state = {
+                "model": self.job.model.state_dict(),
+                "optimizer": self.job.optimizer.state_dict(),
+                "step": self.step,
+                "position": self._position(),
+                "history": list(self.history),
+                "seed": self.job.seed,
+                "strategy": str(self.strategy),
+                "batch_size": self.arithmetic.total,
+            }
+            checkpoint.write(path, state, rank=self.job.rank)
+        self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample."""
+        self.job.ledger.settle()
+        state = checkpoint.read(path, device=self.job.device)
+        # Everything that can refuse, before anything is changed.
+        checkpoint.check_fits(state, model=self.job.model, optimizer=self.job.optimizer)
+        self._stream.seek(state["position"]["epoch"], state["position"]["offset"])
+        self.job.model.load_state_dict(state["model"])
+        self.job.optimizer.load_state_dict(state["optimizer"])
+        self.job.step, self.job.seed = state["step"], state["seed"]
+        self.job.ledger.records[:] = state["history"]
+        self.job.whole_again()
+        self._stream.seed = state["seed"]
+        self._go_to(state["position"])
+        self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded"))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the CPU, every parameter and buffer under its own name, on every rank."""
+        return checkpoint.whole_state(self.job.model)
+
+    def _make_step(self) -> None:
+        job = self.job
+        step, epoch, offset = job.step, self._stream.epoch, self._stream.offset
+        try:
+            self._rate.prepare(step)
+            job.seed_data(own=self._stream.own)
+            job.backward(self._stream.next())
+            if self._clip_norm is not None:
+                job.clip(self._clip_norm)
+            elif (step + 1) % self._log_every == 0:
+                job.grad_norm()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        except BaseException as error:
+            # A batch whose loss is not finite is passed over; any other that made no step is read again.
+            if job.step == step and not isinstance(error, NotFinite):
+                with suppress(TrainingError):
+                    self._stream.seek(epoch, offset)
+            raise
+        if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
+            job.log(eval_loss=self.evaluate())
+        if self._save_every and job.step % self._save_every == 0:
+            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint.pt")
+
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self._stream.epoch, "offset": self._stream.offset, "base_lr": self._rate.base}
+
+    def _go_to(self, position: dict[str, Any]) -> None:
+        self._rate.restore(position["base_lr"], self.job.step)
+        self._stream.seek(position["epoch"], position["offset"])
+
+    def _call_back(self, event: Event) -> None:
+        # After an error this rank is alone with its record: a callback that communicates would wait for ever.
+        if isinstance(event, StepDone) and not self.job.broken_off:
+            for callback in self._callbacks:
+                callback(self, event.record)
+
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__
+        return f"Trainer({kind}, strategy {self.strategy}, {self.arithmetic}, step {self.step}, lr {self.lr:g})"
+
+
+def _warn_without_effect(
+    data: Any, shuffle: bool | None, eval_data: Any, eval_every: int | None, save_every: int | None, save_path: Any
+) -> None:
+    without = [
+        (
+            shuffle is not None and not is_map_style(data),
+            "shuffle= has no effect on data that can only be iterated: it comes in its own order",
+        ),
+        (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
+        (save_path is not None and save_every is None, "save_path= has no effect without save_every="),
+    ]
+    for applies, message in without:
+        if applies:
+            warnings.warn(message, stacklevel=3)

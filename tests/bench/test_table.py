@@ -1,0 +1,57 @@
+"""The table: what stands in a row, and its copy in README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.table import absolute, compared, markdown, quote, skipped
+
+
+def test_a_comparison_shows_both_sides_the_ratio_and_the_verdict() -> None:
+    row = compared("a cell", [0.005] * 4, "peer", [0.010] * 4, [0.005] * 4, 1.0, "ms")
+
+    assert row.cells() == [
+        "a cell",
+        "5 ms",
+        "peer 10 ms",
+        "0.500 [0.500, 0.500]",
+        "1.000 [1.000, 1.000]",
+        "≤ 1 x",
+        "yes",
+    ]
+
+
+def test_a_figure_above_its_bar_or_with_lost_data_is_not_met() -> None:
+    assert absolute("start", [2.0] * 3, 1.5, "s").met is False
+    assert absolute("start", [1.0] * 3, 1.5, "s").met is True
+
+    lost = absolute("bytes", [1.1], 1.3, "x", wrong="3 missing")
+
+    assert lost.met is False
+    assert "3 missing" in lost.nbkit
+
+
+def test_a_peer_that_could_not_run_is_named_with_the_reason() -> None:
+    row = skipped("a cell", "nbdistributed", "not installed")
+
+    assert "| a cell |  | nbdistributed: not installed |" in markdown([row], "a machine")
+
+
+def test_readme_gets_the_table_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+
+    quote(readme, "new \\1\n")
+    quote(readme, "new \\1\n")
+
+    assert readme.read_text() == "before\n<!-- bench -->\nnew \\1\n<!-- /bench -->\nafter\n"
+
+
+def test_a_readme_without_markers_is_an_error(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+
+    with pytest.raises(ValueError, match="<!-- bench -->"):
+        quote(readme, "new\n")

@@ -1,0 +1,92 @@
+"""The parent of the ranks on its own: a start that is given up, one that is stopped half-way, children that end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nbkit.bridge.processes import has_ended
+from nbkit.processes import Process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What the parent of a cluster of three ranks finds when its controller has not come up yet."""
+    pin = {"env": {}, "cores": [], "threads": 1}
+    spec = {
+        "name": "half",
+        "folder": str(tmp_path),
+        "profile_dir": str(tmp_path / "profile"),
+        "engine_file": str(tmp_path / "engine.json"),
+        "backend": "gloo",
+        "device": "cpu",
+        "ttl": 60,
+        "launcher": vars(Process.of(os.getpid())),
+        "forked": True,
+        "pins": [pin] * 3,
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    return tmp_path
+
+
+def test_a_parent_whose_notebook_is_gone_before_the_controller_is_up_gives_up(folder: Path) -> None:
+    # A controller that the notebook has started, but that has not come up.
+    controller = subprocess.Popen(["sleep", "1000"])
+    (folder / "controller.json").write_text(json.dumps(vars(Process.of(controller.pid))))
+    spec = json.loads((folder / "spec.json").read_text())
+    spec["launcher"]["started"] += 1  # a notebook that has ended since
+    (folder / "spec.json").write_text(json.dumps(spec))
+    parent = subprocess.Popen([sys.executable, "-m", "nbkit.bridge.parent", str(folder)])
+    try:
+        assert parent.wait(timeout=60) == 0
+        assert controller.wait(timeout=10) != 0
+    finally:
+        parent.kill()
+        parent.wait()
+        controller.kill()
+        controller.wait()
+
+
+def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from nbkit.bridge import parent as parents
+from nbkit.bridge.link import Link
+import socket
+
+started = []
+def start_rank(self, rank):
+    started.append(rank)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        signal.pause()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)  # the child that is forked now is not in the list yet
+    mine, theirs = socket.socketpair()
+    self.children[rank] = parents.Child(rank, pid, Link(mine))
+parents.Parent.start_rank = start_rank
+parents.Parent(Path(sys.argv[1])).run()
+print(started)
+"""
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[0, 1]"
+
+
+def test_a_child_is_seen_to_have_ended_before_its_pid_is_given_away() -> None:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"], {})
+    try:
+        assert not has_ended(pid)
+    finally:
+        os.kill(pid, 9)
+    while not has_ended(pid):
+        time.sleep(0.01)
+    assert os.waitpid(pid, os.WNOHANG)[0] == pid  # nobody has reaped it

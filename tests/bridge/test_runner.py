@@ -1,0 +1,85 @@
+"""A cell on a rank, seen from within: who may interrupt what, what is kept of it, and what its children print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError
+
+INSIDE = "from nbkit.bridge import calls; runner = calls.runner\n"
+
+
+def test_a_traceback_shown_within_a_cell_leaves_the_rest_of_it_open_to_stop(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text("1 / 0\n")
+    assert two.run(f"{INSIDE}%run {script}\nrunner.in_user_code").values == {0: True, 1: True}
+
+
+def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> None:
+    two.run(
+        INSIDE + "from nbkit.bridge.runner import Running\nimport time\n"
+        "late = Running(runner.running[0].request, 0.0); late.ended.set()\n"
+        "runner.interrupt(late); time.sleep(0.05)\n"
+        "try: runner.interrupt(runner.running[0]); time.sleep(60)\n"
+        "except KeyboardInterrupt: caught = True"
+    )
+    assert two.run("caught").values == {0: True, 1: True}
+
+
+def test_what_is_kept_of_a_cell_within_a_cell_cannot_be_interrupted(two: Cluster) -> None:
+    open_to_interrupts = two.run(
+        INSIDE + "from nbkit.cells import CellRequest\nseen = []\n"
+        "def end(capturing): seen.append(runner.in_user_code); del runner.capture.end; runner.capture.end(capturing)\n"
+        "runner.capture.end = end\n"
+        "runner.run(CellRequest('nested', 'within = runner.in_user_code', 9, (0, 1)))\n"
+        "within, seen, runner.in_user_code"
+    )
+    assert open_to_interrupts.values == dict.fromkeys((0, 1), (True, [False], True))
+
+
+def test_a_cell_whose_record_cannot_be_made_does_not_run_for_ever(two: Cluster) -> None:
+    with pytest.raises(CellError, match="no space left"):
+        two.run(
+            INSIDE + "def end(capturing):\n"
+            "    del runner.capture.end; runner.capture.end(capturing); raise OSError('no space left')\n"
+            "runner.capture.end = end"
+        )
+    assert two.run("len(runner.running), len(runner.capture.stack)").values == {0: (1, 1), 1: (1, 1)}
+
+
+def test_a_value_that_contains_itself_is_shown_and_not_sent(two: Cluster) -> None:
+    assert two.run("x = []; x.append(x); x").values == {0: "[[...]]", 1: "[[...]]"}
+
+
+def test_what_a_forked_child_prints_arrives_and_its_displays_count_for_nobody(two: Cluster) -> None:
+    cell = two.run(
+        "import os, sys\npid = os.fork()\nif pid == 0:\n"
+        "    print('printed by a child'); print('and its stderr', file=sys.stderr); display('lost')\n"
+        "    sys.stdout.flush(); os._exit(0)\n"
+        "os.waitpid(pid, 0)[1]"
+    )
+    assert cell.values == {0: 0, 1: 0}
+    two.run("import time; time.sleep(0.3)")  # the thread that reads the descriptors
+    text = (two.entry.folder / "output" / "rank1.out").read_text()
+    assert "printed by a child\n" in text
+    assert "and its stderr\n" in text
+    assert "lost" not in (two.entry.folder / "output" / "rank1.jsonl").read_text()
+
+
+def test_the_replay_log_is_cut_before_a_cell_and_never_loses_the_last_one(two: Cluster) -> None:
+    two.run(
+        "from nbkit.bridge import calls, capture; kept = capture.LOG_LIMIT; capture.LOG_LIMIT = 4000\n"
+        "first = calls.runner.running[0].request.id; print('x' * 5000)"
+    )
+    log = two.entry.folder / "output" / "rank0.jsonl"
+    assert "xxx" in log.read_text()
+    two.run("second = calls.runner.running[0].request.id; print('the second')")
+    assert "xxx" not in log.read_text()
+    found = two.run(
+        "capture.LOG_LIMIT = kept\nfound, _ = calls.runner.capture.missed(second, 0, 10_000)\n"
+        "''.join(output['content']['text'] for output in found)"
+    )
+    assert found.values == {0: "the second\n", 1: "the second\n"}

@@ -1,0 +1,213 @@
+"""A real JupyterLab on loopback, with folders of its own, in a real Chromium, used as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.notebook.cluster import registry
+
+PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+DONE = re.compile(r"\[\d+\]:?")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SETTINGS = {
+    # Cells that are scrolled out of sight stay in the page.
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "apputils-extension/themes": {"theme": "JupyterLab Light"},
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on the PATH: sudo apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A running server: url, token, root (its folder of notebooks)."""
+    pytest.importorskip("jupyterlab", reason="pip install jupyterlab")
+    home = tmp_path_factory.mktemp("lab")
+    environment = {**os.environ, "IPYTHONDIR": str(home / "ipython"), "NBKIT_HOME": str(home / "clusters")}
+    for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
+        environment[f"JUPYTER_{name}"] = str(home / name)
+    for name, values in SETTINGS.items():
+        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    environment["JUPYTERLAB_SETTINGS_DIR"] = str(home / "settings")
+    environment["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
+    (home / "notebooks").mkdir()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=18888"]
+    command += ["--ServerApp.port_retries=100", "--IdentityProvider.token=lesson"]
+    with (home / "lab.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, f"--ServerApp.root_dir={home / 'notebooks'}"],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield {"url": _url_of(server, home), "token": "lesson", "root": str(home / "notebooks")}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NBKIT_HOME", str(home / "clusters"))
+            for entry in registry.entries():
+                registry.end(entry)
+
+
+def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
+    """The server writes down the port that it got."""
+    record = home / "RUNTIME_DIR" / f"jpserver-{server.pid}.json"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        if record.exists():
+            return str(json.loads(record.read_text())["url"])
+        time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab did not start:\n{(home / 'lab.log').read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def open_page(browser: Any, lab: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], LabPage]]:
+    """Put a notebook in front of a person: its JSON -> the page that shows it."""
+    contexts = []
+
+    def open_page(notebook: dict[str, Any], name: str = "lesson.ipynb", height: int = 1000) -> LabPage:
+        (Path(lab["root"]) / name).write_text(json.dumps(notebook))
+        contexts.append(browser.new_context(viewport={"width": 1400, "height": height}))
+        page = LabPage(contexts[-1].new_page(), lab)
+        page.open(name)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+class LabPage:
+    """One browser page with one notebook. server: {"url", "token"} of a running JupyterLab."""
+
+    def __init__(self, page: Any, server: dict[str, str]) -> None:
+        self.page, self.server, self.path = page, server, ""
+        self.problems: list[str] = []
+        # A detached cell goes on printing, so that there is always something unsaved: leave all the same.
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+
+    def open(self, path: str) -> None:
+        """Open the notebook in a workspace of its own, and wait until its kernel is idle and connected."""
+        self.path = path
+        workspace = f"nbkit{time.monotonic_ns()}"
+        self.page.goto(f"{self.server['url']}lab/workspaces/{workspace}/tree/{path}?token={self.server['token']}&reset")
+        self._wait_for_kernel()
+
+    def reload(self) -> None:
+        """Save, then load the page again, as a person does after a break."""
+        stored = Path(self.server["root"]) / self.path
+        before = stored.stat().st_mtime_ns
+        self.page.keyboard.press("Control+s")
+        deadline = time.monotonic() + 15
+        while stored.stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline, "Lab did not save the notebook"
+            self.page.wait_for_timeout(50)
+        self.page.reload()
+        self._wait_for_kernel()
+
+    def _wait_for_kernel(self) -> None:
+        self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
+        # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            kernels = [s["kernel"] for s in self._ask("api/sessions") if s["path"] == self.path]
+            if kernels and kernels[0]["execution_state"] == "idle" and kernels[0]["connections"] > 0:
+                self.page.wait_for_timeout(300)
+                return
+            self.page.wait_for_timeout(100)
+        raise TimeoutError(f"the kernel of {self.path} is not idle")
+
+    def _ask(self, what: str) -> Any:
+        with urllib.request.urlopen(f"{self.server['url']}{what}?token={self.server['token']}", timeout=10) as answer:
+            return json.load(answer)
+
+    def cell(self, number: int) -> Any:
+        return self.page.locator(f"{PANEL} .jp-Notebook .jp-Cell").nth(number)
+
+    def prompt(self, number: int) -> str:
+        return str(self.cell(number).locator(".jp-InputPrompt").inner_text()).strip()
+
+    def output(self, number: int) -> str:
+        area = self.cell(number).locator(".jp-Cell-outputArea")
+        return str(area.inner_text()) if area.count() else ""
+
+    def start(self, number: int) -> None:
+        """Run a cell and come back at once."""
+        before = self.prompt(number)
+        self.cell(number).locator(".jp-InputArea-editor").click(timeout=10_000)
+        self.page.keyboard.press("Control+Enter")
+        deadline = time.monotonic() + 10
+        while self.prompt(number) == before:
+            assert time.monotonic() < deadline, f"cell {number} did not start"
+            self.page.wait_for_timeout(20)
+
+    def run(self, number: int, seconds: float = 60) -> str:
+        """Run a cell, wait until it is over; returns what it shows."""
+        self.start(number)
+        self.wait_done(number, seconds)
+        return self.output(number)
+
+    def is_done(self, number: int) -> bool:
+        return DONE.fullmatch(self.prompt(number)) is not None
+
+    def wait_done(self, number: int, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_done(number):
+            assert time.monotonic() < deadline, f"cell {number} is not over: {self.output(number)[-500:]}"
+            self.page.wait_for_timeout(50)
+
+    def wait_for_output(self, number: int, text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.output(number):
+            assert time.monotonic() < deadline, f"{text!r} is not in cell {number}: {self.output(number)[-500:]!r}"
+            self.page.wait_for_timeout(50)
+
+    def interrupt(self) -> None:
+        """Press the stop button of the notebook's toolbar."""
+        self.page.locator(f"{PANEL} [data-jp-item-name='interrupt'] >> visible=true").first.click()
+
+    def picture(self, path: Path) -> None:
+        self.page.screenshot(path=str(path))

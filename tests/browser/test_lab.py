@@ -1,0 +1,135 @@
+"""A lesson in a real JupyterLab in a real browser: what a person sees while ranks run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CELLS = {
+    "load": "%load_ext nbkit",
+    "start": "%cluster start -n 2 --cpu --ttl 30",
+    "values": "%%distributed\nx = torch.ones(1) * (rank + 1); dist.all_reduce(x)\nprint('from', rank)\nx.item()",
+    "ticks": "%%distributed\nimport time\nfor tick in range(600):\n    print('tick', tick)\n    time.sleep(0.05)",
+    "kept": "%%distributed\ntick > 3",
+    "trainer": (
+        "%%distributed\n"
+        "train = nbkit.TextDataset(block=32, limit=100_000)\n"
+        "trainer = nbkit.Trainer(\n"
+        "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=1, width=32)),\n"
+        "    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),\n"
+        "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
+        "    data=train,\n"
+        "    batch_size=4 * world_size,\n"
+        ")"
+    ),
+    "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
+    "meanwhile": "print('the notebook is free:', handle.status)",
+    "live": "%%distributed --at-step\ntrainer.lr = 5e-4\nprint('live at', trainer.lr)",
+    "board": "%board",
+    "again": "print('after the reload:', handle.status)",
+    "live again": "%%distributed --at-step\nprint('still', trainer.lr)",
+    "end": "handle.stop()",
+    "error": "%%distributed\nif rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(x)",
+    "stop": "%cluster stop",
+}
+NUMBER = {name: number for number, name in enumerate(CELLS)}
+
+
+def notebook_of(sources: list[str]) -> dict[str, Any]:
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        for i, source in enumerate(sources)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+@pytest.fixture(scope="module")
+def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
+    """The lesson, opened, with a cluster of two."""
+    page = open_page(notebook_of(list(CELLS.values())))
+    page.run(NUMBER["load"])
+    assert "2 ranks" in page.run(NUMBER["start"], seconds=90)
+    return page
+
+
+@pytest.fixture(autouse=True)
+def pictures(request: pytest.FixtureRequest, page: Any, tmp_path: Path) -> Iterator[None]:
+    """A screenshot after each test, in its temporary folder."""
+    yield
+    page.picture(tmp_path / "after.png")
+
+
+def test_a_cell_shows_what_each_rank_says(page: Any) -> None:
+    shown = page.run(NUMBER["values"])
+
+    assert "[0] from 0" in shown
+    assert "[1] from 1" in shown
+    assert "Out[0-1]: 3.0" in shown
+
+
+def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
+    page.start(NUMBER["ticks"])
+    page.wait_for_output(NUMBER["ticks"], "[0-1] tick 5")
+    assert page.prompt(NUMBER["ticks"]) == "[*]:"
+
+    page.interrupt()
+    page.wait_done(NUMBER["ticks"], seconds=15)
+
+    assert "KeyboardInterrupt" in page.output(NUMBER["ticks"])
+    assert "tick 599" not in page.output(NUMBER["ticks"])
+    assert "True" in page.run(NUMBER["kept"])  # variables live on
+
+
+def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) -> None:
+    page.run(NUMBER["trainer"])
+    page.run(NUMBER["detached"])
+    page.wait_for_output(NUMBER["detached"], "/1000000")
+
+    assert "the notebook is free: running" in page.run(NUMBER["meanwhile"])
+    assert "live at 0.0005" in page.run(NUMBER["live"])
+
+    assert "step" not in page.output(NUMBER["meanwhile"])
+    before = step_of(page)
+    page.page.wait_for_timeout(1000)
+    assert step_of(page) > before
+
+
+def test_the_board_is_alive_in_its_frame(page: Any) -> None:
+    shown = page.run(NUMBER["board"])
+    assert "ssh -L" in shown
+
+    frame = page.cell(NUMBER["board"]).locator("iframe").element_handle().content_frame()
+    page.cell(NUMBER["board"]).locator("iframe").scroll_into_view_if_needed()
+    frame.wait_for_selector("text=/dp2/", timeout=30_000)  # the run, by its name
+    frame.wait_for_selector("text=/loss/", timeout=30_000)  # pinned, so that it is the first thing one sees
+    page.page.wait_for_timeout(500)  # it draws
+
+
+def test_after_a_reload_of_the_page_the_training_is_still_there(page: Any) -> None:
+    page.reload()
+
+    assert "after the reload: running" in page.run(NUMBER["again"])
+    assert "still 0.0005" in page.run(NUMBER["live again"])
+    assert "interrupted" in page.run(NUMBER["end"], seconds=20)
+
+
+def test_an_error_on_one_rank_is_shown_once_with_its_rank(page: Any) -> None:
+    shown = page.run(NUMBER["error"], seconds=30)
+
+    assert shown.count("ValueError: boom") >= 1
+    assert "[1]" in shown
+    page.run(NUMBER["stop"])
+
+
+def test_the_page_had_no_error_of_its_own(page: Any) -> None:
+    assert page.problems == []
+
+
+def step_of(page: Any) -> int:
+    """The step that the detached cell's line shows."""
+    return int(re.findall(r"step (\d+)/", page.output(NUMBER["detached"]))[-1])

@@ -1,0 +1,137 @@
+"""`nbkit demo` as it is typed: in a terminal, to the end, and stopped half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbkit.notebook.cluster import registry
+
+
+def environment(folder: Path) -> dict[str, str]:
+    names = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME")
+    return {**os.environ, "COLUMNS": "120", **{name: str(folder / name) for name in names}}
+
+
+def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "nbkit", "demo", "--cpu", "-n", "2", *options]
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), start_new_session=True, **streams)
+
+
+def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
+    """(exit status, all that the terminal got)."""
+    ours, its = pty.openpty()
+    demo = start(folder, *options, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    received = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed: the demo has ended
+            break
+        received += piece
+    os.close(ours)
+    return demo.wait(30), received.decode()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
+    folder = tmp_path_factory.mktemp("demo")
+    return *in_a_terminal(folder, "--steps", "220"), folder
+
+
+def test_the_model_learns_and_the_demo_says_how_well(demo: tuple[int, str, Path]) -> None:
+    status, text, _ = demo
+    learned, bigram = map(float, re.findall(r"GPT needs (\d\.\d+) bits .* a byte bigram's (\d\.\d+)", text)[0])
+
+    assert learned < bigram
+    assert f"needs {learned:.2f} bits per byte, better than a byte bigram's {bigram:.2f}." in text
+    assert status == 0
+
+
+def test_one_live_line_moves_while_it_trains(demo: tuple[int, str, Path]) -> None:
+    steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/165 · loss [\d.]+ · \S+ tok/s", demo[1])]
+
+    assert len(steps) > 3
+    assert steps == sorted(steps)
+    assert not re.search(r"tok/s[^\r]*\n", demo[1].replace("\r\n", "\n")), "the line stayed on the screen"
+
+
+def test_it_shows_text_before_and_after_and_what_to_type_next(demo: tuple[int, str, Path]) -> None:
+    text = demo[1].replace("\r\n", "\n")
+    samples = re.findall(r"It writes, (before|after) training:\n    def ", text)
+
+    assert samples == ["before", "after"]
+    assert "while it trained, a live cell: step " in text
+    assert "runs/demo.ipynb" in text
+    assert "tensorboard --logdir runs" in text
+    assert "make lab" in text
+
+
+def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Path]) -> None:
+    notebook = json.loads((demo[2] / "runs" / "demo.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (detached,) = [cell for cell in cells if "--detach" in "".join(cell["source"])]
+
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    # What a detached cell prints while others run is kept with it, as one line and not as the line's every state.
+    printed = "".join(output.get("text", "") for output in detached["outputs"])
+    assert "step 55/55 · loss" in printed
+    assert printed.count("tok/s") <= 3
+    assert list((demo[2] / "runs").glob("*/events.out.tfevents.*"))
+
+
+def test_nothing_is_left_running(demo: tuple[int, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBKIT_HOME", str(demo[2] / "NBKIT_HOME"))
+
+    assert registry.entries() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_half_way_it_leaves_nothing_running(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "NBKIT_HOME"))
+    # As under a shell that starts it in the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        demo = start(tmp_path, "--steps", "100000", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("runs/*/events.out.tfevents.*")):  # it trains
+        assert demo.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (entry,) = registry.entries()
+    children = psutil.Process(demo.pid).children(recursive=True)
+
+    demo.send_signal(number)
+    said, _ = demo.communicate(timeout=60)
+
+    assert demo.returncode == 130
+    assert b"Stopped. Nothing is left running." in said
+    assert registry.entries() == []
+    psutil.wait_procs(children, timeout=10)
+    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert not any(process.is_alive() for process in (entry.controller, entry.parent, *entry.ranks))
+
+
+def test_too_few_steps_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    demo = start(tmp_path, "--steps", "1", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = demo.communicate(timeout=60)
+
+    assert demo.returncode == 2
+    assert b"at least 4 steps" in said
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,152 @@
+"""`nbkit doctor` and its report, on this machine and on others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import nbkit
+from nbkit.commands import main, subcommands
+from nbkit.errors import NbkitError
+from nbkit.notebook import doctor as module
+from nbkit.notebook.cluster.gpus import Gpu, GpuProcess, Survey
+from nbkit.notebook.doctor import Finding, Report, doctor, required_versions
+
+
+def finding(report: Report, subject: str) -> Finding:
+    return next(finding for finding in report.findings if finding.subject == subject)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make packages look as if they were not installed."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in names:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_this_machine_is_ready() -> None:
+    report = doctor()
+
+    assert report.ok
+    assert finding(report, "torch").text == metadata.version("torch")
+    assert finding(report, "ipyparallel").text == metadata.version("ipyparallel")
+    assert "Ready" in repr(report)
+
+
+def test_the_command_prints_the_report_without_importing_torch() -> None:
+    code = "import sys; from nbkit.commands import main; main(['doctor']); exit('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert "Ready" in done.stdout
+
+
+def test_a_missing_torch_is_told_with_the_command_and_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forget(monkeypatch, "torch")
+
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "Not ready: torch" in printed
+    assert "pip install torch" in printed
+
+
+def test_a_missing_required_package_comes_with_its_exact_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch, "ipyparallel")
+
+    (missing,) = doctor().missing
+
+    assert missing.subject == "ipyparallel"
+    assert missing.hint == f"{sys.executable} -m pip install 'ipyparallel>={required_versions()['ipyparallel']}'"
+
+
+def test_a_package_that_is_too_old_is_told_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9.1.0" if name == "ipyparallel" else real(name))
+
+    (missing,) = doctor().missing
+
+    assert missing.text == "9.1.0, needed >= 9.2"
+
+
+def test_an_optional_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch, "tensorboard", "ipywidgets")
+    report = doctor()
+
+    assert report.ok
+    assert finding(report, "tensorboard").state == "note"
+    assert "tensorboard>=2.21" in finding(report, "tensorboard").hint
+
+
+def test_gpus_are_shown_with_who_uses_them_and_a_cpu_build_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Gpu(1, "GPU-b", "Tesla T4", 15360, 9000, (GpuProcess(42, "python", 9000),))
+    monkeypatch.setattr(module, "survey_gpus", lambda: Survey((Gpu(0, "GPU-a", "Tesla T4", 15360, 3), busy)))
+    monkeypatch.setattr(module, "torch_version", lambda: "2.13.0+cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    report = doctor()
+
+    assert finding(report, "GPU 0").text == "Tesla T4, 15.0 GiB, idle"
+    assert "pid 42" in finding(report, "GPU 1").text
+    assert "cannot use the 2 GPUs" in finding(report, "torch").text
+    assert finding(report, "rank 0").text.startswith("GPU 0 (GPU-a): idle")
+
+
+def test_a_broken_driver_is_told_and_does_not_stop_a_cpu_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "survey_gpus", lambda: Survey(problem="Failed to initialize NVML"))
+    report = doctor()
+
+    assert report.ok
+    assert "NVML" in finding(report, "nvidia-smi").text
+
+
+def test_the_report_shows_itself_as_html_with_everything_escaped() -> None:
+    report = Report(
+        (Finding("Topic", "a<b", "x & y"), Finding("Topic", "gone", "not there", "missing", "pip install x>1"))
+    )
+
+    shown = report._repr_html_()
+
+    assert "a&lt;b" in shown
+    assert "x &amp; y" in shown
+    assert "<code>pip install x&gt;1</code>" in shown
+    assert "Not ready: gone" in shown
+
+
+def test_what_is_missing_always_comes_with_a_command() -> None:
+    with pytest.raises(NbkitError):
+        Finding("Topic", "gone", "not there", "missing")
+
+
+def test_the_installed_command_knows_its_version() -> None:
+    command = Path(sys.executable).with_name("nbkit")
+
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
+
+    assert done.stdout == f"nbkit {nbkit.__version__}\n"
+    assert nbkit.__version__ == metadata.version("nbkit-train")
+
+
+def test_every_subcommand_says_what_it_does() -> None:
+    for command in subcommands():
+        assert command.__doc__, command.__name__
+        assert callable(command.prepare_parser)
+        assert callable(command.run)
+
+
+def test_a_wrong_argument_is_answered_on_stderr_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["dance"])
+
+    assert done.value.code == 2
+    assert "dance" in capsys.readouterr().err

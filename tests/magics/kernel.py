@@ -1,0 +1,144 @@
+"""A real Jupyter kernel, driven as a front end does, with every message of every cell."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from nbkit.notebook.cluster import registry
+
+
+@dataclass
+class Cell:
+    """What came of one cell. messages: (seconds since it was sent, type, content)."""
+
+    status: str = ""
+    seconds: float = 0.0
+    messages: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Everything a reader sees, without colours."""
+        parts = []
+        for _, kind, content in self.messages:
+            if kind == "stream":
+                parts.append(content["text"])
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                parts.append(f"<{'|'.join(sorted(content['data']))}>{content['data'].get('text/plain', '')}\n")
+            elif kind == "error":
+                parts.append("\n".join(content["traceback"]) + "\n")
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
+
+    def when(self, text: str) -> float:
+        """Seconds after which `text` was on screen."""
+        return next(at for at, kind, content in self.messages if kind == "stream" and text in content["text"])
+
+
+class Kernel:
+    """Start with `home` for clusters; use as a context manager."""
+
+    def __init__(self, home: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        environment["NBKIT_HOME"] = str(home)
+        environment["IPYTHONDIR"] = str(home / "ipython")
+        self.manager = KernelManager(kernel_name="python3")
+        self.environment = environment
+        self.others: dict[str, list[tuple[float, str, dict[str, Any]]]] = {}
+        self.manager.start_kernel(env=environment, cwd=str(home))
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        # A test that failed half-way has left its cluster running.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NBKIT_HOME", self.environment["NBKIT_HOME"])
+            for entry in registry.entries():
+                registry.end(entry)
+
+    def restart(self, *, kill: bool) -> None:
+        """What the restart button does; kill: what happens to a kernel that runs out of memory."""
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=kill)
+        self._connect()
+
+    def interrupt(self) -> None:
+        self.manager.interrupt_kernel()
+
+    def send(self, source: str) -> str:
+        """Send a cell and do not wait."""
+        return str(self.client.execute(source))
+
+    def run(self, source: str, *, timeout: float = 90, at: dict[float, Callable[[], object]] | None = None) -> Cell:
+        """Run a cell to its end. at: what to do after so many seconds."""
+        return self.collect(self.send(source), timeout=timeout, at=at)
+
+    def complete(self, source: str) -> list[str]:
+        """What Tab offers at the end of `source`."""
+        message = self.client.complete(source)
+        while True:
+            reply = self.client.get_shell_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == message:
+                return [str(match) for match in reply["content"]["matches"]]
+
+    def collect(
+        self, message: str, *, timeout: float = 90, at: dict[float, Callable[[], object]] | None = None
+    ) -> Cell:
+        """Everything that belongs to a cell until it is over."""
+        cell, began, idle = Cell(), time.monotonic(), False
+        actions = sorted((at or {}).items())
+        while not (idle and cell.status):
+            now = time.monotonic() - began
+            if now > timeout:
+                raise TimeoutError(f"still running after {timeout} s; so far:\n{cell.text}")
+            while actions and now >= actions[0][0]:
+                actions.pop(0)[1]()
+            idle |= self._listen(message, cell, began)
+            cell.status = cell.status or self._reply(message)
+        cell.seconds = time.monotonic() - began
+        return cell
+
+    def late(self, message: str, seconds: float) -> Cell:
+        """What has arrived for a cell after it was over, and arrives within so many seconds."""
+        cell, began = Cell(), time.monotonic()
+        cell.messages += self.others.pop(message, [])
+        while time.monotonic() - began < seconds:
+            self._listen(message, cell, began)
+        return cell
+
+    def _listen(self, message: str, cell: Cell, began: float) -> bool:
+        try:
+            received = self.client.get_iopub_msg(timeout=0.02)
+        except queue.Empty:
+            return False
+        parent = received["parent_header"].get("msg_id")
+        if parent != message:
+            self.others.setdefault(parent, []).append((0.0, received["msg_type"], received["content"]))
+            return False
+        kind, content = received["msg_type"], received["content"]
+        cell.messages.append((time.monotonic() - began, kind, content))
+        return kind == "status" and content["execution_state"] == "idle"
+
+    def _reply(self, message: str) -> str:
+        try:
+            reply = self.client.get_shell_msg(timeout=0)
+        except queue.Empty:
+            return ""
+        return str(reply["content"]["status"]) if reply["parent_header"].get("msg_id") == message else ""

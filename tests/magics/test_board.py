@@ -1,0 +1,48 @@
+"""`%board` in a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbkit.errors import BoardError, UsageError
+from nbkit.notebook.board.board import Board
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.chdir(tmp_path)
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "nbkit")
+    yield shell
+    Board.end()
+    InteractiveShell.clear_instance()
+
+
+def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
+    shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = shell.run_line_magic("board", "--height 400")
+    assert (board.logdir, board.height) == (tmp_path / "runs", 400)
+    assert board.is_alive()
+
+    assert shell.run_line_magic("board", "--stop") is None
+
+    assert not board.is_alive()
+    assert "has ended" in capsys.readouterr().out
+    shell.run_line_magic("board", "--stop")
+    assert "has no TensorBoard" in capsys.readouterr().out
+
+
+def test_help_is_answered_and_nonsense_refused(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell.run_line_magic("board", "-h") is None
+    assert "--height" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="height"):
+        shell.run_line_magic("board", "--height tall")
+    with pytest.raises(BoardError, match="no height"):
+        shell.run_line_magic("board", "--height 0")

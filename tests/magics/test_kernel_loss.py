@@ -1,0 +1,87 @@
+"""The kernel dies or is restarted: cluster, running cell and training go on, and nothing printed is lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel import Kernel
+
+TRAINING = """%%distributed --detach
+import time
+for i in range(60):
+    x = torch.ones(1); dist.all_reduce(x)
+    print('step', i)
+    time.sleep(0.1)
+steps = i
+"""
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Everything that was started for clusters in `home`."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "killed"])
+def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(tmp_path: Path, kill: bool) -> None:
+    with Kernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbkit")
+        kernel.run("%cluster start -n 2 --cpu --name long")
+        kernel.run(TRAINING)
+        time.sleep(1)
+        kernel.restart(kill=kill)
+        kernel.run("%load_ext nbkit")
+        message = kernel.send("%cluster attach long")
+        cell = kernel.collect(message)
+        assert cell.status == "ok", cell.text
+        waited = kernel.run("%cluster wait")
+        assert waited.status == "ok", waited.text
+        text = cell.text + kernel.late(message, 0.5).text
+        assert [f"[0-1] step {i}\n" in text or f"[0] step {i}\n" in text for i in range(60)] == [True] * 60
+        assert text.count("step 5\n") <= 2
+        assert "Out[0-1]: 59" in kernel.run("%%distributed\nsteps").text
+        kernel.run("%cluster stop")
+        assert processes_of(tmp_path) == []
+
+
+def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(tmp_path: Path) -> None:
+    with Kernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbkit")
+        kernel.run("%cluster start -n 2 --cpu --name over")
+        kernel.run("%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); 42")
+        kernel.restart(kill=True)
+        time.sleep(2.5)
+        kernel.run("%load_ext nbkit")
+        message = kernel.send("%cluster attach over")
+        text = kernel.collect(message).text + kernel.late(message, 1.0).text
+        assert "[0-1] made it" in text
+        assert "Out[0-1]: 42" in text
+        kernel.run("%cluster stop")
+
+
+def test_a_cluster_that_nobody_uses_lets_go_by_itself(tmp_path: Path) -> None:
+    with Kernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbkit")
+        kernel.run("%cluster start -n 2 --cpu --name brief --ttl 3")
+        kernel.run("%%distributed --detach\nimport time; time.sleep(5)")
+        kernel.restart(kill=True)
+        time.sleep(4)
+        assert processes_of(tmp_path)  # the time to live has passed, but a cell runs
+        deadline = time.monotonic() + 30
+        while processes_of(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert processes_of(tmp_path) == []
+
+
+def test_a_kernel_that_is_there_keeps_its_cluster(tmp_path: Path) -> None:
+    with Kernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbkit")
+        kernel.run("%cluster start -n 2 --cpu --name kept --ttl 2")
+        time.sleep(5)
+        assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text
+        kernel.run("%cluster stop")

@@ -1,0 +1,217 @@
+"""Which rank gets which device, on machines that are not at hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.devices import Pin, Pinning, cores_here, pins_here, plan_pins
+from nbkit.notebook.cluster.gpus import Gpu, GpuProcess, Survey
+
+A100 = "NVIDIA A100-SXM4-80GB"
+STRANGER = GpuProcess(48213, "/usr/bin/python", 30720)
+
+
+def gpus(count: int, busy: tuple[int, ...] = ()) -> list[Gpu]:
+    return [
+        Gpu(i, f"GPU-{i}000", A100, 81920, 30724 if i in busy else 4, (STRANGER,) if i in busy else ())
+        for i in range(count)
+    ]
+
+
+def mig(slot: int) -> Gpu:
+    return Gpu(0, f"MIG-{slot}000", f"{A100} MIG 3g.40gb", 40192, 13, (), parent="GPU-0000", slot=slot)
+
+
+def uuids(plan: Pinning) -> list[str]:
+    return [pin.env["CUDA_VISIBLE_DEVICES"] for pin in plan.pins]
+
+
+def test_without_a_number_every_idle_gpu_gets_a_rank() -> None:
+    plan = plan_pins(None, None, gpus(4), range(16), None)
+
+    assert uuids(plan) == ["GPU-0000", "GPU-1000", "GPU-2000", "GPU-3000"]
+    assert plan.backend == "nccl"
+    assert [pin.kind for pin in plan.pins] == ["gpu"] * 4
+    assert plan.notes == ()
+
+
+def test_a_gpu_in_use_by_somebody_else_is_named_and_left_alone() -> None:
+    plan = plan_pins(None, None, gpus(3, busy=(1,)), range(8), None)
+
+    assert uuids(plan) == ["GPU-0000", "GPU-2000"]
+    (note,) = plan.notes
+    assert "GPU 1" in note
+    assert "pid 48213" in note
+    assert "30.0 GiB" in note
+    assert "--gpus 1" in note
+
+
+def test_without_an_idle_gpu_two_ranks_run_on_the_cpu_and_the_reason_is_told() -> None:
+    plan = plan_pins(None, None, gpus(1, busy=(0,)), range(8), None)
+
+    assert [pin.kind for pin in plan.pins] == ["cpu", "cpu"]
+    assert plan.backend == "gloo"
+    assert "none of 1 GPUs is idle" in plan.pins[0].why
+    assert "GPU 0" in plan.notes[0]
+
+
+def test_more_ranks_than_idle_gpus_is_refused_with_what_to_type() -> None:
+    with pytest.raises(UsageError) as error:
+        plan_pins(4, None, gpus(4, busy=(1, 2)), range(8), None)
+
+    assert "4 ranks, 2 idle of 4 GPUs" in error.value.numbers
+    assert "pid 48213" in error.value.numbers
+    for way in ("-n 2", "--gpus 0,3,0,3 (ranks share a GPU, over gloo)", "--cpu"):
+        assert way in error.value.hint
+
+
+def test_when_every_gpu_is_in_use_the_hint_says_so() -> None:
+    with pytest.raises(UsageError) as error:
+        plan_pins(1, None, gpus(2, busy=(0, 1)), range(8), None)
+
+    assert error.value.hint == "--gpus 0 (in use by others)   or   --cpu"
+
+
+def test_fewer_ranks_than_gpus_take_the_first_idle_ones() -> None:
+    assert uuids(plan_pins(2, None, gpus(4, busy=(0,)), range(8), None)) == ["GPU-1000", "GPU-2000"]
+
+
+def test_an_inherited_choice_of_gpus_is_kept_in_its_order() -> None:
+    assert uuids(plan_pins(None, None, gpus(4), range(8), "3,1")) == ["GPU-3000", "GPU-1000"]
+    assert uuids(plan_pins(1, None, gpus(4), range(8), "GPU-2")) == ["GPU-2000"]
+
+
+def test_an_inherited_choice_of_no_gpu_means_the_cpu_and_says_so() -> None:
+    plan = plan_pins(3, None, gpus(4), range(8), "")
+
+    assert [pin.kind for pin in plan.pins] == ["cpu"] * 3
+    assert "CUDA_VISIBLE_DEVICES=''" in plan.notes[0]
+
+
+def test_listed_gpus_are_taken_in_their_order_and_named_when_in_use() -> None:
+    plan = plan_pins(None, "2,1", gpus(4, busy=(1,)), range(8), None)
+
+    assert uuids(plan) == ["GPU-2000", "GPU-1000"]
+    assert plan.backend == "nccl"
+    (note,) = plan.notes
+    assert "GPU 1 is taken though it is in use: pid 48213" in note
+
+
+def test_two_ranks_on_one_gpu_go_over_gloo_and_say_so() -> None:
+    plan = plan_pins(2, "0,0", gpus(2), range(8), None)
+
+    assert uuids(plan) == ["GPU-0000", "GPU-0000"]
+    assert plan.backend == "gloo"
+    assert "Ranks 0, 1 are on one physical GPU (0): gloo instead of NCCL" in plan.notes[0]
+
+
+def test_two_mig_instances_of_one_gpu_go_over_gloo_too() -> None:
+    plan = plan_pins(None, None, [mig(0), mig(1)], range(8), None)
+
+    assert uuids(plan) == ["MIG-0000", "MIG-1000"]
+    assert plan.backend == "gloo"
+    assert plan_pins(None, "0:1", [mig(0), mig(1)], range(8), None).backend == "nccl"
+
+
+def test_as_many_gpus_are_listed_as_there_are_ranks() -> None:
+    with pytest.raises(UsageError) as error:
+        plan_pins(3, "0,1", gpus(2), range(8), None)
+
+    assert "3 ranks, 2 GPUs in --gpus 0,1" in error.value.numbers
+    assert "-n 3 --gpus 0,1,0" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("n", "listed", "cpu", "found"),
+    [(0, None, False, 2), (-1, None, True, 0), (None, "0", True, 2), (1, "0", False, 0)],
+)
+def test_what_cannot_mean_anything_is_refused(n: int | None, listed: str | None, cpu: bool, found: int) -> None:
+    with pytest.raises(UsageError) as error:
+        plan_pins(n, listed, gpus(found), range(8), None, cpu=cpu)
+    assert error.value.numbers
+    assert error.value.hint
+
+
+def test_cpu_ranks_are_kept_off_the_gpus() -> None:
+    plan = plan_pins(None, None, gpus(4), range(8), None, cpu=True)
+
+    assert uuids(plan) == ["", ""]
+    assert "asked for with --cpu" in plan.pins[0].why
+
+
+def test_cores_are_shared_out_in_blocks_with_a_thread_each() -> None:
+    plan = plan_pins(3, None, [], [0, 1, 2, 3, 8, 9, 10, 11], None)
+
+    assert [pin.cores for pin in plan.pins] == [(0, 1, 2), (3, 8, 9), (10, 11)]
+    assert [pin.threads for pin in plan.pins] == [3, 3, 2]
+    assert [pin.label for pin in plan.pins] == ["cores 0-2", "cores 3,8-9", "cores 10-11"]
+
+
+def test_gpu_ranks_share_the_cores_out_too() -> None:
+    assert [pin.cores for pin in plan_pins(2, None, gpus(2), range(4), None).pins] == [(0, 1), (2, 3)]
+
+
+def test_more_ranks_than_cores_is_allowed_and_said() -> None:
+    plan = plan_pins(4, None, [], [4, 7], None)
+
+    assert [pin.cores for pin in plan.pins] == [(4,), (7,), (4,), (7,)]
+    assert [pin.threads for pin in plan.pins] == [1, 1, 1, 1]
+    assert plan.notes == ("4 ranks share 2 cores, 1 thread each.",)
+
+
+def test_a_container_granted_less_time_than_it_sees_cores_bounds_the_threads() -> None:
+    plan = plan_pins(4, None, [], range(64), None, quota=6.0)
+
+    assert [len(pin.cores) for pin in plan.pins] == [16, 16, 16, 16]
+    assert [pin.threads for pin in plan.pins] == [1, 1, 1, 1]
+    assert "6 of 64 cores" in plan.notes[0]
+    assert plan_pins(2, None, gpus(2), range(8), None, quota=6.0).pins[0].threads == 3
+    assert plan_pins(2, None, [], range(8), None, quota=100.0).pins[0].threads == 4
+
+
+def test_numbers_inherited_on_a_machine_with_different_gpus_are_said_to_be_nvidia_smis() -> None:
+    mixed = [*gpus(1), Gpu(1, "GPU-1000", "NVIDIA T400", 4096, 3)]
+
+    assert "nvidia-smi's order" in plan_pins(None, None, mixed, range(8), "1").notes[0]
+    assert plan_pins(None, None, mixed, range(8), "GPU-1").notes == ()
+
+
+def test_one_rank_takes_all_cores() -> None:
+    assert plan_pins(1, None, [], range(6), None).pins[0].cores == tuple(range(6))
+
+
+def test_memory_that_this_notebook_itself_holds_is_told() -> None:
+    (gpu,) = [Gpu(0, "GPU-0000", A100, 81920, 3004, (GpuProcess(99, "python", 3000),))]
+
+    plan = plan_pins(None, None, [gpu], range(4), None, own_pid=99)
+
+    assert uuids(plan) == ["GPU-0000"]
+    assert "This notebook's own kernel uses GPU 0: pid 99 (python) holds 2.9 GiB" in plan.notes[0]
+
+
+def test_every_choice_carries_its_reason() -> None:
+    plan = plan_pins(None, None, gpus(2), range(4), None)
+
+    assert plan.pins[1].why == "GPU 1 (GPU-1000): idle; cores 2-3 of 4"
+    assert plan.pins[1].label == f"GPU 1 {A100}"
+
+
+def test_a_pin_without_a_core_and_pins_with_a_gap_are_refused_at_birth() -> None:
+    pin = Pin(1, "cpu", {}, (0,), 1, "core 0", "a reason")
+
+    with pytest.raises(UsageError):
+        Pin(0, "cpu", {}, (), 1, "no core", "a reason")
+    with pytest.raises(UsageError):
+        Pinning((pin,), "gloo")
+
+
+def test_this_machine_can_be_planned_for() -> None:
+    plan = pins_here(2, cpu=True)
+
+    assert [pin.kind for pin in plan.pins] == ["cpu", "cpu"]
+    assert {core for pin in plan.pins for core in pin.cores} <= set(cores_here())
+
+
+def test_a_broken_driver_is_told_though_the_ranks_run_on_the_cpu() -> None:
+    assert pins_here(survey=Survey(problem="Failed to initialize NVML")).notes[0] == "Failed to initialize NVML"

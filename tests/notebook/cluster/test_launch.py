@@ -1,0 +1,202 @@
+"""Starting: all or nothing. Ending: nothing is left, and nobody else's process is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
+
+from nbkit import Cluster
+from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.processes import followers
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_stop_leaves_nothing_behind(nbkit_home: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="gone")
+    cluster.run("import subprocess; subprocess.Popen(['sleep', '1000'])")
+    family = psutil.Process(cluster.entry.parent.pid).children(recursive=True)
+    assert any("sleep" in process.name() for process in family)
+    cluster.stop()
+    assert processes_of(nbkit_home) == []
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert registry.find("gone") is None
+
+
+def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
+    nbkit_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A sitecustomize that breaks a module which only ranks import.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.watchdog'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"nbkit\.rank\.watchdog"):
+        Cluster.start(2, cpu=True, name="broken")
+    assert processes_of(nbkit_home) == []
+    assert registry.find("broken") is None
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(launcher: LocalControllerLauncher) -> None:
+        LocalProcessLauncher.start(launcher)
+        started.append(launcher.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalControllerLauncher, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        Cluster.start(2, cpu=True, name="interrupted")
+    assert not psutil.pid_exists(started[0])
+    assert followers(started[0], nbkit_home / "interrupted") == []
+    assert processes_of(nbkit_home) == []
+    assert registry.find("interrupted") is None
+
+
+def test_a_name_can_be_used_once_at_a_time(nbkit_home: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="one")
+    try:
+        with pytest.raises(ClusterExists, match="attach one"):
+            Cluster.start(2, cpu=True, name="one")
+        assert cluster.run("rank").values == {0: 0, 1: 1}
+    finally:
+        cluster.stop()
+
+
+def test_a_nameless_cluster_gets_a_name_and_is_listed(nbkit_home: Path) -> None:
+    cluster = Cluster.start(1, cpu=True)
+    try:
+        assert cluster.entry.name in repr(Cluster.list())
+        assert cluster.run("dist.get_world_size()").values == {0: 1}
+    finally:
+        cluster.stop()
+
+
+def test_starting_again_takes_the_nameless_cluster_that_runs(nbkit_home: Path) -> None:
+    first = Cluster.start(1, cpu=True)
+    try:
+        first.run("kept = 1")
+        second = Cluster.start(1, cpu=True)
+        assert second.run("kept").values == {0: 1}
+        assert len(registry.entries()) == 1
+        with pytest.raises(ClusterExists, match="other options"):
+            Cluster.start(2, cpu=True)
+    finally:
+        first.stop()
+    third = Cluster.start(1, cpu=True)
+    assert third.entry.name != first.entry.name or third is not first
+    third.stop()
+
+
+def test_attaching_to_nothing_names_what_runs(nbkit_home: Path) -> None:
+    with pytest.raises(ClusterNotFound, match="no cluster is running"):
+        Cluster.attach("nobody")
+
+
+def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)  # nbkit.bridge worker"])
+    cluster = Cluster.start(2, cpu=True, name="half")
+    try:
+        entry = cluster.entry
+        assert len(followers(entry.controller.pid, entry.folder)) > 1  # its schedulers
+        entry.parent.end(signal.SIGSTOP)  # it would see to them itself
+        entry.controller.end(signal.SIGKILL)
+        time.sleep(0.1)
+        assert not entry.is_alive()
+        done = registry.clean()
+        assert done
+        assert done[0].startswith("half: ended")
+        assert processes_of(nbkit_home) == []
+        assert followers(entry.controller.pid, entry.folder) == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        stale = registry.Process(bystander.pid, started=12345.0)
+        assert not stale.is_alive()
+        stale.end(signal.SIGKILL)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="headless")
+    entry = cluster.entry
+    entry.controller.end(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while entry.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert entry.left() == []  # the schedulers of the controller neither
+    cluster.stop()
+
+
+def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="orphans")
+    cluster.run("import time; time.sleep(2)", detach=True)
+    time.sleep(0.3)
+    os.kill(cluster.entry.parent.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert all(rank.is_alive() for rank in cluster.entry.ranks)
+    deadline = time.monotonic() + 20
+    while any(rank.is_alive() for rank in cluster.entry.ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(rank.is_alive() for rank in cluster.entry.ranks)
+    cluster.stop()
+
+
+def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBKIT_START", "spawn")
+    cluster = Cluster.start(2, cpu=True, name="spawned")
+    try:
+        assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+    finally:
+        cluster.stop()
+    assert processes_of(nbkit_home) == []
+
+
+def test_an_idle_cluster_is_next_to_no_work(nbkit_home: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="calm")
+    try:
+        roots = [psutil.Process(pid) for pid in (cluster.entry.controller.pid, cluster.entry.parent.pid)]
+        family = [member for root in roots for member in (root, *root.children(recursive=True))]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            before = sum(member.num_ctx_switches().voluntary for member in family)
+            time.sleep(2)
+            # The heartbeat wakes the hub some 5 times a second; at its first pace it is 40 times.
+            if (sum(member.num_ctx_switches().voluntary for member in family) - before) / 2 < 15:
+                return
+        pytest.fail("the heartbeat has not slowed down")
+    finally:
+        cluster.stop()
+
+
+def test_more_ranks_than_cores_is_allowed_and_said(nbkit_home: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    cluster = Cluster.start(cores + 1, cpu=True, name="many")
+    try:
+        assert any("share" in note for note in cluster.notes)
+    finally:
+        cluster.stop()
+
+
+def test_no_ranks_at_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least one rank"):
+        Cluster.start(0, cpu=True)

@@ -1,0 +1,115 @@
+"""A cluster that ends, or is taken, behind a notebook's back: nothing hangs, and the next cell says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError, ClusterError
+from nbkit.notebook.cluster import registry
+
+
+@pytest.fixture
+def cluster(nbkit_home: Path) -> Iterator[Cluster]:
+    cluster = Cluster.start(2, cpu=True, name="life")
+    yield cluster
+    found = registry.find("life")
+    cluster.post.close()
+    if found:
+        registry.end(found)
+
+
+def wait_until(condition: object, seconds: float = 20) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["stopped elsewhere", "controller killed", "parent killed"])
+def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -> None:
+    handle = cluster.run("import time; time.sleep(600)", detach=True)
+    time.sleep(0.3)
+    if how == "stopped elsewhere":
+        registry.end(cluster.entry)
+    elif how == "controller killed":
+        os.kill(cluster.entry.controller.pid, signal.SIGKILL)
+    else:
+        os.kill(cluster.entry.parent.pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="died"):
+        handle.wait(timeout=30)
+    with pytest.raises(ClusterError, match="ended"):
+        cluster.run("1")
+
+
+def test_restart_after_everything_is_gone_gives_a_fresh_cluster(cluster: Cluster) -> None:
+    registry.end(cluster.entry)
+    cluster.restart()
+    assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+
+
+def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluster) -> None:
+    with pytest.raises(CellError):
+        cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
+    # As an interrupted attempt leaves it: the ranks have gone to a generation that the notebook has not counted.
+    wire = cluster.post.wire
+    port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
+    wire.call_and_wait(range(2), "nbkit.bridge.calls:reform", 2, "127.0.0.1", port)
+    cluster.generation.spoil("as before")
+    with pytest.raises(ClusterError, match="run the cell again"):
+        cluster.run("1")
+    assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+
+
+def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluster) -> None:
+    code = "from nbkit import Cluster\ncluster = Cluster.attach('life', take={take})\nprint(cluster.run('rank').values)"
+    refused = subprocess.run(
+        [sys.executable, "-c", code.format(take=False)], capture_output=True, text=True, timeout=60
+    )
+    assert "Another notebook uses the cluster" in refused.stderr
+    taken = subprocess.run([sys.executable, "-c", code.format(take=True)], capture_output=True, text=True, timeout=60)
+    assert "{0: 0, 1: 1}" in taken.stdout
+    with pytest.raises(ClusterError, match=r"taken.*\n.*--take"):
+        cluster.run("1")
+
+
+def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:
+    os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
+    wait_until(lambda: cluster.post.deaths)
+    again = Cluster.attach("life")
+    wait_until(lambda: again.post.deaths)
+    with pytest.raises(ClusterError, match=r"Rank 1 has died \(SIGKILL\)"):
+        again.run("1")
+    assert again.run("rank", ranks=[0]).values == {0: 0}
+    again.post.close()
+
+
+def test_attaching_twice_in_one_notebook_shows_everything_once(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = Cluster.attach("life")
+    again.run("print('once')")
+    assert capsys.readouterr().out.count("once") == 1
+    again.post.close()
+
+
+def test_a_rank_that_dies_during_a_pull_leaves_nothing_in_shared_memory(cluster: Cluster) -> None:
+    from nbkit import parcel
+    from nbkit.errors import TransferError
+
+    cluster.run(
+        "class Deadly:\n    def __reduce__(self):\n        import os, time\n"
+        "        if rank == 1: time.sleep(0.5); os.kill(os.getpid(), 9)\n        return (float, (1.0,))\n"
+        "value = [torch.zeros(300_000), Deadly()]"
+    )
+    with pytest.raises(TransferError, match="could not be fetched"):
+        cluster.pull("value", None)
+    assert list(parcel.folder().glob("nbkit-*")) == []

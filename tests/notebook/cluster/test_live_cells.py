@@ -1,0 +1,97 @@
+"""Live cells: on all ranks together, at a step boundary of a training that goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError, UsageError
+from nbkit.notebook.cluster.handle import CellHandle
+
+TRAINER = """
+import time
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): time.sleep(0.002); return torch.full((4,), float(i)), torch.zeros(1)
+torch.manual_seed(0)
+trainer = nbkit.Trainer(
+    model=lambda: torch.nn.Linear(4, 1), loss=torch.nn.functional.mse_loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+    data=Slow(), batch_size=8, seed=0, log_dir=None, progress=False)
+"""
+
+
+@pytest.fixture
+def training(two: Cluster) -> Iterator[CellHandle]:
+    two.run(TRAINER)
+    handle = two.run("trainer.fit(100_000)", detach=True)
+    yield handle
+    handle.stop()
+
+
+def test_a_live_cell_runs_on_all_ranks_at_the_same_step(two: Cluster, training: CellHandle) -> None:
+    steps = two.run("len(trainer.history)", at_step=True).values
+    assert steps[0] == steps[1]
+    assert training.status == "running"
+
+
+def test_a_live_cell_may_use_collectives_and_change_the_training(two: Cluster, training: CellHandle) -> None:
+    two.run("seen = torch.ones(1) * rank; dist.all_reduce(seen)\ntrainer.lr = 5e-7", at_step=True)
+    assert two.run("seen.item(), trainer.lr", at_step=True).values == {0: (1.0, 5e-7), 1: (1.0, 5e-7)}
+    time.sleep(0.2)
+    training.stop()
+    assert two.run("trainer.history[-1]['lr']").values == {0: 5e-7, 1: 5e-7}
+
+
+def test_an_error_in_a_live_cell_is_shown_and_the_training_goes_on(
+    two: Cluster, training: CellHandle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CellError, match="Ranks 0-1 failed: ZeroDivisionError"):
+        two.run("1 / 0", at_step=True)
+    before = two.run("len(trainer.history)", at_step=True).values[0]
+    assert two.run("len(trainer.history)", at_step=True).values[0] > before
+    assert training.status == "running"
+
+
+def test_output_of_a_live_cell_is_its_own(
+    two: Cluster, training: CellHandle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = two.run("print('from the live cell', rank)", at_step=True)
+    assert results.output == {0: "from the live cell 0\n", 1: "from the live cell 1\n"}
+    assert "from the live cell" not in training.output[0]
+
+
+def test_stop_ends_a_training_at_a_step_boundary_with_its_world_intact(two: Cluster, training: CellHandle) -> None:
+    before = two.generation.number
+    two.run("1", at_step=True)
+    assert training.stop().status == "interrupted"
+    lengths = two.run("len(trainer.history), trainer.history[-1]['step']").values
+    assert lengths[0] == lengths[1]
+    assert lengths[0][0] == lengths[0][1]
+    assert two.generation.number == before
+    assert two.run("len(trainer.fit(3))").values == {0: 3, 1: 3}
+
+
+def test_a_live_cell_waits_for_a_training_that_is_about_to_begin(two: Cluster) -> None:
+    two.run(TRAINER)
+    handle = two.run("time.sleep(1); trainer.fit(100_000)", detach=True)
+    assert two.run("len(trainer.history) >= 0", at_step=True).values == {0: True, 1: True}
+    handle.stop()
+
+
+def test_without_a_training_there_is_no_step_boundary(two: Cluster) -> None:
+    with pytest.raises(UsageError, match="No training is running"):
+        two.run("1", at_step=True)
+
+
+def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
+    two.run(TRAINER + "\nimport time")
+    handle = two.run("trainer.fit(3)\ntime.sleep(1.0)", detach=True)
+    time.sleep(0.6)
+    with pytest.raises((CellError, UsageError), match=r"training ended|No training"):
+        two.run("1", at_step=True)
+    handle.wait()
+    assert len(two.run("trainer.fit(2)").values) == 2

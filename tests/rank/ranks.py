@@ -1,0 +1,132 @@
+"""Runs a function in several real processes, one per rank, forked from a fresh process that has torch in memory.
+
+The test process itself may hold threads and sockets of anything; ranks never inherit from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "nbkit.rank.world",
+    "nbkit.rank.watchdog",
+]
+
+listeners: list[socket.socket] = []
+"""In a rank: a bound, listening socket per generation, index == generation - 1. All ranks see the same ports."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the message holds its traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, generations: int = 1, join: bool = True
+) -> list[Any]:
+    """`[fn(world, *args) of rank 0, of rank 1, ...]`; fn is a function of a module, its results picklable.
+
+    With `join=False` the function gets its rank number instead of a World, and no group exists yet.
+    Raises RankFailed with the traceback of the rank that failed first, or with who did not answer in time.
+    All processes are gone when this returns.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with contextlib.ExitStack() as opened:
+        bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(generations)]
+        readers, processes = [], []
+        until, ended = context.Pipe(duplex=False)
+        for rank in range(n):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_be_rank, args=(fn, rank, n, bound, writer, until, join, args), daemon=False
+            )
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        until.close()
+    try:
+        return _collect(readers, timeout)
+    finally:
+        ended.close()
+        for process in processes:
+            # The whole group: DataLoader workers of a rank end with it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def next_generation(world: Any, timeout_s: float = 20.0) -> None:
+    """Re-form the world on the next of this run's listening sockets (`generations=` says how many there are)."""
+    generation = world.generation + 1
+    listen = listeners[generation - 1]
+    address, port = listen.getsockname()
+    world.reform(generation, listen=listen, address=address, port=port, timeout_s=timeout_s)
+
+
+def _collect(readers: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(readers):
+        waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"no answer within {timeout:.0f} s from ranks {sorted(waiting.values())}")
+        answers = []
+        for reader in ready:
+            try:
+                answers.append((waiting[reader], *pickle.loads(reader.recv_bytes())))
+            except EOFError:
+                answers.append((waiting[reader], "died", time.time(), "the process ended without an answer"))
+        for rank, kind, _, value in sorted(answers, key=lambda answer: answer[2]):
+            if kind != "value":
+                raise RankFailed(f"rank {rank} {kind}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _be_rank(
+    fn: Callable[..., Any],
+    rank: int,
+    n: int,
+    bound: list[socket.socket],
+    writer: Connection,
+    until: Connection,
+    join: bool,
+    args: Any,
+) -> None:
+    import torch
+
+    from nbkit.rank.world import Place, World
+
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    listeners[:] = bound
+    try:
+        if join:
+            address, port = bound[0].getsockname()
+            who: Any = World.join(Place(rank, n, rank, n, "cpu", "gloo"), listen=bound[0], address=address, port=port)
+        else:
+            who = rank
+        answer = ("value", time.time(), fn(who, *args))
+    except BaseException:
+        answer = ("raised", time.time(), traceback.format_exc())
+    # Plain pickle: multiprocessing's own would share a tensor's memory, which ends with this process.
+    writer.send_bytes(pickle.dumps(answer))
+    until.poll(None)  # others may still need this rank; the pipe closes when all have answered
+    os._exit(0)  # no teardown: what is left of groups in a rank that is done must not turn into a failure

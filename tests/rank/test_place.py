@@ -1,0 +1,30 @@
+"""Which GPU is a rank's, and what is said when nccl cannot be chosen."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from nbkit.rank.place import Place
+
+
+def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank() -> None:
+    place = Place(3, 4, 3, 4, "cuda", "nccl")
+
+    assert place.gpu(num_gpus=4) == 3
+    assert place.gpu(num_gpus=1) == 0
+    assert place.gpu(num_gpus=8, bound=torch.device("cuda", 5)) == 5
+    assert place.gpu(num_gpus=8, bound=torch.device("cuda", 0), current=2) == 0
+    assert place.gpu(num_gpus=8, current=6) == 6
+
+
+def test_gloo_on_gpus_is_said_once_per_host() -> None:
+    with pytest.warns(UserWarning, match="4 ranks on this host, and this one sees 1 GPU"):
+        Place(4, 8, 0, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Place(5, 8, 1, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
+        Place(4, 8, 0, 4, "cuda", "nccl").warn_of_gloo(num_gpus=4)
+        Place(4, 8, 0, 4, "cpu", "gloo").warn_of_gloo(num_gpus=0)

@@ -1,0 +1,203 @@
+"""Breaking a rank out of what it waits in, telling where it is, ending its forked children."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import next_generation, run_ranks
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nbkit.rank import watchdog
+from nbkit.rank.world import World
+
+GENEROUS = 20.0  # seconds; released means: long before that
+
+
+def wait_in_all_reduce(rank: int) -> None:
+    dist.all_reduce(torch.ones(1000))
+
+
+def wait_in_ddp_backward(rank: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
+    if rank:
+        model(torch.ones(4, 10)).sum().backward()
+
+
+def wait_in_recv(rank: int) -> None:
+    dist.recv(torch.ones(1), 0)
+
+
+def wait_in_a_later_group(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    if rank:
+        dist.barrier(group)
+
+
+def wait_in_an_async_collective(rank: int) -> None:
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    work.wait()
+
+
+def wait_in_forming_a_group(rank: int) -> None:
+    dist.new_group([0, 1])
+
+
+# The second: whether rank 0 takes part in the beginning (then it does not come to the waiting one).
+WAITS: list[tuple[Callable[[int], None], bool]] = [
+    (wait_in_all_reduce, False),
+    (wait_in_ddp_backward, True),
+    (wait_in_recv, False),
+    (wait_in_a_later_group, True),
+    (wait_in_an_async_collective, False),
+    (wait_in_forming_a_group, False),
+]
+
+
+def broken_out(world: World) -> Any:
+    """Rank 0 stays away from each wait; rank 1 is broken out of it from a thread of its own."""
+    rank = world.place.rank
+    # A connection of the user's own, and the store: neither may be touched.
+    listener = socket.create_server(("127.0.0.1", 0))
+    mine = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    done = []
+    for wait, rank_0_begins in WAITS:
+        released = threading.Event()
+
+        def breaker(released: threading.Event = released) -> None:
+            released.wait(0.3)
+            watchdog.break_out("a test")
+            watchdog.break_out("again")
+
+        if rank:
+            thread = threading.Thread(target=breaker)
+            thread.start()
+            started = time.monotonic()
+            with pytest.raises(RuntimeError if wait is not wait_in_forming_a_group else Exception):
+                wait(rank)
+            assert time.monotonic() - started < GENEROUS
+            released.set()
+            thread.join()
+            assert world.dirty == "a test" and not world.alive()
+        elif rank_0_begins:
+            wait(rank)
+        done.append(wait.__name__)
+        next_generation(world)
+        assert world.dirty == "" and world.alive()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 2
+    mine.sendall(b"untouched")
+    return done, other.recv(9)
+
+
+def test_break_out_releases_every_wait_and_touches_nothing_else() -> None:
+    expected = [wait.__name__ for wait, _ in WAITS], b"untouched"
+    assert run_ranks(broken_out, 2, generations=len(WAITS) + 1) == [expected] * 2
+
+
+def broken_by_a_peer(world: World) -> str:
+    """Only rank 0 breaks out: the others wake because its ends of the connections are shut."""
+    if world.place.rank == 0:
+        watchdog.break_out("rank 0 failed")
+        return world.dirty
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        dist.all_reduce(torch.ones(1))
+    return world.dirty
+
+
+def test_peers_wake_when_one_rank_breaks_out() -> None:
+    assert run_ranks(broken_by_a_peer, 3) == ["rank 0 failed", "", ""]
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def with_workers(world: World) -> Any:
+    """The DataLoader's workers hold duplicates of the connections, and must not keep a break from working."""
+    rank = world.place.rank
+    loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
+    next(loader)
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    forked = [pid for pid, _ in watchdog.descendants()]
+    if rank == 0:
+        watchdog.break_out("stop")
+    else:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise here, as is its purpose
+    ended = watchdog.end_descendants()
+    statuses = [os.waitpid(pid, 0)[1] for pid in ended]
+    alive = program.poll() is None
+    program.communicate(b"\n")
+    return len(forked), sorted(forked) == sorted(ended), set(statuses), alive, watchdog.descendants()
+
+
+def test_forked_children_end_and_started_programs_do_not() -> None:
+    assert run_ranks(with_workers, 2) == [(2, True, {signal.SIGKILL}, True, [])] * 2
+
+
+def seen_from_a_thread(world: World) -> Any:
+    if world.place.rank:
+        time.sleep(1.0)
+        dist.all_reduce(torch.ones(1))
+        return None
+    seen: list[Any] = []
+
+    def look() -> None:
+        deadline = time.monotonic() + GENEROUS
+        while not re.search("in a_function.*all_reduce", watchdog.where()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.extend([watchdog.main_thread_stack(), watchdog.where()])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    a_function_of_the_user()
+    thread.join()
+    return seen
+
+
+def a_function_of_the_user() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def test_where_names_the_users_line_and_the_collective() -> None:
+    stack, where = run_ranks(seen_from_a_thread, 2)[0]
+
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "def a_function" in text) + 1
+    assert stack[-1] == f"{__file__}:{line} in a_function_of_the_user"
+    assert stack[-2].endswith(" in seen_from_a_thread")
+    assert not any("distributed_c10d" in frame or "threading.py" in frame for frame in stack)
+    assert where.startswith(f"{stack[-1]}; last issued all_reduce #1 of group default_pg, issued ")
+
+
+def dumped(world: World, path: str) -> str:
+    watchdog.dump_on_signal(path)
+    watchdog.dump_on_signal(path)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return Path(path).read_text()
+
+
+def test_a_signal_dumps_the_stacks_into_the_file(tmp_path: Path) -> None:
+    (text,) = run_ranks(dumped, 1, str(tmp_path / "stacks"))
+
+    assert f'File "{__file__}"' in text and "in dumped" in text

@@ -1,0 +1,420 @@
+"""Joining, re-forming and leaving the world; user code's own init and destroy; what listens and what leaks."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from ranks import listeners, next_generation, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nbkit.errors import ClusterError, UsageError
+from nbkit.rank import groups, sockets, watchdog
+from nbkit.rank.place import keep_local
+from nbkit.rank.world import Place, World, current, open_listener
+
+
+def total(group: Any = None) -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one, group=group)
+    return one.item()
+
+
+def joined(world: World) -> Any:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: os.environ[name] for name in names}
+    mine = current() is world and world.alive() and not world.dirty and world.generation == 1
+    counted = groups.fingerprint()["default_pg"]
+    x = torch.full((2,), float(world.place.rank))
+    dist.all_reduce(x)
+    # A store of the user's own on env:// joins the one that is there.
+    own, rank, size = next(dist.rendezvous("env://"))
+    own.set(f"user{rank}", "here")
+    own.wait([f"user{other}" for other in range(size)])
+    return env, mine, counted, x.tolist(), listeners[0].fileno()
+
+
+def test_joining_sets_the_environment_and_forms_the_group() -> None:
+    for rank, (env, mine, counted, x, fd) in enumerate(run_ranks(joined, 3)):
+        assert env.pop("MASTER_PORT").isdigit()
+        assert env == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        assert (mine, counted, x, fd) == (True, 0, [3.0, 3.0], -1)
+
+
+def test_a_world_of_one_is_the_same_code_path() -> None:
+    ((env, mine, counted, x, _),) = run_ranks(joined, 1)
+
+    assert (env["WORLD_SIZE"], mine, counted, x) == ("1", True, 0, [0.0, 0.0])
+
+
+def init_again(world: World) -> Any:
+    first = dist.group.WORLD
+    answers = [dist.init_process_group("gloo"), dist.distributed_c10d.init_process_group()]
+    from torch.distributed import init_process_group
+
+    init_process_group(backend="gloo", init_method="env://", world_size=2, rank=world.place.rank)
+    return answers, dist.group.WORLD is first, total(), world.alive()
+
+
+def test_a_second_init_is_harmless() -> None:
+    assert run_ranks(init_again, 2) == [([None, None], True, 2.0, True)] * 2
+
+
+def destroy_and_init(world: World) -> Any:
+    told = []
+    for _ in range(3):
+        pair = dist.new_group([0, 1])
+        dist.destroy_process_group(pair)
+        told.append(world.dirty)
+        dist.destroy_process_group()
+        told.append(world.dirty)
+        assert not world.alive()
+        dist.init_process_group("gloo")
+        told.append(world.dirty)
+    return told, total(), isinstance(dist.group.WORLD, groups.DelegatingGroup), world.alive()
+
+
+def test_destroy_marks_the_world_dirty_and_init_joins_again() -> None:
+    once = ["", "the default process group was destroyed by user code", ""]
+    assert run_ranks(destroy_and_init, 2) == [(once * 3, 2.0, True, True)] * 2
+
+
+def destroyed_then_reformed(world: World) -> Any:
+    dist.destroy_process_group()
+    next_generation(world)
+    return total(), world.alive(), world.generation, dist.get_backend()
+
+
+def test_a_reform_makes_the_default_group_that_user_code_destroyed() -> None:
+    assert run_ranks(destroyed_then_reformed, 2, generations=2) == [(2.0, True, 2, "gloo")] * 2
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def wrapped(kind: str) -> Any:
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(a_model(), bucket_cap_mb=0.001)
+    model = a_model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard")) if kind == "hsdp" else None
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[float]:
+    losses = []
+    for step in numbers:
+        loss = model(batch(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class BreaksInBackward(torch.autograd.Function):
+    """Identity; its backward waits until this rank was broken out, on rank 0 as a failure of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.rank = rank
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.rank == 0:
+            watchdog.break_out("rank 0 failed")
+            raise ValueError("a user's error in the middle of backward")
+        return grads[0], None
+
+
+def broken_in_backward(world: World, kind: str) -> Any:
+    rank = world.place.rank
+    model = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = steps(model, optimizer, rank, range(3))
+    inner = model.module if kind == "ddp" else model
+    hook = inner[2].register_forward_hook(lambda module, args, output: BreaksInBackward.apply(output, rank))
+    # As the parent of a cluster's ranks does: a rank that the closed connections have not woken is told.
+    told = threading.Timer(2.0, watchdog.break_out, ("told by rank 0",))
+    told.start()
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        model(batch(3, rank)).square().mean().backward()
+    told.cancel()
+    told.join()
+    hook.remove()
+    watchdog.break_out("told by rank 0")
+    optimizer.zero_grad()
+    next_generation(world)
+    return losses + steps(model, optimizer, rank, range(3, 6)), type(raised.value).__name__, world.alive()
+
+
+def never_broken(world: World, kind: str) -> list[float]:
+    model = wrapped(kind)
+    return steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), world.place.rank, range(6))
+
+
+@pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_models_train_on_after_a_break_in_mid_backward(kind: str, n: int) -> None:
+    broken = run_ranks(broken_in_backward, n, kind, generations=2)
+
+    assert [answer[0] for answer in broken] == run_ranks(never_broken, n, kind)
+    assert [answer[1] for answer in broken] == ["ValueError"] + ["RuntimeError"] * (n - 1)
+    assert all(answer[2] for answer in broken)
+
+
+def reformed_with_sub_groups(world: World) -> Any:
+    rank = world.place.rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    odd = dist.new_group([1, 3])
+    counts = dist.distributed_c10d._world.group_count
+    if rank == 3:
+        dist.destroy_process_group(odd)
+    total()
+    next_generation(world)
+    reset = {number for key, number in groups.fingerprint().items() if key != "groups made"}
+    sums = total(), total(mesh.get_group("dp")), total(mesh.get_group("tp"))
+    gone = ""
+    if rank == 1:
+        with pytest.raises(ClusterError) as raised:
+            total(odd)
+        gone = str(raised.value)
+    later = dist.new_group([0, 2, 3])
+    return reset, sums, gone, total(later) if rank != 1 else 0, dist.distributed_c10d._world.group_count - counts
+
+
+def test_sub_groups_live_on_and_one_that_a_member_lost_says_so() -> None:
+    answers = run_ranks(reformed_with_sub_groups, 4, generations=2)
+
+    assert [answer[:2] for answer in answers] == [({0}, (4.0, 2.0, 2.0))] * 4
+    assert "not all of its members are there any more" in answers[1][2] and "without it: [3]" in answers[1][2]
+    assert [answer[3:] for answer in answers] == [(3.0, 1), (0, 1), (3.0, 1), (3.0, 1)]
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def many_reforms(world: World) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    measured = []
+    for generation in range(20):
+        if generation % 2:
+            watchdog.break_out("again")
+        next_generation(world)
+        model(torch.ones(2, 4)).sum().backward()
+        assert total(mesh.get_group()) == 2
+        for listener in listeners[: world.generation]:
+            listener.close()
+        measured.append(held())
+    return measured, world.generation, world.alive()
+
+
+def test_twenty_reforms_leak_nothing() -> None:
+    for measured, generation, alive in run_ranks(many_reforms, 2, generations=21):
+        # The test's own listening sockets go one by one; a connection that is closing may be counted once more.
+        fds = [fd + step for step, (fd, _) in enumerate(measured)]
+        threads = [threads for _, threads in measured]
+        assert max(fds[10:]) - max(fds[:10]) < 5, fds
+        assert max(threads[10:]) - max(threads[:10]) < 5, threads
+        assert (generation, alive) == (21, True)
+
+
+def all_listening(world: World) -> list[str]:
+    init_device_mesh("cpu", (2,))
+    dist.new_group(backend="gloo")
+    next_generation(world)
+    mine, addresses = sockets.inodes(), []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[9]) in mine:
+                address = fields[1].split(":")[0]
+                words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
+                addresses.append(str(ipaddress.ip_address(b"".join(words))))
+    return addresses
+
+
+def test_nothing_listens_but_on_loopback() -> None:
+    for addresses in run_ranks(all_listening, 2, generations=2):
+        assert addresses
+        for address in map(ipaddress.ip_address, addresses):
+            assert getattr(address, "ipv4_mapped", None) or address
+            assert (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def left_alone(rank: int) -> str:
+    if rank:
+        return ""
+    address, port = listeners[0].getsockname()
+    with pytest.raises(ClusterError) as raised:
+        World.join(Place(0, 2, 0, 2, "cpu", "gloo"), listen=listeners[0], address=address, port=port, timeout_s=1)
+    assert current() is None
+    return str(raised.value)
+
+
+def test_a_rank_that_never_comes_is_an_error_within_the_time() -> None:
+    assert "could not be formed" in run_ranks(left_alone, 2, join=False)[0]
+
+
+def leaves_and_joins(world: World) -> Any:
+    world.leave()
+    world.leave()
+    gone = current() is None, dist.is_initialized(), world.alive()
+    address, port = listeners[1].getsockname()
+    again = World.join(world.place, listen=listeners[1], address=address, port=port, generation=2)
+    return gone, total(), again.alive(), again.generation
+
+
+def test_leaving_is_orderly_and_a_new_world_can_be_joined() -> None:
+    assert run_ranks(leaves_and_joins, 2, generations=2) == [((True, False, False), 2.0, True, 2)] * 2
+
+
+def replaced(rank: int) -> Any:
+    """Rank 1 leaves and comes back with nothing, as a fresh process would; rank 0 kept its groups."""
+    address, port = listeners[0].getsockname()
+    place = Place(rank, 2, rank, 2, "cpu", "gloo")
+    world = World.join(place, listen=listeners[0], address=address, port=port)
+    pair = dist.new_group([0, 1])
+    if rank == 1:
+        watchdog.break_out("this rank ends")
+        world.leave()
+        address, port = listeners[1].getsockname()
+        World.join(place, listen=listeners[1], address=address, port=port, generation=2)
+        return total(), total(dist.new_group([0, 1])), True
+    with pytest.raises(RuntimeError):
+        total()
+    next_generation(world)
+    lost = isinstance(pair.inner, groups.Broken)
+    return total(), total(dist.new_group([0, 1])), lost
+
+
+def test_a_replaced_rank_joins_the_next_generation() -> None:
+    assert run_ranks(replaced, 2, join=False, generations=2) == [(2.0, 2.0, True)] * 2
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+from nbkit.rank.world import World, current
+world = World.join_from_env()
+assert World.join_from_env() is world is current() and world.alive()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+x = torch.ones(1); dist.all_reduce(x)
+place = world.place
+line = f"sum {int(x)} rank {place.rank} of {place.world_size} {type(dist.group.WORLD).__name__}\\n"
+os.write(1, line.encode())  # in one piece: both ranks share the pipe
+world.leave()
+"""
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
+    """0: plain python, no RANK. 2: under torchrun, where a second init with the same keys would hang."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"] if n else []
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+
+    done = subprocess.run([sys.executable, *run, str(script)], env=env, capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, done.stderr
+    size = n or 1
+    expected = [f"sum {size} rank {rank} of {size} DelegatingGroup" for rank in range(size)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+@pytest.mark.parametrize(
+    "values", [(2, 2, 0, 1, "cpu", "gloo"), (0, 1, 0, 1, "tpu", "gloo"), (0, 1, 0, 1, "cpu", "nccl")]
+)
+def test_a_place_that_cannot_be_is_refused(values: Any) -> None:
+    with pytest.raises(UsageError):
+        Place(*values)
+
+
+def test_cpu_tensors_go_over_gloo_beside_nccl() -> None:
+    assert Place(0, 1, 0, 1, "cuda", "nccl").torch_backend == "cpu:gloo,cuda:nccl"
+    assert Place(0, 1, 0, 1, "cuda", "gloo").torch_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("address", "kept"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.7", False)]
+)
+def test_on_one_host_gloo_and_nccl_are_told_to_stay_on_loopback(
+    monkeypatch: pytest.MonkeyPatch, address: str, kept: bool
+) -> None:
+    """Without it they take the interface that the host name resolves to."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is put back at the end
+        monkeypatch.delenv(name)
+    keep_local(address)
+    loopback = ("lo0" if sys.platform == "darwin" else "lo") if kept else None
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    keep_local(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def interrupted(world: World) -> Any:
+    """Ctrl-C on a rank that forms a group whose other members do not come."""
+    if world.place.rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.new_group([0, 1])
+    next_generation(world)
+    return total(), total(dist.new_group([0, 1]))
+
+
+def test_forming_a_group_can_be_interrupted() -> None:
+    assert run_ranks(interrupted, 2, generations=2) == [(2.0, 2.0)] * 2
+
+
+def compiled(world: World) -> Any:
+    model = nn.parallel.DistributedDataParallel(a_model())
+    fast = torch.compile(model, backend="aot_eager")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x * 2, "sum", "0") + 1
+
+    loss = fast(batch(0, world.place.rank)).square().mean()
+    loss.backward()
+    return next(model.parameters()).grad.sum().item(), summed(torch.ones(2)).tolist()
+
+
+def test_compiled_models_and_functions_go_through_the_groups() -> None:
+    first, second = run_ranks(compiled, 2)
+    assert first == second and first[1] == [5.0, 5.0]
+
+
+def test_the_listener_is_on_loopback() -> None:
+    with open_listener() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

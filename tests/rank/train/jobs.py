@@ -1,0 +1,115 @@
+"""Small jobs that the tests of training share, and the same job written out for one process, without nbkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.rank.train.trainer import Trainer
+
+SEED = 7
+
+
+def net(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def points(num: int = 32) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [(torch.randn(6, generator=draw), torch.randint(3, (), generator=draw)) for _ in range(num)]
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def weighted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Class 0 is masked out, so that every row, rank and micro-batch weighs something else."""
+    mask = (target != 0).float()
+    return (F.cross_entropy(output, target, reduction="none") * mask).sum(), mask.sum()
+
+
+def dict_loss(output: Tensor, batch: dict[str, Any]) -> Tensor:
+    return F.cross_entropy(output, batch["label"])
+
+
+class Recording(torch.optim.SGD):
+    """SGD that keeps the gradients of every step as one flat tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        self.seen.append(torch.cat([g.flatten().clone() for g in grads if g is not None]))
+        super().step()
+
+
+def quiet(**changed: Any) -> Trainer:
+    """A Trainer of `net` on `points` that prints and writes nothing."""
+    asked: dict[str, Any] = {
+        "model": net,
+        "loss": mean_loss,
+        "optimizer": Recording,
+        "data": points(),
+        "batch_size": 8,
+        "seed": SEED,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | changed))
+
+
+def order(num: int, epoch: int, seed: int = SEED) -> list[int]:
+    """The pinned order of an epoch."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+def one_process(
+    data: list[tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    batch_size: int = 8,
+    loss: Callable[[Tensor, Tensor], Any] = mean_loss,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = Recording,
+    drop_last: bool = False,
+) -> tuple[list[float], torch.optim.Optimizer, nn.Module]:
+    """(losses, optimizer, model) of a loop over whole global batches in plain torch."""
+    torch.manual_seed(SEED)
+    model = net()
+    optimizer_ = optimizer(model)
+    losses: list[float] = []
+    epoch, at, indices = 0, 0, order(len(data), 0)
+    while len(losses) < steps:
+        chosen = indices[at : at + batch_size]
+        at += len(chosen)
+        if not chosen or (drop_last and len(chosen) < batch_size):
+            epoch, at = epoch + 1, 0
+            indices = order(len(data), epoch)
+            continue
+        x, y = (torch.stack(part) for part in zip(*(data[i] for i in chosen), strict=True))
+        value = loss(model(x), y)
+        # A batch without weight has no loss and no gradient.
+        value = value[0] / value[1].clamp(min=1) if isinstance(value, tuple) else value
+        optimizer_.zero_grad()
+        value.backward()
+        optimizer_.step()
+        losses.append(float(value.detach()))
+    return losses, optimizer_, model
+
+
+def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Norms, and the largest difference against the largest gradient: elementwise ratios mean nothing near zero."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=1e-5, atol=0)
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,0 +1,131 @@
+"""After an interrupt that ranks met at different places, they go on as one. If not, weights drift apart in silence."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, mean_loss, one_process, order, points, quiet
+from ranks import run_ranks
+
+from nbkit.errors import TrainingError
+
+
+class Interruptible(torch.optim.AdamW):
+    """Raises in its third step, on the ranks that are told to."""
+
+    when: str = ""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.when == "within" and self.steps == 3:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise KeyboardInterrupt
+        super().step()
+
+
+def interrupted(world: Any, within: tuple[int, ...]) -> dict[str, Any]:
+    """Ranks in `within` break off inside their third optimizer step, the others right after it."""
+    rank = world.place.rank
+    Interruptible.when = "within" if rank in within else ""
+
+    def schedule(step: int) -> float:
+        if Interruptible.when == "" and step == 3 and trainer.optimizer.steps == 3 and not done:
+            raise KeyboardInterrupt
+        return 1.0
+
+    done: list[bool] = []
+    trainer: Any = None
+    trainer = quiet(optimizer=Interruptible, lr_schedule=schedule, data=points(40))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(6)
+    done.append(True)
+    before = trainer.step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(3)
+        except TrainingError as error:
+            return {"error": str(error)}
+    return {
+        "before": before,
+        "losses": [r["loss"] for r in trainer.history],
+        "weights": flat(trainer.model),
+        "said": [str(w.message) for w in caught if "broken off" in str(w.message)],
+    }
+
+
+def test_ranks_interrupted_within_and_after_a_step_go_on_from_the_whole_one() -> None:
+    found = run_ranks(interrupted, 2, (0,))
+
+    losses, _, model = one_process(points(40), steps=6, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    assert [one["before"] for one in found] == [2, 3]
+    for one in found:
+        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(one["weights"], flat(model), rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    assert "2, 3; all go on from rank 1's step 3" in found[0]["said"][0] and not found[1]["said"]
+
+
+def test_when_no_rank_has_whole_weights_it_says_so() -> None:
+    for one in run_ranks(interrupted, 2, (0, 1)):
+        assert "no rank has whole weights" in one["error"] and "2, 2" in one["error"]
+
+
+def broken_in_forward(world: Any) -> list[Any]:
+    found = []
+    for data in (points(40), Again(points(40))):
+        calls: list[int] = []
+
+        def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return mean_loss(output, target)
+
+        trainer = quiet(loss=loss, data=data)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(4)
+        trainer.fit(3)
+        found.append([r["loss"] for r in trainer.history])
+    return found
+
+
+class Again(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.samples[i] for i in order(40, 0)])
+
+
+def test_the_batch_of_a_step_that_was_not_made_is_read_again() -> None:
+    losses, _, _ = one_process(points(40), steps=5)
+    for found in run_ranks(broken_in_forward, 2):
+        assert found == [pytest.approx(losses, rel=1e-5)] * 2
+
+
+def gone(world: Any) -> list[bool]:
+    models = []
+    for _ in range(2):
+        trainer = quiet(log_dir="runs")
+        trainer.fit(2)
+        models.append(weakref.ref(trainer.model))
+    del trainer
+    gc.collect()
+    return [model() is None for model in models]
+
+
+def test_a_trainer_that_is_dropped_gives_its_memory_back() -> None:
+    """In a notebook the cell that builds a Trainer is run again and again."""
+    assert run_ranks(gone, 2) == [[True, True]] * 2

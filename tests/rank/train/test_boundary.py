@@ -1,0 +1,174 @@
+"""Requests act on all ranks after the same step. If not, ranks would part and hang in their next collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import quiet
+from ranks import run_ranks
+
+from nbkit.errors import NbkitError, Stopped
+from nbkit.rank.train import boundary
+
+
+def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
+    rank = world.place.rank
+
+    def post(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 + 3 * rank:
+            boundary.inbox.post(1, "stop")
+
+    trainer = quiet(batch_size=9, callbacks=[post])
+    raised = False
+    try:
+        trainer.fit(50)
+    except Stopped:
+        raised = True
+    stopped_at, history, idle = trainer.step, list(trainer.history), boundary.training() is None
+    after = trainer.fit(2)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return {
+        "raised": raised,
+        "step": stopped_at,
+        "history": history,
+        "idle": idle,
+        "after": [r["step"] for r in after],
+        "sum": float(ones),
+    }
+
+
+def test_a_stop_that_arrives_apart_stops_all_ranks_after_the_same_step() -> None:
+    found = run_ranks(stopped_when_posted_apart, 3)
+
+    assert all(one == found[0] for one in found)
+    # Rank 2 hears of it while it reads step 8, at the boundary after step 9: step 10 tells the others, 11 acts.
+    assert found[0]["step"] == 11
+    assert found[0] == found[0] | {"raised": True, "idle": True, "after": [12, 13], "sum": 3.0}
+    assert [r["step"] for r in found[0]["history"]] == list(range(1, 12))
+
+
+def live_cells(world: Any) -> dict[str, Any]:
+    rank = world.place.rank
+    acted: list[tuple[Any, int, float]] = []
+
+    def cell(payload: str) -> None:
+        trainer = boundary.training()
+        trainer.lr = 0.01
+        acted.append((payload, trainer.step, trainer.evaluate(trainer._stream.data)))
+
+    def post(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 + rank:
+            boundary.inbox.post(1, "cell", "first")
+        if record["step"] == 3:
+            boundary.inbox.post(2, "cell", "second")
+
+    boundary.handlers["cell"] = cell
+    trainer = quiet(callbacks=[post])
+    trainer.fit(12)
+    return {"acted": acted, "lr": [r["lr"] for r in trainer.history], "progress": boundary.progress()["step"]}
+
+
+def test_a_live_cell_runs_on_all_ranks_at_the_same_step_and_training_goes_on() -> None:
+    found = run_ranks(live_cells, 2)
+
+    assert found[0] == found[1]
+    assert [payload for payload, _, _ in found[0]["acted"]] == ["first", "second"]
+    first_step = found[0]["acted"][0][1]
+    assert found[0]["lr"] == pytest.approx([0.1] * first_step + [0.01] * (12 - first_step))
+    assert found[0]["progress"] == 12
+
+
+def stopped_while_saving(world: Any) -> list[Any]:
+    def post(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            boundary.inbox.post(1, "cell", "seen")
+            boundary.inbox.post(2, "stop")
+
+    acted: list[Any] = []
+    boundary.handlers["cell"] = acted.append
+    trainer = quiet(save_every=1, save_path="saved.pt", callbacks=[post])
+    with pytest.raises(Stopped):
+        trainer.fit(12)
+    return [trainer.step < 12, acted]
+
+
+def test_a_training_that_saves_every_step_can_be_stopped() -> None:
+    """save() reads the numbers, and with them that all ranks hold a request."""
+    assert run_ranks(stopped_while_saving, 2) == [[True, ["seen"]]] * 2
+
+
+def posted_too_late(world: Any) -> dict[str, Any]:
+    unserved: list[Any] = []
+    boundary.handlers["unserved"] = unserved.append
+    trainer = quiet()
+    trainer.fit(2)
+    if world.place.rank == 0:
+        boundary.inbox.post(1, "stop")
+    trainer.fit(5)
+    # Late on the other rank, and of the training before: ignored.
+    boundary.inbox.post(1, "stop")
+    trainer.fit(5)
+    # Of the running training, but on one rank alone until it ends.
+    trainer._callbacks = (lambda _, record: boundary.inbox.post(2, "cell") if world.place.rank == 1 else None,)
+    trainer.fit(3)
+    return {"steps": trainer.step, "unserved": unserved}
+
+
+def test_a_request_for_a_training_that_is_over_does_not_touch_the_next() -> None:
+    found = run_ranks(posted_too_late, 2)
+
+    assert [one["steps"] for one in found] == [15, 15]
+    assert found[0]["unserved"] == [(1, "stop", None)]
+    assert found[1]["unserved"] == [(2, "cell", None)]
+
+
+def fit_in_a_live_cell(world: Any) -> list[str]:
+    raised: list[str] = []
+
+    def cell(_: Any) -> None:
+        try:
+            boundary.training().fit(1)
+        except NbkitError as error:
+            raised.append(error.what)
+
+    boundary.handlers["cell"] = cell
+    trainer = quiet(callbacks=[lambda _, record: boundary.inbox.post(1, "cell")])
+    trainer.fit(6)
+    return [*raised, str(trainer.step)]
+
+
+def test_fit_inside_a_live_cell_is_refused_and_the_training_goes_on() -> None:
+    assert run_ranks(fit_in_a_live_cell, 1) == [["A training runs already.", "6"]]
+
+
+def test_a_number_acted_on_is_not_taken_again() -> None:
+    inbox = boundary.Inbox()
+    inbox.post(1, "stop")
+    inbox.post(2, "cell", "x")
+
+    assert inbox.take(1) == ("stop", None)
+    inbox.post(1, "stop")
+    assert not inbox.holds(1)
+    assert inbox.holds(2) and inbox.highest() == 2
+    assert inbox.drop(2) == [(2, "cell", "x")]
+
+
+def a_callback_that_raises(world: Any) -> list[Any]:
+    def fail(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            raise ValueError("mine")
+
+    trainer = quiet(callbacks=[fail])
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(10)
+    trainer._callbacks = ()
+    trainer.fit(2)
+    return [boundary.training(), [r["step"] for r in trainer.history]]
+
+
+def test_after_an_error_in_a_callback_the_trainer_trains_on() -> None:
+    assert run_ranks(a_callback_that_raises, 2) == [[None, [1, 2, 3, 4, 5, 6]]] * 2

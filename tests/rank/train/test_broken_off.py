@@ -1,0 +1,146 @@
+"""What an error, an interrupt or an aborted reduction leaves behind: the next training is right, or it says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from jobs import flat, mean_loss, one_process, points, quiet
+from ranks import run_ranks
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.events import Event, RunStarted
+from nbkit.rank.parallel import replicate
+from nbkit.rank.train import boundary
+
+
+def interrupt_at(call: int) -> Any:
+    """A loss function that is interrupted in its `call`-th call."""
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return mean_loss(output, target)
+
+    return loss
+
+
+def called_back(world: Any) -> list[int]:
+    called: list[int] = []
+    trainer = quiet(loss=interrupt_at(4), callbacks=[lambda trainer, record: called.append(record["step"])])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(6)
+    return [*called, len(trainer.history)]
+
+
+def test_after_an_error_no_callback_runs_on_a_rank_that_may_be_alone() -> None:
+    """One that communicates would wait for ranks that are elsewhere, and hide the error."""
+    assert run_ranks(called_back, 2) == [[1, 2, 3]] * 2
+
+
+class Unreduced:
+    """torch.distributed, with an all-reduce whose sum never arrives: an aborted nccl one, as the host sees it."""
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return dist.all_reduce(tensor.clone(), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]:
+    trainer = quiet(loss=interrupt_at(4), data=points(40))
+    trainer.fit(2)
+    if world.place.rank in on:
+        replicate.dist = Unreduced()  # type: ignore[assignment]
+    ledger = trainer.job.ledger
+    if read_late:
+        # As on a GPU, where the host is a step ahead of what it has read.
+        ledger.check = lambda pending: pending.reduction.read()
+    found: dict[str, Any] = {}
+    try:
+        trainer.fit(2)
+    except KeyboardInterrupt:
+        pass
+    except TrainingError as error:
+        found["error"] = str(error)
+        found["step"] = trainer.step
+        return found
+    replicate.dist = dist
+    ledger.__dict__.pop("check", None)
+    try:
+        trainer.fit(3)
+    except TrainingError as error:
+        found["error"] = str(error)
+    return found | {"weights": flat(trainer.model), "losses": [r["loss"] for r in trainer.history]}
+
+
+def test_weights_that_took_an_unfinished_reduction_are_never_the_source() -> None:
+    losses, _, model = one_process(points(40), steps=6)
+    for found in run_ranks(poisoned, 2, (0,), True):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert (found["weights"] - flat(model)).abs().max() < 1e-5
+
+
+def test_when_every_rank_took_it_no_weights_are_whole_and_it_says_so() -> None:
+    for found in run_ranks(poisoned, 2, (0, 1), True):
+        assert "no rank has whole weights" in found["error"]
+
+
+def test_an_unfinished_reduction_that_is_seen_in_time_spares_the_weights() -> None:
+    for found in run_ranks(poisoned, 2, (0, 1), False):
+        assert "reduction of step 3 was broken off" in found["error"] and "not been touched" in found["error"]
+        assert found["step"] == 2
+
+
+def canaries(world: Any) -> Any:
+    trainer = quiet(batch_size=9)
+    trainer.fit(1)
+    replicas = trainer.job.gradients._replicas
+    replicas.reset()
+    replicas.start()
+    canary = replicas.finish()
+    return canary is not None and float(canary)
+
+
+def test_the_canary_of_a_finished_reduction_is_the_same_for_any_number_of_ranks() -> None:
+    assert run_ranks(canaries, 1) == [False]
+    assert run_ranks(canaries, 3) == [replicate.ALIVE] * 3
+
+
+def interrupted_at_the_start(world: Any) -> list[Any]:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            raise KeyboardInterrupt
+
+    trainer = quiet()
+    trainer.job.ledger.listeners.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(2)
+    trainer.job.ledger.listeners.remove(interrupt)
+    return [boundary.training() is None, len(trainer.fit(2))]
+
+
+def test_an_interrupt_while_a_training_starts_does_not_stand_in_the_way_of_the_next() -> None:
+    assert run_ranks(interrupted_at_the_start, 2) == [[True, 2]] * 2
+
+
+def apart_in_the_first_step(world: Any) -> list[float]:
+    trainer = quiet(data=points(40))
+    trainer.fit(1)
+    if world.place.rank == 1:
+        # Interrupted before it followed rank 0's order of gradients; rank 0 had done so.
+        trainer.job.gradients.begin_again()
+        trainer.job.broken_off = True
+    trainer.fit(3)
+    return [r["loss"] for r in trainer.history]
+
+
+def test_ranks_interrupted_around_the_end_of_the_first_step_send_the_same_buckets_again() -> None:
+    losses, _, _ = one_process(points(40), steps=4)
+    for found in run_ranks(apart_in_the_first_step, 2, timeout=30):
+        assert found == pytest.approx(losses, rel=1e-5)

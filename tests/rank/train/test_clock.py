@@ -1,0 +1,24 @@
+"""What runs between steps is not counted as a step's time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nbkit.rank.train.clock import Clock
+
+
+def test_a_lap_leaves_out_what_ran_while_the_clock_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+
+    now[0] += 2
+    with clock.stopped():
+        now[0] += 50
+    now[0] += 1
+
+    assert clock.lap() == 3
+    now[0] += 4
+    assert clock.lap() == 4

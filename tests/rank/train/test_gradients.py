@@ -1,0 +1,138 @@
+"""Gradients and losses equal those of one process, however the batch is cut. If not, training is silently wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import (
+    Recording,
+    assert_same_gradients,
+    dict_loss,
+    mean_loss,
+    one_process,
+    points,
+    quiet,
+    weighted_loss,
+)
+from ranks import run_ranks
+
+STEPS = 6
+
+
+def as_dicts(data: list[Any]) -> list[dict[str, Any]]:
+    return [{"input": x, "label": y} for x, y in data]
+
+
+# name -> (what the Trainer gets, what the loop in plain torch gets). 21 samples in batches of 8 leave 5, over 4 ranks
+# 2 + 1 + 1 + 1; 18 leave 2, so that two of four ranks have no row at all.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulated": ({"microbatch": 1}, {}),
+    "ragged": ({"data": points(21)}, {"data": points(21)}),
+    "ranks without rows": ({"data": points(18), "microbatch": 2}, {"data": points(18)}),
+    "dropped": ({"data": points(21), "drop_last": True}, {"data": points(21), "drop_last": True}),
+    "weighted": ({"loss": weighted_loss}, {"loss": weighted_loss}),
+    "weighted, accumulated, ragged": (
+        {"loss": weighted_loss, "data": points(21), "microbatch": 1},
+        {"loss": weighted_loss, "data": points(21)},
+    ),
+    "weighted, ranks without rows": (
+        {"loss": weighted_loss, "data": points(18)},
+        {"loss": weighted_loss, "data": points(18)},
+    ),
+    "dicts": ({"data": as_dicts(points(21)), "inputs": ["input"], "loss": dict_loss}, {"data": points(21)}),
+}
+
+
+def train_all(world: Any) -> dict[str, tuple[list[float], list[torch.Tensor], list[dict[str, Any]]]]:
+    found = {}
+    for name, (asked, _) in CASES.items():
+        trainer = quiet(**asked)
+        records = trainer.fit(STEPS)
+        found[name] = ([r["loss"] for r in records], trainer.optimizer.seen, trainer.history)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_and_losses_equal_one_process(num_ranks: int) -> None:
+    ranks = run_ranks(train_all, num_ranks)
+
+    for name, (_, plain) in CASES.items():
+        losses, optimizer, _ = one_process(**({"data": points(), "steps": STEPS} | plain))
+        for found in ranks:
+            assert found[name][0] == pytest.approx(losses, rel=1e-5), name
+            assert_same_gradients(found[name][1], optimizer.seen)
+            assert found[name][2] == ranks[0][name][2], name
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def train_adamw(world: Any) -> list[float]:
+    return [r["loss"] for r in quiet(optimizer=adamw, batch_size=8).fit(10)]
+
+
+def test_a_script_under_torchrun_forked_ranks_and_one_process_lose_the_same(tmp_path: Path) -> None:
+    """The Trainer of a notebook cell and of an exported script must be the same training."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        f"sys.path[:0] = {[str(Path(__file__).parents[level]) for level in (0, 1)]!r}\n"
+        "from test_gradients import train_adamw\n"
+        "losses = train_adamw(None)\n"
+        "loaded = [m for m in ('IPython', 'ipyparallel', 'ipykernel') if m in sys.modules]\n"
+        f"json.dump([losses, loaded], open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    forked = run_ranks(train_adamw, 2)
+    losses, _, _ = one_process(points(), steps=10, optimizer=adamw)
+
+    for rank in range(2):
+        under_torchrun, jupyter = json.loads((tmp_path / str(rank)).read_text())
+        assert under_torchrun == forked[rank]
+        assert jupyter == []
+    assert forked[0] == pytest.approx(losses, rel=1e-5)
+
+
+def clipped(world: Any) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[torch.Tensor]]:
+    trainer = quiet(clip_norm=0.05)
+    trainer.fit(3)
+    unclipped = quiet(log_every=2)
+    unclipped.fit(4)
+    return trainer.history, trainer.optimizer.seen, [bool("grad_norm" in r) for r in unclipped.history]
+
+
+def test_clipping_scales_to_the_norm_and_records_the_one_before() -> None:
+    losses, optimizer, _ = one_process(points(), steps=1)
+    for history, grads, recorded in run_ranks(clipped, 2):
+        assert history[0]["grad_norm"] == pytest.approx(float(optimizer.seen[0].norm()), rel=1e-5)
+        assert history[0]["grad_norm"] > 0.05
+        assert [float(g.norm()) for g in grads] == pytest.approx([0.05] * 3, rel=1e-3)
+        assert recorded == [False, True, False, True]
+        assert history[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def bf16(world: Any) -> list[float]:
+    return [r["loss"] for r in quiet(precision="bf16", optimizer=Recording).fit(4)]
+
+
+def test_bf16_is_close_and_not_the_same() -> None:
+    losses, _, _ = one_process(points(), steps=4, loss=mean_loss)
+    (found,) = run_ranks(bf16, 1)
+
+    assert found == pytest.approx(losses, rel=0.03)
+    assert found != pytest.approx(losses, rel=1e-6)

@@ -1,0 +1,235 @@
+"""People with a loop of their own get the same training through stable handles."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, Recording, assert_same_gradients, dict_loss, mean_loss, net, one_process, points
+from ranks import run_ranks
+from torch.utils.data import DataLoader, DistributedSampler
+
+from nbkit.errors import NotFinite, TrainingError
+from nbkit.rank.train import boundary
+from nbkit.rank.train.job import prepare
+
+
+def looped(world: Any) -> dict[str, Any]:
+    job = prepare(net, Recording, loss=mean_loss, seed=SEED, microbatch=2)
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=2, gamma=0.5)
+    running = []
+    for epoch in range(2):
+        batches = [order_of(epoch)[at : at + 8] for at in range(0, 21, 8)]
+        loader = DataLoader(points(21), batch_sampler=batches)
+        for batch in job.batches(loader):
+            running.append(boundary.training() is job)
+            result = job.backward(batch)
+            norm = job.clip(1e9)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.log(loss=result.loss, twice=2 * result.loss, mine=epoch)
+            running.append(float(norm) > 0)
+        schedule.step()
+    return {
+        "history": [{k: v for k, v in r.items() if k != "seconds"} for r in job.history],
+        "seen": job.optimizer.seen,
+        "running": all(running) and boundary.training() is None,
+        "lr": job.optimizer.param_groups[0]["lr"],
+    }
+
+
+def order_of(epoch: int) -> list[int]:
+    return torch.randperm(21, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_loop_over_global_batches_equals_one_process(num_ranks: int) -> None:
+    losses, optimizer, _ = one_process(points(21), steps=6)
+    for found in run_ranks(looped, num_ranks):
+        history = found["history"]
+        assert [r["loss"] for r in history] == pytest.approx(losses, rel=1e-5)
+        assert [r["twice"] for r in history] == pytest.approx([2 * loss for loss in losses], rel=1e-5)
+        assert [r["grad_norm"] for r in history] == pytest.approx([float(g.norm()) for g in optimizer.seen], rel=1e-5)
+        assert [(r["step"], r["mine"]) for r in history] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
+        assert_same_gradients(found["seen"], optimizer.seen)
+        assert found["running"] and found["lr"] == pytest.approx(0.05)
+
+
+def shuffled(world: Any) -> list[float]:
+    torch.manual_seed(world.place.rank)
+    job = prepare(net, Recording, loss=mean_loss)
+    for batch in job.batches(DataLoader(points(), batch_size=8, shuffle=True)):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return [r["loss"] for r in job.history]
+
+
+def test_a_loader_that_shuffles_gives_all_ranks_the_same_batches() -> None:
+    first, second = run_ranks(shuffled, 2)
+
+    assert first == second and len(first) == 4
+
+
+def misused(world: Any) -> list[str]:
+    found = []
+    job = prepare(net, Recording, loss=mean_loss)
+    batch = next(iter(DataLoader(points(), batch_size=8)))
+
+    def twice() -> None:
+        job.backward(batch)
+        job.backward(batch)
+
+    sampler = DistributedSampler(points(), num_replicas=2, rank=world.place.rank)
+    for act in (
+        lambda: job.log(x=1),
+        twice,
+        lambda: job.log(step=1, mine=2),
+        lambda: job.log(mine=torch.zeros(2)),
+        lambda: next(job.batches(DataLoader(points(), batch_size=4, sampler=sampler))),
+        lambda: job.backward([batch[0] + world.place.rank, batch[1]]),
+    ):
+        with pytest.raises(TrainingError) as raised:
+            act()
+        found.append(raised.value.what)
+        job.optimizer.zero_grad()
+    return found
+
+
+def test_misuse_is_said() -> None:
+    first, second = run_ranks(misused, 2)
+
+    assert first == second
+    assert [message.split()[0] for message in first] == ["log()", "backward()", "A", "log()", "The", "The"]
+    assert "record's own" in first[2] and "DistributedSampler" in first[4] and "different data" in first[5]
+
+
+def broken_off(world: Any) -> list[int]:
+    job = prepare(net, Recording, loss=dict_loss, inputs=["input"])
+    batch = {"input": torch.zeros(8, 6), "label": torch.zeros(8, dtype=torch.long)}
+    for number, _ in enumerate(job.batches([batch] * 10)):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if number == 3:
+            break
+    return [r["step"] for r in job.history]
+
+
+def test_a_loop_that_breaks_has_its_history_complete() -> None:
+    assert run_ranks(broken_off, 2) == [[1, 2, 3, 4]] * 2
+
+
+def left_by_errors(world: Any) -> list[Any]:
+    nan = [(torch.full((6,), float("nan")), y) for _, y in points(8)]
+    job = prepare(net, Recording, loss=mean_loss)
+    kept = []
+    for data, expected in ((points(16) + nan, NotFinite), (points(16), ZeroDivisionError)):
+        with pytest.raises(expected):
+            loop = job.batches(DataLoader(data, batch_size=8))
+            for number, batch in enumerate(loop):
+                job.backward(batch)
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+                if expected is ZeroDivisionError and number == 1:
+                    1 / 0  # noqa: B018
+        # A name holds the loop, as in a notebook.
+        kept.append((loop, boundary.training() is None))
+    for batch in job.batches(DataLoader(points(8), batch_size=8)):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return [[r["step"] for r in job.history], kept[0][1], boundary.training() is None]
+
+
+def test_a_loop_left_by_an_error_does_not_stand_in_the_way_of_the_next() -> None:
+    assert run_ranks(left_by_errors, 2) == [[[1, 2, 3, 4, 5], True, True]] * 2
+
+
+def with_dropout(world: Any) -> list[float]:
+    job = prepare(lambda: net(dropout=0.5), Recording, loss=mean_loss)
+    batch = next(iter(DataLoader(points(), batch_size=8)))
+    torch.manual_seed(world.place.rank)
+    result = job.backward(batch)
+    job.optimizer.zero_grad()
+    torch.rand(11)
+    return [float(result.loss), float(job.backward(batch).loss)]
+
+
+def test_a_step_that_is_tried_again_draws_the_same() -> None:
+    first, second = run_ranks(with_dropout, 2)
+
+    assert first == second and first[0] == first[1]
+
+
+def without_batches(world: Any) -> list[int]:
+    job = prepare(net, Recording, loss=mean_loss)
+    for batch in DataLoader(points(), batch_size=8):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return [r["step"] for r in job.history]
+
+
+def test_a_loop_without_boundaries_has_a_history_too() -> None:
+    assert run_ranks(without_batches, 2) == [[1, 2, 3, 4]] * 2
+
+
+def under_autocast(world: Any) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(output.dtype)
+        return mean_loss(output, target)
+
+    job = prepare(net, Recording, loss=loss)
+    batch = next(iter(DataLoader(points(), batch_size=8)))
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            job.backward(batch)
+        job.optimizer.zero_grad()
+    return seen
+
+
+def test_an_autocast_around_backward_stays_on() -> None:
+    assert run_ranks(under_autocast, 1) == [[torch.bfloat16, torch.float32]]
+
+
+class TwoKinds(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brief = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.full = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :3] * self.full + self.brief.float()
+
+
+def divided(world: Any) -> list[Any]:
+    job = prepare(TwoKinds, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss=lambda out, _: (out.sum(), 3.0))
+    job.backward([torch.ones(2, 6), torch.zeros(2)])
+    return [job.model.full.grad, job.model.brief.grad]
+
+
+def test_the_divisor_is_rounded_to_no_parameters_dtype() -> None:
+    ((full, brief),) = run_ranks(divided, 1)
+
+    assert torch.equal(full, torch.full((3,), 2 / 3)) and brief.dtype == torch.bfloat16
+
+
+def around_one_module(world: Any) -> list[int]:
+    module = net()
+    found = []
+    for _ in range(3):
+        job = prepare(module, Recording, loss=mean_loss)
+        job.backward(next(iter(DataLoader(points(), batch_size=8))))
+        del job
+        gc.collect()
+        found.append(sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()))
+    return found
+
+
+def test_a_job_that_is_dropped_leaves_nothing_on_the_users_module() -> None:
+    assert run_ranks(around_one_module, 2) == [[0, 0, 0]] * 2

@@ -1,0 +1,72 @@
+"""A loss that is not finite pauses the training, names who and what, and spares the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, mean_loss, order, points, quiet, weighted_loss
+from ranks import run_ranks
+
+from nbkit.errors import NotFinite
+from nbkit.rank.train.pending import Pending
+from nbkit.rank.train.reduction import StepNumbers, StepReduction
+from nbkit.rank.train.verdict import check_finite
+
+# In step 3 the rank that holds this sample computes NaN; 8 rows over 4 ranks are 2 each.
+BAD = order(32, 0)[2 * 8 + 5]
+
+
+def paused(world: Any, weighted: bool) -> dict[str, Any]:
+    data = points()
+    data[BAD] = (torch.full((6,), float("nan")), data[BAD][1])
+    trainer = quiet(data=data, loss=weighted_loss if weighted else mean_loss)
+    weights: list[torch.Tensor] = []
+    with pytest.raises(NotFinite) as raised:
+        for _ in range(4):
+            weights.append(flat(trainer.model))
+            trainer.fit(1)
+    untouched = torch.equal(weights[-1], flat(trainer.model))
+    after = trainer.fit(1)
+    return {
+        "message": str(raised.value),
+        "step": raised.value.step,
+        "rank": raised.value.rank,
+        "untouched": untouched,
+        "steps": [r["step"] for r in trainer.history],
+        "loss after": after[0]["loss"],
+    }
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(weighted: bool) -> None:
+    found = run_ranks(paused, 4, weighted)
+
+    assert all(one == found[0] for one in found)
+    assert (found[0]["step"], found[0]["rank"], found[0]["untouched"]) == (3, 2, True)
+    neighbours = f"rank 2: samples {order(32, 0)[20]}, {BAD}"
+    assert neighbours in found[0]["message"] and "have not been touched" in found[0]["message"]
+    assert found[0]["steps"] == [1, 2, 3]
+    assert found[0]["loss after"] == pytest.approx(1.1, abs=0.5)
+
+
+def numbers(**changed: Any) -> StepNumbers:
+    asked: dict[str, Any] = {
+        "loss": 1.0, "weight": 8.0, "weighted": False, "requests": 0, "tokens": 8, "seconds": [0.1] * 4,
+        "not_finite": [], "fingerprints": [0] * 4,
+    }  # fmt: skip
+    return StepNumbers(**(asked | changed))
+
+
+def test_read_late_as_on_gpus_it_says_how_many_steps_the_weights_took() -> None:
+    reduction = StepReduction(rank=0, world_size=4, device=torch.device("cpu"))
+    pending = Pending(5, reduction, 1, 8, range(40, 48), 0.1)
+
+    check_finite(numbers(), pending, steps_since=2)
+    with pytest.raises(NotFinite) as raised:
+        check_finite(numbers(not_finite=[1, 3]), pending, steps_since=2)
+
+    assert "ranks 1, 3" in raised.value.what
+    assert "rank 1: samples 42, 43; rank 3: samples 46, 47" in raised.value.numbers
+    assert "taken 2 steps" in raised.value.numbers

@@ -1,0 +1,188 @@
+"""What cannot train says so before anything trains: what, the numbers, what to type next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jobs import Recording, dict_loss, net, points, quiet
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from nbkit.errors import NbkitError, TrainingError
+from nbkit.rank.train.arithmetic import Arithmetic
+
+
+class Running(nn.Module):
+    """A running mean of its own, of the rows that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scratch = x.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * self.scratch
+        return x - self.mean
+
+
+DICTS = [{"input": x, "label": y} for x, y in points()]
+
+# name -> (what the Trainer gets, words of the message)
+AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no parameters": ({"model": nn.Tanh()}, ["no parameters to train", "Tanh: 0 parameters"]),
+    "all frozen": ({"model": lambda: net().requires_grad_(False)}, ["no parameters to train", "all frozen"]),
+    "no module": ({"model": lambda: 3}, ["not a torch module", "got int"]),
+    "meta": ({"model": lambda: nn.Linear(2, 2, device="meta")}, ["meta device", "weight"]),
+    "ranks do not divide": ({"batch_size": 7}, ["ranks do not divide", "7 / dp 2 = 3.5", "batch_size=8 or 6"]),
+    "smaller than dp": ({"batch_size": 1}, ["smaller than the number of ranks", "1 / dp 2", "batch_size=2"]),
+    "micro-batch": ({"microbatch": 3}, ["does not divide", "8 / dp 2 = 4", "microbatch 3", "fitting: 1, 2, 4"]),
+    "dataset too small": ({"data": points(5)}, ["smaller than one global batch", "5 samples, batch_size 8"]),
+    "no data": ({"data": 3}, ["neither map-style nor iterable", "int"]),
+    "no optimizer": ({"optimizer": lambda model: None}, ["no torch optimizer", "NoneType"]),
+    "optimizer of another": ({"optimizer": lambda model: Recording(net())}, ["not this model's", "4 of 4"]),
+    "strategy": ({"strategy": "zero3"}, ["'zero3' is not in this release", "ddp"]),
+    "precision": ({"precision": "fp8"}, ["no precision 'fp8'"]),
+    "clip": ({"clip_norm": 0}, ["clip_norm", "0"]),
+    "schedule": ({"lr_schedule": lambda optimizer: optimizer.lr}, ["not a function of the step", "AttributeError"]),
+    "nowhere to save": ({"save_every": 2}, ["nowhere to write", "save_path="]),
+    "batch norm": ({"model": lambda: nn.Sequential(net(), nn.BatchNorm1d(3))}, ["BatchNorm '1'", "2 CPU ranks"]),
+    "in DDP": (
+        {"model": lambda: DistributedDataParallel(net())}, ["wrapped in DistributedDataParallel", "model=ddp.module"]
+    ),
+    "sharded": ({"model": lambda: fully_shard(net())}, ["FSDP", "before fully_shard"]),
+    "a loader": ({"data": DataLoader(points(), batch_size=4)}, ["is a DataLoader", "data=loader.dataset"]),
+    "no whole batch": ({"batch_size": 8.0}, ["batch_size is a whole number", "8.0"]),
+    "no rows": ({"microbatch": -1}, ["microbatch is a whole number", "-1"]),
+}  # fmt: skip
+IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no scalar": ({"loss": lambda out, target: out - 1}, ["not a scalar", "shape (4, 3), for 4 rows", "loss.mean()"]),
+    "no tensor": ({"loss": lambda out, target: 1.0}, ["not a scalar", "float"]),
+    "three parts": ({"loss": lambda out, target: (out.sum(), 1, 2)}, ["not (sum, weight)", "3 parts"]),
+    "vector weight": ({"loss": lambda out, target: (out.sum(), target)}, ["weight of the loss", "shape (4,)"]),
+    "dicts without inputs": ({"data": DICTS, "loss": dict_loss}, ["inputs are named", "keys input, label", "inputs="]),
+    "inputs not there": ({"data": DICTS, "inputs": ["x"]}, ["does not hold", "missing x", "input, label"]),
+    "inputs of pairs": ({"inputs": ["x"]}, ["does not hold", "a list"]),
+    "sparse": (
+        {"model": lambda: nn.Embedding(8, 3, sparse=True), "data": [(torch.tensor(1), torch.tensor(0))] * 8},
+        ["sparse", "weight"],
+    ),
+    "sparse, accumulated": (
+        {
+            "model": lambda: nn.Embedding(8, 3, sparse=True),
+            "data": [(torch.tensor(1), torch.tensor(0))] * 8,
+            "microbatch": 2,
+        },
+        ["sparse", "weight"],
+    ),
+    "detached": ({"loss": lambda out, target: out.detach().sum()}, ["does not depend on the model"]),
+    "nan weight": ({"loss": lambda out, target: (out.sum(), torch.tensor(float("nan")))}, ["finite on ranks 0, 1"]),
+    "drifting": ({"model": lambda: nn.Sequential(net(), Running())}, ["buffer '1.mean'", "ranks 0, 1", "1 such"]),
+    "no sense": ({"data": [torch.zeros(6)] * 8}, ["neither (input, target) nor dicts", "Tensor"]),
+}
+
+
+def refusals(world: Any) -> dict[str, str]:
+    found = {}
+    for name, (asked, _) in {**AT_ONCE, **IN_FIT}.items():
+        before: torch.Tensor | None = None
+        try:
+            trainer = quiet(**asked)
+            before = next(iter(trainer.model.parameters())).clone()
+            trainer.fit(1)
+        except NbkitError as error:
+            found[name] = ("" if before is None or name in IN_FIT else "too late: ") + str(error)
+            if before is not None:
+                assert torch.equal(before, next(iter(trainer.model.parameters())))
+                assert trainer.step == 0
+    quiet().fit(1)
+    return found
+
+
+def test_every_refusal_says_what_and_the_numbers_and_the_world_stays_usable() -> None:
+    found = run_ranks(refusals, 2)
+
+    assert found[0] == found[1]
+    for name, (_, words) in {**AT_ONCE, **IN_FIT}.items():
+        assert [word for word in words if word not in found[0].get(name, "")] == [], (name, found[0].get(name))
+        assert "→" in found[0][name] or name == "precision", name
+
+
+def grown(world: Any) -> list[Any]:
+    trainer = quiet(lr_schedule=lambda step: 0.5)
+    last = trainer.optimizer.param_groups[0]["params"].pop()
+    trainer.fit(1)
+    trainer.optimizer.add_param_group({"params": [last], "lr": 0.2})
+    trainer.fit(1)
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    trainer.model.append(nn.Linear(3, 3))
+    trainer.optimizer.add_param_group({"params": trainer.model[-1].parameters()})
+    with pytest.raises(TrainingError) as raised:
+        trainer.fit(1)
+    return [rates, str(raised.value)]
+
+
+def test_parameters_added_later_are_refused_and_groups_of_known_ones_are_scheduled() -> None:
+    for rates, message in run_ranks(grown, 2):
+        assert rates == pytest.approx([0.05, 0.1])
+        assert (
+            "not there when the job was built" in message and "4.weight" in message and "in the optimizer: 2" in message
+        )
+
+
+def different_models(world: Any) -> str:
+    with pytest.raises(TrainingError) as raised:
+        quiet(model=lambda: nn.Linear(6, 3 + world.place.rank))
+    return str(raised.value)
+
+
+def test_ranks_that_build_different_models_are_told_where() -> None:
+    found = run_ranks(different_models, 2)
+
+    assert found[0] == found[1]
+    assert "Rank 1 built another model" in found[0] and "(3, 6)" in found[0] and "(4, 6)" in found[0]
+
+
+def counts(world: Any) -> list[str]:
+    found = []
+    for act in (
+        lambda: quiet().fit(0),
+        lambda: quiet().fit(2.5),
+        lambda: quiet(log_every=0),
+        lambda: quiet().evaluate(),
+    ):
+        with pytest.raises(TrainingError) as raised:
+            act()
+        found.append(str(raised.value))
+    return found
+
+
+def test_counts_are_whole_and_positive() -> None:
+    (found,) = run_ranks(counts, 1)
+
+    assert "steps=0" in found[0] and "steps=2.5" in found[1] and "log_every=0" in found[2] and "evaluate" in found[3]
+
+
+def warned(world: Any) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet(data=iter(points()), shuffle=False, eval_every=3, save_path="x")
+    return [str(warning.message) for warning in caught]
+
+
+def test_settings_without_effect_are_named() -> None:
+    (found,) = run_ranks(warned, 1)
+
+    assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "save_path="]
+
+
+def test_the_arithmetic_is_said_in_one_line() -> None:
+    assert str(Arithmetic.of(64, dp=4, microbatch=8)) == "global 64 = micro 8 x accum 2 x dp 4"
+    assert str(Arithmetic.of(64, dp=4, microbatch=None)) == "global 64 = micro 16 x accum 1 x dp 4"

@@ -1,0 +1,183 @@
+"""What a user sees of the Trainer: progress, events, learning rate, evaluation, callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, dict_loss, flat, mean_loss, net, one_process, points, quiet, weighted_loss
+from ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from nbkit import tags
+from nbkit.events import Event
+from nbkit.rank.telemetry import emit
+
+
+def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
+    events: list[Event] = []
+    emit.listeners.append(events.append)
+    printed = io.StringIO()
+    records: list[int] = []
+    trainer = quiet(
+        progress=True,
+        log_dir=str(folder),
+        eval_data=points(21),
+        eval_every=2,
+        save_every=3,
+        clip_norm=1.0,
+        callbacks=[lambda trainer, record: records.append(record["step"])],
+    )
+    with contextlib.redirect_stdout(printed):
+        trainer.fit(3)
+        trainer.lr = 0.05
+        trainer.fit(2)
+    return {
+        "printed": printed.getvalue(),
+        "kinds": [event.kind for event in events],
+        "records": records,
+        "history": trainer.history,
+        "run_dir": trainer.run_dir and str(trainer.run_dir),
+        "repr": repr(trainer),
+    }
+
+
+def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
+    first, second = run_ranks(seen_by_a_user, 2, tmp_path)
+
+    assert first["history"] == second["history"]
+    assert second["printed"] == "" and second["run_dir"] is None
+    lines = first["printed"].splitlines()
+    assert lines[0] == "global 8 = micro 4 x accum 1 x dp 2"
+    assert "step 3/3 · loss " in first["printed"] and "tok/s" in first["printed"]
+    assert first["printed"].count("\r") >= 2 and first["printed"].endswith("\n")
+    assert first["kinds"][0] == "run_started" and first["kinds"].count("step") == 5
+    assert [k for k in first["kinds"] if k != "step"] == [
+        "run_started", "checkpoint", "run_stopped", "lr_changed", "run_started", "run_stopped",
+    ]  # fmt: skip
+    assert first["records"] == [1, 2, 3, 4, 5]
+    record = first["history"][1]
+    assert record["strategy"] == "dp=2" and record["samples"] == record["tokens"] == 8 and record["seconds"] > 0
+    assert [r["lr"] for r in first["history"]] == pytest.approx([0.1] * 3 + [0.05] * 2)
+    assert ["eval_loss" in r for r in first["history"]] == [False, True, False, True, False]
+    assert "step 5" in first["repr"] and "dp=2" in first["repr"]
+
+    run = Path(first["run_dir"])
+    assert "dp2-b8" in run.name and (run / "checkpoint.pt").exists()
+    board = EventAccumulator(str(run)).Reload()
+    for tag, key in (
+        (tags.LOSS, "loss"),
+        (tags.LR, "lr"),
+        (tags.GRAD_NORM, "grad_norm"),
+        (tags.STEP_SECONDS, "seconds"),
+    ):
+        written = [(scalar.step, scalar.value) for scalar in board.Scalars(tag)]
+        assert [step for step, _ in written] == [1, 2, 3, 4, 5]
+        assert [value for _, value in written] == pytest.approx([r[key] for r in first["history"]], rel=1e-5)
+    assert [scalar.step for scalar in board.Scalars(tags.EVAL_LOSS)] == [2, 4]
+    assert tags.TOKENS_PER_SECOND in board.Tags()["scalars"]
+    texts = [t.tensor_proto.string_val[0].decode() for t in board.Tensors(f"{tags.EVENTS}/text_summary")]
+    assert any("lr_changed" in text and "0.05" in text for text in texts)
+
+
+def evaluated(world: Any) -> list[float]:
+    found = []
+    for loss in (mean_loss, weighted_loss):
+        for num in (21, 2, 8):
+            trainer = quiet(loss=loss, microbatch=1)
+            before = flat(trainer.model)
+            found += [trainer.evaluate(points(num)), trainer.evaluate(iter(points(num)), batch_size=5)]
+            assert torch.equal(before, flat(trainer.model)) and trainer.model.training
+    dicts = [{"input": x, "label": y} for x, y in points(21)]
+    return [*found, quiet(loss=dict_loss, inputs=["input"], data=dicts).evaluate(dicts)]
+
+
+def test_evaluation_counts_every_sample_once_on_any_number_of_ranks() -> None:
+    _, _, model = one_process(points(), steps=0)
+    expected = []
+    for loss in (mean_loss, weighted_loss):
+        for num in (21, 2, 8):
+            x, y = (torch.stack(part) for part in zip(*points(num), strict=True))
+            value = loss(model(x), y)
+            expected += [float((value[0] / value[1] if isinstance(value, tuple) else value).detach())] * 2
+    for ranks in (1, 4):
+        for found in run_ranks(evaluated, ranks):
+            assert found == pytest.approx([*expected, expected[0]], rel=1e-5)
+
+
+def scheduled(world: Any) -> list[Any]:
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+        return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}])
+
+    trainer = quiet(optimizer=groups, lr_schedule=lambda step: 0.5**step)
+    trainer.fit(3)
+    trainer.lr = 1.0
+    trainer.fit(2)
+    return [[r["lr"] for r in trainer.history], trainer.optimizer.param_groups[1]["lr"]]
+
+
+def test_a_learning_rate_set_by_hand_keeps_the_shape_of_the_schedule_and_the_ratio_of_groups() -> None:
+    ((rates, second),) = run_ranks(scheduled, 1)
+
+    # Set while the third step's factor, 0.25, stood: the fourth has half of it.
+    assert rates == pytest.approx([0.1, 0.05, 0.025, 0.5, 0.25])
+    assert second == pytest.approx(0.5)
+
+
+def tensor_rate(world: Any) -> list[float]:
+    trainer = quiet(
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1)), lr_schedule=lambda step: 0.5**step
+    )
+    return [r["lr"] for r in trainer.fit(3)]
+
+
+def test_a_rate_held_in_a_tensor_is_recorded_as_it_was_in_its_step() -> None:
+    assert run_ranks(tensor_rate, 1) == [pytest.approx([0.1, 0.05, 0.025])]
+
+
+def with_dropout(world: Any) -> list[Any]:
+    trainer = quiet(model=lambda: net(dropout=0.5))
+    torch.manual_seed(world.place.rank + 100)
+    trainer.fit(2)
+    again = quiet(model=lambda: net(dropout=0.5))
+    torch.rand(17)
+    again.fit(2)
+    return [[r["loss"] for r in trainer.history], [r["loss"] for r in again.history], flat(trainer.model)]
+
+
+def test_randomness_of_a_step_comes_from_seed_and_step_alone() -> None:
+    first, second = run_ranks(with_dropout, 2)
+
+    assert first[0] == first[1] == second[0]
+    assert torch.equal(first[2], second[2])
+
+
+def own_weights(world: Any) -> list[torch.Tensor]:
+    torch.manual_seed(world.place.rank)
+    module = net()
+    trainer = quiet(model=module)
+    built = quiet()
+    return [flat(trainer.model), flat(built.model)]
+
+
+def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
+    found = run_ranks(own_weights, 2)
+
+    for which, seed in ((0, 0), (1, SEED)):
+        torch.manual_seed(seed)
+        expected = flat(net())
+        assert all(torch.equal(one[which], expected) for one in found)
+
+
+def two_runs(world: Any, folder: Path) -> list[str]:
+    return [quiet(log_dir=str(folder), name="same").run_dir.name for _ in range(2)]
+
+
+def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
+    assert run_ranks(two_runs, 1, tmp_path) == [["same-dp1-b8", "same-dp1-b8-2"]]

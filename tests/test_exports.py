@@ -1,0 +1,40 @@
+"""What `import nbkit` offers: all of it is there, and all of it is in README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import nbkit
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+NAMES = sorted(set(nbkit.__all__) - {"load_ipython_extension"})
+
+
+@pytest.mark.parametrize("name", nbkit.__all__)
+def test_every_exported_name_resolves(name: str) -> None:
+    assert getattr(nbkit, name) is getattr(nbkit, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exported_name_is_a_class_or_function_that_says_what_it_is(name: str) -> None:
+    offered = getattr(nbkit, name)
+
+    assert callable(offered)
+    assert (offered.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exported_name_is_in_readme(name: str) -> None:
+    assert re.search(rf"\b{name}\b", README.read_text())
+
+
+def test_dir_shows_what_is_exported() -> None:
+    assert set(nbkit.__all__) <= set(dir(nbkit))
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match="Trainer"):
+        _ = nbkit.Trainor

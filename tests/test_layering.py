@@ -1,0 +1,119 @@
+"""The two wings stay apart: linted, and looked at in real processes.
+
+Both are needed: importing a submodule runs the package's `__init__`, which a linter of imports does not see.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+JUPYTER = ("IPython", "ipykernel", "ipyparallel", "ipywidgets", "jupyter_client", "jupyter_core", "zmq", "traitlets")
+TORCH = ("torch", "nbkit.rank", "nbkit.bridge")
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--config", folder / "pyproject.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def modules(folder: str) -> list[str]:
+    """Every importable module below a folder of the checkout; `__main__` runs when imported, so it is left out."""
+    names = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] != "__main__":
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def first_to_load(names: list[str], forbidden: tuple[str, ...]) -> str:
+    """Import `names` one after the other in a fresh process: "who: what" for the first forbidden module, else ""."""
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+    loaded = [found for found in {forbidden!r} if found in sys.modules]
+    if loaded:
+        sys.exit(f"{{name}}: {{', '.join(loaded)}}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=120)
+    return done.stderr.strip() if done.returncode else ""
+
+
+def test_imports_point_down() -> None:
+    done = lint(ROOT)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("nbkit/notebook/intruder.py", "import torch"),
+        ("nbkit/notebook/intruder.py", "from nbkit.rank import train"),
+        ("nbkit/rank/intruder.py", "import ipyparallel"),
+        ("nbkit/rank/intruder.py", "from nbkit.notebook import cluster"),
+        ("nbkit/errors.py", "import nbkit.rank"),
+    ],
+)
+def test_the_linter_sees_an_import_that_points_up(tmp_path: Path, module: str, line: str) -> None:
+    for package in ("nbkit", "magics"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / module).open("a") as file:
+        file.write(f"\n{line}\n")
+
+    done = lint(tmp_path)
+
+    assert done.returncode == 1
+    assert "BROKEN" in done.stdout
+
+
+def test_every_module_of_the_root_has_its_place_in_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    placed = {name.strip("() ") for layer in layers for name in layer.replace(":", "|").split("|")}
+
+    there = {name for name in modules("nbkit") if name.count(".") == 1}
+
+    assert there <= placed, f"not in pyproject.toml's layers: {', '.join(sorted(there - placed))}"
+
+
+def test_the_rank_wing_leaves_jupyter_unloaded() -> None:
+    assert first_to_load(modules("nbkit/rank"), JUPYTER) == ""
+
+
+def test_the_notebook_wing_leaves_torch_unloaded() -> None:
+    wing = [name for name in modules("nbkit") if not name.startswith(("nbkit.rank", "nbkit.bridge"))]
+
+    assert first_to_load([*wing, *modules("magics")], TORCH) == ""
+
+
+def test_the_root_loads_neither_wing() -> None:
+    assert first_to_load(["nbkit"], ("nbkit.rank", "nbkit.notebook", "nbkit.bridge", "magics", *JUPYTER, *TORCH)) == ""
+
+
+def test_loading_the_extension_twice_in_a_real_shell_leaves_torch_unloaded(tmp_path: Path) -> None:
+    code = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for line in ("%load_ext nbkit", "%load_ext nbkit", "%load_ext magics"):
+    shell.run_cell(line).raise_error()
+if loaded := [name for name in ("torch", "nbkit.rank") if name in sys.modules]:
+    sys.exit(f"loaded: {loaded}")
+"""
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
+
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stdout + done.stderr

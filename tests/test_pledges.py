@@ -1,0 +1,65 @@
+"""What the project promises about its own files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
+LINES_AT_MOST = 300
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+# Somebody's own folders, and the places packages are fetched from, which each machine configures for itself.
+FOREIGN = re.compile(
+    r"(?<![\w.~-])(/home/[a-z]|/Users/[A-Za-z]|/root/)"
+    r"|\b(?:pypi|pythonhosted|download\.pytorch)\.org\b"
+    r"|--(?:extra-)?index-url[ =]\S*://|--find-links[ =]\S*/"
+)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tracked_files() -> list[Path]:
+    # A checkout of another owner (CI as root) would make git refuse.
+    done = subprocess.run(["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"not a git checkout: {done.stderr.strip()}")
+    return [ROOT / path for path in done.stdout.split("\0") if path and (ROOT / path).is_file()]
+
+
+def test_every_file_of_code_fits_in_300_lines() -> None:
+    long = {name(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > LINES_AT_MOST}
+
+    assert long == {}
+
+
+def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
+    assert [name(path) for path in CODE if NAMES_THAT_SAY_NOTHING & {path.stem, path.parent.name}] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [name(path) for path in CODE if not re.match(r'\s*(#.*\n)*\s*r?"""', path.read_text())]
+
+    assert silent == []
+
+
+def test_no_tracked_file_names_a_folder_of_one_machine_or_a_package_index() -> None:
+    own = [re.escape(str(ROOT)), re.escape(str(Path.home())) + "/"]
+    pattern = re.compile(f"{FOREIGN.pattern}|(?<![\\w.~-])(?:{'|'.join(own)})")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            # This file has to spell what it looks for.
+            if path != Path(__file__) and (match := pattern.search(line)):
+                found.append(f"{name(path)}:{number}: {match[0]}")
+
+    assert found == []
