@@ -85,8 +85,19 @@ def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
     return len(packed[0]) + sum(buffer.raw().nbytes for buffer in packed[1])
 
 
+def reserve() -> str:
+    """A new token: parcels named `token/...` can be written until `discard(token)`, and none after it."""
+    token = f"nbkit-{uuid.uuid4().hex}"
+    for place in _places():
+        (place / token).mkdir(mode=0o700)
+    return token
+
+
 def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> str:
-    """Write a packed value to a new private file; returns its path. Whoever reads it last unlinks it."""
+    """Write a packed value to a new private file; returns its path. Whoever reads it last unlinks it.
+
+    Raises FileNotFoundError when `name` lies under a token that was discarded.
+    """
     head, buffers = packed
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     path = folder(size_of(packed)) / (name or f"nbkit-{uuid.uuid4().hex}")
@@ -105,10 +116,15 @@ def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> st
 
 
 def discard(token: str) -> None:
-    """Unlink the parcels whose names begin with `token`."""
-    for place in {folder(), Path(tempfile.gettempdir())}:
-        for path in place.glob(f"{token}*"):
-            path.unlink(missing_ok=True)
+    """Unlink the parcels under `token`, also those that a rank is about to write: their folder is gone."""
+    for place in _places():
+        # A parcel created between the listing and the removal of its folder takes another round.
+        while (place / token).exists():
+            shutil.rmtree(place / token, ignore_errors=True)
+
+
+def _places() -> set[Path]:
+    return {folder(), Path(tempfile.gettempdir())}
 
 
 def _write_all(file: Any, data: Any) -> None:

@@ -16,7 +16,7 @@ def put(path: str) -> None:
 
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
     """The value of an expression as a parcel: {"path", "bytes"}; or {"bytes"} alone if it is over `limit` bytes;
-    or {"error": text}. token: begins the parcel's name, so that the notebook can discard it whatever happens."""
+    or {"error": text}. token: where the parcel lies, so that the notebook can discard it whatever happens."""
     assert calls.runner is not None
     shell = calls.runner.shell
     try:
@@ -27,4 +27,7 @@ def get(expression: str, limit: int, token: str) -> dict[str, Any]:
     size = parcel.size_of(packed)
     if size > limit:
         return {"bytes": size}
-    return {"bytes": size, "path": parcel.write(packed, f"{token}-{calls.runner.rank}")}
+    try:
+        return {"bytes": size, "path": parcel.write(packed, f"{token}/{calls.runner.rank}")}
+    except FileNotFoundError:
+        return {"error": "nobody waits for it any more"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ def push(cluster: Cluster, values: dict[str, Any], ranks: Sequence[int], *, forc
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int], *, force: bool = False) -> list[Any]:
     """The value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
     limit = 1 << 62 if force else parcel.LIMIT_BYTES
-    token = f"nbkit-{uuid.uuid4().hex}"
+    token = parcel.reserve()
     try:
         answers = cluster.post.wire.call_and_wait(ranks, "nbkit.bridge.transfer:get", expression, limit, token)
         return [_opened(expression, rank, answers[rank], force) for rank in ranks]

@@ -1,0 +1,61 @@
+"""Named axes x degrees -> the grid of ranks.
+
+Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbkit.errors import StrategyError
+
+__all__ = ["AXES", "Mesh"]
+
+AXES = ("pp", "dp", "cp", "tp")
+"""From the slowest to the fastest."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the four axes; a degree of 1 means that nothing is split along it."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if wrong := [f"{axis}={self.degree(axis)}" for axis in AXES if self.degree(axis) < 1]:
+            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
+
+    @property
+    def size(self) -> int:
+        """Ranks in the grid."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def degree(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        value: int = getattr(self, axis)
+        return value
+
+    def stride(self, axis: str) -> int:
+        """How far apart in rank two neighbours along `axis` are."""
+        faster = AXES[AXES.index(axis) + 1 :]
+        stride = 1
+        for other in faster:
+            stride *= self.degree(other)
+        return stride
+
+    def index(self, rank: int) -> dict[str, int]:
+        """The place of `rank` along each axis."""
+        return {axis: rank // self.stride(axis) % self.degree(axis) for axis in AXES}
+
+    def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` alone, in order; `rank` is among them."""
+        stride = self.stride(axis)
+        first = rank - self.index(rank)[axis] * stride
+        return tuple(first + i * stride for i in range(self.degree(axis)))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Every group along `axis`, by its first rank; together they hold each rank once."""
+        return sorted({self.ranks(axis, rank) for rank in range(self.size)})

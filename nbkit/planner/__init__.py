@@ -1,0 +1,1 @@
+"""What a strategy costs, by arithmetic, before it runs."""
