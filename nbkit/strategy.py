@@ -1,90 +1,290 @@
 """What the user picks: how a job is spread over the ranks.
 
 One spelling everywhere (magic, panel, Python, logs): an optional preset, then key=value, separated by spaces.
-In this release data parallelism is trained; every other preset and key is known by name and refused with what
-is available, so that nothing is ever silently ignored.
+
+    ddp, zero1, zero2, zero3 (fsdp), hsdp    the data axis takes the world
+    tp, pp                                   that axis takes the world
+    dp= tp= pp= cp=                          degrees; what is left of the world goes to the preset's axis, else to dp
+    zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
+    schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
 
 from nbkit.errors import StrategyError
+from nbkit.mesh import Mesh
 
-__all__ = ["Strategy"]
+__all__ = ["PRESETS", "SCHEDULES", "Strategy"]
 
-_AVAILABLE = "available now: ddp, or dp=N"
-_LATER_PRESETS = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
-# The value at which a key of a later release changes nothing, and is therefore accepted.
-_NEUTRAL = {"shard": "1", "tp": "1", "pp": "1", "cp": "1", "zero": "0", "microbatches": "1"}
-_KEYS = ("dp", *_NEUTRAL, "schedule")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+_DEGREES = ("dp", "tp", "pp", "cp")
+_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches")
+_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A valid strategy of a world: `dp` replicas of the model. `str()` is the canonical form, "dp=4"."""
+    """A strategy that can be run. Equal values train alike: what has no effect is set to its neutral value at birth.
 
-    dp: int
+    dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too,
+    3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
+    schedule, microbatches: of a pipeline replica; None when pp is 1.
+    `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
+    that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, then schedule and microbatches.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    shard: int = 0
+    schedule: str | None = None
+    microbatches: int | None = None
+    without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.dp < 1:
-            raise StrategyError("dp must be at least 1.", numbers=f"dp={self.dp}", hint="strategy='ddp'")
+        """Raises StrategyError for a value that cannot be."""
+        if wrong := [f"{key}={getattr(self, key)}" for key in _DEGREES if getattr(self, key) < 1]:
+            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
+        if self.zero not in range(4):
+            raise StrategyError(
+                "There is no such ZeRO stage.",
+                numbers=f"zero={self.zero}; 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
+                hint="zero=3",
+            )
+        notes = [*self._settle_data_axis(), *self._settle_pipeline()]
+        object.__setattr__(self, "without_effect", tuple(notes))
+
+    def _settle_data_axis(self) -> Iterator[str]:
+        zero, shard = self.zero, self.shard or self.dp
+        if self.zero and self.dp == 1:
+            yield f"zero={zero} has no effect with dp=1: there is no other rank to shard over"
+            zero = 0
+        elif self.shard and not self.zero and self.shard != self.dp:
+            yield f"shard={shard} has no effect with zero=0: nothing is sharded"
+        elif shard < 1 or self.dp % shard:
+            raise StrategyError(
+                "The sharding groups do not divide the data axis.",
+                numbers=f"dp {self.dp} / shard {shard} = {self.dp / shard:.3g} groups",
+                hint="shard=" + " or ".join(str(n) for n in _divisors(self.dp) if n > 1),
+            )
+        elif zero and shard == 1:
+            yield f"zero={zero} has no effect with shard=1: a group of one rank holds everything"
+            zero = 0
+        object.__setattr__(self, "zero", zero)
+        object.__setattr__(self, "shard", shard if zero else self.dp)
+
+    def _settle_pipeline(self) -> Iterator[str]:
+        schedule, microbatches = (
+            self.schedule or "1f1b",
+            2 * self.pp if self.microbatches is None else self.microbatches,
+        )
+        if schedule not in SCHEDULES:
+            raise StrategyError(
+                f"{schedule!r} is not a schedule.", numbers=f"schedules: {' '.join(SCHEDULES)}", hint="schedule=1f1b"
+            )
+        if microbatches < 1:
+            raise StrategyError(
+                "There is at least one micro-batch.",
+                numbers=f"microbatches={microbatches}",
+                hint=f"microbatches={2 * self.pp}, twice the pipeline's ranks",
+            )
+        if self.pp == 1:
+            if self.schedule is not None:
+                yield f"schedule={schedule} has no effect with pp=1: there is no pipeline"
+            if self.microbatches not in (None, 1):
+                yield f"microbatches={microbatches} has no effect with pp=1: there is no pipeline"
+            object.__setattr__(self, "schedule", None)
+            object.__setattr__(self, "microbatches", None)
+            return
+        _check_microbatches(schedule, self.pp, microbatches)
+        object.__setattr__(self, "schedule", schedule)
+        object.__setattr__(self, "microbatches", microbatches)
 
     @classmethod
-    def parse(cls, text: str | Strategy, world_size: int) -> Strategy:
-        """The strategy that `text` means on `world_size` ranks.
+    def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
+        """The strategy that `text` means on `world_size` ranks. node: ranks of a node, for the default of hsdp's shard.
 
-        Raises StrategyError for an unknown word, for one of a later release, and when the degrees do not
-        multiply to the world.
+        Raises StrategyError for an unknown word, a value that cannot be, and when the degrees do not multiply to the
+        world.
         """
         if isinstance(text, Strategy):
-            return cls._fitting(text.dp, world_size)
-        dp: int | None = None
-        for place, word in enumerate(text.lower().split()):
-            key, equals, value = word.partition("=")
-            if not equals:
-                _check_preset(word, first=place == 0)
-            elif key == "dp":
-                dp = _degree(word, value)
-            else:
-                _check_neutral(word, key, value)
-        if not text.strip():
-            raise StrategyError("An empty strategy.", numbers=_AVAILABLE, hint="strategy='ddp'")
-        return cls._fitting(world_size if dp is None else dp, world_size)
+            _check_world({axis: text.mesh.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
+            return text
+        preset, settings = _read(text)
+        given = {key: _number(key, settings[key]) for key in _KEYS if key in settings and key != "schedule"}
+        degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
+        absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
+        if absorber in degrees:
+            absorber = None
+        _check_world(degrees, world_size, absorber=absorber)
+        if absorber is not None:
+            degrees[absorber] = world_size // prod(degrees.values())
+        dp = degrees.get("dp", 1)
+        zero = _stage(preset, given.get("zero"))
+        shard = given.get("shard", 0)
+        if preset == "hsdp" and dp > 1:
+            neighbours = None if node is None else node // (degrees.get("tp", 1) * degrees.get("cp", 1))
+            shard = _hybrid_shard(dp, shard, neighbours)
+        return cls(
+            **degrees, zero=zero, shard=shard, schedule=settings.get("schedule"), microbatches=given.get("microbatches")
+        )
 
     @classmethod
-    def _fitting(cls, dp: int, world_size: int) -> Strategy:
-        if dp != world_size:
-            raise StrategyError(
-                "The strategy's degrees do not multiply to the world.",
-                numbers=f"dp {dp} = {dp} rank{'s' * (dp != 1)}, the world has {world_size}",
-                hint=f"strategy='dp={world_size}', or 'ddp', which takes the world",
-            )
-        return cls(dp=dp)
+    def every(cls, world_size: int, *, schedules: Sequence[str] = SCHEDULES, cp: bool = True) -> list[Strategy]:
+        """Every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
+
+        Each split of the world over the axes, each ZeRO stage, hsdp with each size of group (parameters sharded), each
+        of `schedules`. Context parallelism, for sequences too long otherwise, comes last, or not at all with cp=False.
+        """
+        found = []
+        for dp, tp, pp in product(_divisors(world_size), repeat=3):
+            if world_size % (dp * tp * pp) or (not cp and dp * tp * pp != world_size):
+                continue
+            groups = [(0, dp)] if dp == 1 else [(0, dp), (1, dp), (2, dp), *((3, n) for n in _divisors(dp)[:0:-1])]
+            for (zero, shard), schedule in product(groups, schedules if pp > 1 else (None,)):
+                found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
+        return sorted(found, key=_simplicity)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of ranks."""
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+
+    @property
+    def label(self) -> str:
+        """A short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp"; without degrees, not for parsing."""
+        data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
+        names = [data if self.dp > 1 else "", *(axis for axis in ("tp", "pp", "cp") if self.mesh.degree(axis) > 1)]
+        return "+".join(name for name in names if name) or "ddp"
 
     def __str__(self) -> str:
-        return f"dp={self.dp}"
+        words = [f"{axis}={self.mesh.degree(axis)}" for axis in _DEGREES if self.mesh.degree(axis) > 1] or ["dp=1"]
+        words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
+        if self.pp > 1:
+            words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        return " ".join(words)
 
 
-def _degree(word: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise StrategyError(f"{word!r} is not a degree.", numbers="a degree is a whole number >= 1", hint="dp=2")
+def _read(text: str) -> tuple[str | None, dict[str, str]]:
+    """The preset and the settings that `text` names, values as written."""
+    preset, settings = None, dict[str, str]()
+    words = text.lower().split()
+    if not words:
+        raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="strategy='ddp'")
+    for place, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if not equals and (place or key not in PRESETS):
+            what = (
+                f"{word!r} comes after the first word; a preset comes first." if place else f"{word!r} is not a preset."
+            )
+            raise StrategyError(what, numbers=_vocabulary(), hint="strategy='ddp'")
+        if equals and key not in _KEYS:
+            raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint="strategy='dp=2'")
+        if key in settings:
+            raise StrategyError(
+                f"{key!r} is given twice.", numbers=f"{key}={settings[key]} and {word}", hint=f"{key}={settings[key]}"
+            )
+        if equals:
+            settings[key] = value
+        else:
+            preset = key
+    return preset, settings
+
+
+def _vocabulary() -> str:
+    return f"presets: {' '.join(PRESETS)}; keys: {' '.join(_KEYS)}"
+
+
+def _number(key: str, value: str) -> int:
+    least = 0 if key == "zero" else 1
+    if not (value.isascii() and value.isdecimal()) or int(value) < least:
+        what = "a degree" if key in _DEGREES else f"a value of {key}"
+        raise StrategyError(
+            f"{key + '=' + value!r} is not {what}.",
+            numbers=f"{what} is a whole number >= {least}",
+            hint=f"{key}={max(least, 2)}",
+        )
     return int(value)
 
 
-def _check_preset(word: str, *, first: bool) -> None:
-    if word in _LATER_PRESETS:
-        raise StrategyError(f"The strategy {word!r} is not in this release.", numbers=_AVAILABLE, hint="strategy='ddp'")
-    if word != "ddp" or not first:
+def _stage(preset: str | None, given: int | None) -> int:
+    fixed = _ZERO.get(preset or "")
+    if given is not None and ((fixed is not None and given != fixed) or (preset == "hsdp" and given == 0)):
         raise StrategyError(
-            f"{word!r} is not a preset." if first else f"{word!r} comes after the first word; a preset comes first.",
-            numbers=f"presets: ddp {' '.join(_LATER_PRESETS)}; keys: {' '.join(_KEYS)}; {_AVAILABLE}",
-            hint="strategy='ddp'",
+            f"'zero={given}' contradicts {preset!r}.",
+            numbers=f"{preset} is zero={3 if fixed is None else fixed}",
+            hint=f"zero={given} without {preset}, or {preset} alone",
+        )
+    return given if given is not None else 3 if preset == "hsdp" else fixed or 0
+
+
+def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | None) -> None:
+    """Whether the degrees multiply to the world or, with an axis that takes what is left, divide it."""
+    size = prod(degrees.values())
+    if size == world_size or (absorber is not None and world_size % size == 0):
+        return
+    named = {axis: n for axis, n in degrees.items() if n > 1} or dict(list(degrees.items())[:1])
+    numbers = f"{' x '.join(f'{axis} {n}' for axis, n in named.items())} = {size} rank{'s' * (size != 1)}"
+    numbers += f", the world has {world_size}"
+    if absorber is not None and size < world_size:
+        numbers += f": {world_size} / {size} = {world_size / size:.3g} left for {absorber}"
+    others = {axis: n for axis, n in named.items() if axis != "dp"}
+    left, rest = divmod(world_size, prod(others.values()))
+    if rest or not left:
+        hint = f"degrees that divide {world_size}: {', '.join(map(str, _divisors(world_size)))}"
+    else:
+        fitting = " ".join(f"{axis}={n}" for axis, n in {"dp": left, **others}.items())
+        hint = f"strategy={fitting!r}, or leave dp out: it takes what is left of the world"
+    raise StrategyError("The strategy's degrees do not multiply to the world.", numbers=numbers, hint=hint)
+
+
+def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
+    """Ranks of a sharding group of hsdp: as given, or the most that divide dp, leave a replica and fit in a node.
+
+    neighbours: ranks along dp that share a node. Where that is unknown, or a node holds all of dp or not even two, the
+    largest proper divisor of dp: the least memory that still replicates.
+    """
+    proper = [n for n in _divisors(dp) if 1 < n < dp]
+    if shard == dp or (not shard and not proper):
+        raise StrategyError(
+            "hsdp shards within groups and replicates across them: it needs at least two groups of two.",
+            numbers=f"dp {dp} / shard {dp} = 1 group; between 1 and {dp} dp has "
+            + (f"the divisors {', '.join(map(str, proper))}" if proper else "no divisor"),
+            hint=f"shard={proper[-1]}" if proper else "strategy='zero3'",
+        )
+    return shard or max((n for n in proper if neighbours is None or n <= neighbours), default=max(proper))
+
+
+def _check_microbatches(schedule: str, pp: int, microbatches: int) -> None:
+    if schedule == "dualpipev" and microbatches < 2 * pp:
+        raise StrategyError(
+            "dualpipev has two stages on each rank, and needs a micro-batch for each stage.",
+            numbers=f"2 x pp {pp} = {2 * pp} stages, {microbatches} micro-batches",
+            hint=f"microbatches={2 * pp}, or schedule=zbv",
+        )
+    if schedule in ("interleaved", "zb") and microbatches > pp and microbatches % pp:
+        below, above = microbatches // pp * pp, (microbatches // pp + 1) * pp
+        raise StrategyError(
+            f"{schedule} takes micro-batches in rounds of one for each rank of the pipeline.",
+            numbers=f"{microbatches} micro-batches / pp {pp} = {microbatches / pp:.3g} rounds",
+            hint=f"microbatches={above} or {below}",
         )
 
 
-def _check_neutral(word: str, key: str, value: str) -> None:
-    if key not in _KEYS:
-        raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint="strategy='dp=2'")
-    if _NEUTRAL.get(key) != value:
-        raise StrategyError(f"{word!r} is not in this release.", numbers=_AVAILABLE, hint="strategy='ddp'")
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _simplicity(s: Strategy) -> tuple[object, ...]:
+    """Sorts: one axis before two, context parallelism last, data before tensor before pipeline, more replicas first."""
+    split = [s.mesh.degree(axis) > 1 for axis in _DEGREES]
+    schedule = SCHEDULES.index(s.schedule) if s.schedule else -1
+    return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule
