@@ -1,0 +1,105 @@
+"""The partition of blocks over stages is the best there is, compared with all there are."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+
+from nbkit.errors import StrategyError
+from nbkit.planner.partition import partition, place, ranks_of_stages, spelled
+from nbkit.strategy import Strategy
+
+
+def by_trying_all(costs: list[float], stages: int, speeds: list[float]) -> list[tuple[int, int]]:
+    """Best by (longest stage, sum of squares), earlier stages larger, among every contiguous partition."""
+
+    def worth(cut: list[tuple[int, int]]) -> tuple[object, ...]:
+        times = [sum(map(Fraction, costs[a:b])) / Fraction(s) for (a, b), s in zip(cut, speeds, strict=True)]
+        return max(times), sum(t * t for t in times), [-b for _, b in cut]
+
+    every = []
+    for inner in combinations(range(1, len(costs)), stages - 1):
+        at = [0, *inner, len(costs)]
+        every.append(list(pairwise(at)))
+    return min(every, key=worth)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_partition_is_better(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = draw.randint(1, 12)
+    # Few different values make ties, thirds make sums that floating point gets wrong, zero is a block without work.
+    values = draw.choice([[1.0], [0.1, 0.2, 0.3], [0.0, 1 / 3, 2 / 3], [draw.uniform(0.5, 5) for _ in range(9)]])
+    costs = [draw.choice(values) for _ in range(blocks)]
+    for stages in range(1, blocks + 1):
+        speeds = [draw.choice([0.5, 1.0, 3.0]) for _ in range(stages)]
+
+        assert partition(costs, stages) == by_trying_all(costs, stages, [1.0] * stages)
+        assert partition(costs, stages, speeds=speeds) == by_trying_all(costs, stages, speeds)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "text"), [(10, 4, "3+3+2+2"), (8, 4, "2+2+2+2"), (10, 5, "2+2+2+2+2"), (5, 3, "2+2+1")]
+)
+def test_equal_blocks_are_counted_out(blocks: int, stages: int, text: str) -> None:
+    assert spelled(partition([0.1] * blocks, stages)) == text
+
+
+def test_a_slow_device_gets_less() -> None:
+    assert spelled(partition([1.0] * 9, 3, speeds=[1.0, 0.25, 1.0])) == "4+1+4"
+
+
+def test_a_large_model_is_cut_at_once() -> None:
+    draw = random.Random(0)
+    costs, speeds = [draw.uniform(1, 2) for _ in range(96)], [draw.uniform(0.3, 1) for _ in range(16)]
+
+    ranges = partition(costs, 16, speeds=speeds)
+
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == 96
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "ranges"),
+    [
+        ("1f1b", (0, 1, 2), [[(0, 3)], [(3, 5)], [(5, 7)]]),
+        ("zb", (0, 1, 2, 0, 1, 2), [[(0, 2), (4, 5)], [(2, 3), (5, 6)], [(3, 4), (6, 7)]]),
+        ("zbv", (0, 1, 2, 2, 1, 0), [[(0, 2), (6, 7)], [(2, 3), (5, 6)], [(3, 4), (4, 5)]]),
+    ],
+)
+def test_each_schedule_places_its_stages(
+    schedule: str, ranks: tuple[int, ...], ranges: list[list[tuple[int, int]]]
+) -> None:
+    strategy = Strategy(pp=3, schedule=schedule)
+
+    assert ranks_of_stages(strategy) == ranks
+    assert place([1.0] * 7, strategy) == ranges
+    assert ranks_of_stages(Strategy(dp=2)) == (0,)
+
+
+def test_the_speeds_of_ranks_reach_their_stages() -> None:
+    (first, second) = place([1.0] * 12, Strategy(pp=2, schedule="zbv"), speeds=[1.0, 0.5])
+
+    assert (spelled(first), spelled(second)) == ("4+4", "2+2")
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "speeds", "words"),
+    [
+        ([1.0] * 3, 4, None, "3 blocks, 4 stages"),
+        ([1.0], 0, None, "1 block, 0 stages"),
+        ([], 1, None, "0 blocks, 1 stages"),
+        ([1.0, -1.0], 2, None, "-1.0"),
+        ([1.0, float("nan")], 2, None, "nan"),
+        ([1.0, float("inf")], 2, None, "inf"),
+        ([1.0, 1.0], 2, [1.0], "2 stages"),
+        ([1.0, 1.0], 2, [1.0, 0.0], "0.0"),
+    ],
+)
+def test_what_cannot_be_cut_says_so(costs: list[float], stages: int, speeds: list[float] | None, words: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        partition(costs, stages, speeds=speeds)
+
+    assert words in str(raised.value) and raised.value.hint
