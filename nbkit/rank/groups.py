@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
+from nbkit.rank.reduce_scatter import method
 
 __all__ = [
     "FOREVER",
@@ -207,7 +208,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
             moved = 0 if payload is None or payload >= len(values) else _num_bytes(values[payload])
             for tell in listeners:
                 tell(spoken, self.label, moved)
-        return getattr(self.inner, name)(*args, **kwargs)
+        return method(self.inner, name)(*args, **kwargs)
 
     issue.__name__ = name
     return issue

@@ -1,0 +1,170 @@
+"""Reduce-scatter over gloo at the bytes that the operation needs.
+
+gloo's own is an all-reduce of which each rank keeps its part: 2 (n - 1) / n of the input leaves every rank. Here the
+ranks exchange the parts, (n - 1) / n of the input, and each sums the n that it was given, always in the order of the
+ranks. nccl has a real one and never comes by here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["method"]
+
+
+class _Summing(dist.Work):
+    """Exchanges under way; what they brought is summed once, by whoever first sees that they are done."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None], outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+        self._finish: Callable[[], None] | None = finish
+        self._lock = threading.Lock()
+
+    def _sum(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self._sum()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self.is_success():
+            self._sum()
+        return True
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        def summed(done: torch.futures.Future[Any]) -> list[Tensor]:
+            for future in done.value():
+                future.value()  # raises what the exchange raised
+            self._sum()
+            return self._outputs
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(summed)
+
+
+def _reduce(op: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes one row of the n rows that arrived; None for what gloo alone knows."""
+    if op == dist.ReduceOp.SUM:
+        return lambda rows: rows.sum(0, dtype=rows.dtype)
+    if op == dist.ReduceOp.AVG:
+        return lambda rows: rows.sum(0, dtype=rows.dtype).div_(len(rows))
+    if op == dist.ReduceOp.MAX:
+        return lambda rows: rows.amax(0)
+    if op == dist.ReduceOp.MIN:
+        return lambda rows: rows.amin(0)
+    return None
+
+
+def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[[Tensor], Tensor] | None:
+    """The reduction, when these tensors go over gloo and it can be made here."""
+    if not isinstance(opts, dist.ReduceScatterOptions) or inner.size() == 1:
+        return None
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.dtype is torch.bool or tensor.is_complex() or tensor.is_sparse:
+            return None
+    op: Any = opts.reduceOp
+    if op == dist.ReduceOp.AVG and not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return _reduce(op) if inner._get_backend(torch.device("cpu")).name() == "gloo" else None
+
+
+def _exchange(
+    inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Tensor]
+) -> dist.Work:
+    """(output, flat input) of each: part r of the input goes to rank r. The inputs are free to change afterwards."""
+    works, arrived = [], []
+    options = dist.AllToAllOptions()
+    options.timeout = opts.timeout
+    for output, flat in pairs:
+        rows = flat.new_empty(inner.size(), output.numel())
+        # As bytes: what gloo carries does not depend on what it can add.
+        received, sent = rows.view(-1).view(torch.uint8), flat.view(torch.uint8)
+        splits = [output.numel() * output.element_size()] * inner.size()
+        works.append(inner.alltoall_base(received, sent, splits, splits, options))
+        arrived.append(rows)
+
+    def finish() -> None:
+        for (output, _), rows in zip(pairs, arrived, strict=True):
+            output.copy_(reduce(rows).view(output.shape))
+
+    return _Summing(works, finish, [output for output, _ in pairs])
+
+
+# Each of these answers None where the inner group's own serves.
+def _single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
+    return _coalesced(inner, [output], [source], opts)
+
+
+def _coalesced(inner: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work | None:
+    reduce = _serves(inner, [*outputs, *inputs], opts)
+    if reduce is None:
+        return None
+    for output, source in zip(outputs, inputs, strict=True):
+        # What does not fit is left to torch's own checks and messages.
+        if source.numel() != inner.size() * output.numel() or source.dtype != output.dtype:
+            return None
+    flats = [source.contiguous().view(-1) for source in inputs]
+    return _exchange(inner, list(zip(outputs, flats, strict=True)), opts, reduce)
+
+
+def _list(inner: Any, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work | None:
+    if not isinstance(outputs, list) or len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != inner.size():
+        return None
+    output, parts = outputs[0], inputs[0]
+    if any(part.numel() != output.numel() or part.dtype != output.dtype for part in parts):
+        return None
+    reduce = _serves(inner, [output, *parts], opts)
+    if reduce is None:
+        return None
+    return _exchange(inner, [(output, torch.cat([part.reshape(-1) for part in parts]))], opts, reduce)
+
+
+_INSTEAD: dict[str, Callable[..., dist.Work | None]] = {
+    "reduce_scatter": _list,
+    "reduce_scatter_single": _single,
+    "_reduce_scatter_base": _single,
+    "reduce_scatter_single_coalesced": _coalesced,
+    "reduce_scatter_tensor_coalesced": _coalesced,
+}
+
+
+def method(inner: Any, name: str) -> Callable[..., Any]:
+    """The method `name` of an inner group; of a reduce-scatter one that goes over gloo as an exchange."""
+    own: Callable[..., Any] = getattr(inner, name)
+    instead = _INSTEAD.get(name)
+    if instead is None:
+        return own
+
+    def issue(*args: Any, **kwargs: Any) -> Any:
+        work = instead(inner, *args, **kwargs) if not kwargs else None
+        return own(*args, **kwargs) if work is None else work
+
+    return issue

@@ -1,0 +1,147 @@
+"""A reduce-scatter over gloo gives what torch's gives, at half of its bytes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from ranks import run_ranks
+
+from nbkit.rank import groups, sockets
+from nbkit.rank.world import World
+
+N = 3
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def given(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(2 * N, 5, generator=torch.Generator().manual_seed(rank)).mul(100).to(dtype)
+
+
+def expected(rank: int, op: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    every = torch.stack([given(r, dtype) for r in range(N)])
+    whole = {
+        "sum": every.sum(0, dtype=dtype),
+        "max": every.amax(0),
+        "min": every.amin(0),
+        "product": every.prod(0, dtype=dtype),
+    }
+    whole["avg"] = whole["sum"] / N
+    return whole[op].chunk(N)[rank].to(dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(torch.allclose(found, wanted, rtol=1e-2 if wanted.dtype == torch.bfloat16 else 1e-14, atol=0))
+
+
+def every_form(world: World) -> dict[str, bool]:
+    warnings.simplefilter("ignore", FutureWarning)
+    rank, right = world.place.rank, {}
+    for name, op in OPS.items():
+        out = torch.empty(2, 5, dtype=torch.float64)
+        dist.reduce_scatter_tensor(out, given(rank), op=op)
+        right[f"tensor {name}"] = near(out, expected(rank, name))
+        out = torch.empty(2, 5, dtype=torch.float64)
+        dist.reduce_scatter(out, list(given(rank).chunk(N)), op=op)
+        right[f"list {name}"] = near(out, expected(rank, name))
+    for dtype in (torch.bfloat16, torch.int32):
+        out = torch.empty(2, 5, dtype=dtype)
+        dist._reduce_scatter_base(out, given(rank, dtype))
+        right[f"base {dtype}"] = near(out, expected(rank, "sum", dtype))
+    # In place, as NCCL allows, out of order, and the input changed while it is under way is not: it is waited for.
+    mine, other = given(rank), given(rank)
+    works = [
+        dist.reduce_scatter_tensor(mine[2 * rank : 2 * rank + 2], mine, async_op=True),
+        dist.reduce_scatter_tensor(far := torch.empty(2, 5, dtype=torch.float64), other, async_op=True),
+    ]
+    for work in reversed(works):
+        work.wait()
+        work.wait()
+    right["in place"] = near(mine[2 * rank : 2 * rank + 2], expected(rank, "sum"))
+    right["asynchronous"] = near(far, expected(rank, "sum"))
+    work = dist.reduce_scatter_tensor(polled := torch.empty(2, 5, dtype=torch.float64), given(rank), async_op=True)
+    while not work.is_completed():
+        pass
+    right["polled"] = near(polled, expected(rank, "sum")) and work.is_success() and work.exception() is None
+    work = dist.reduce_scatter_tensor(later := torch.empty(2, 5, dtype=torch.float64), given(rank), async_op=True)
+    (value,) = work.get_future().wait()
+    right["future"] = near(value, expected(rank, "sum")) and value.data_ptr() == later.data_ptr()
+    outs = [torch.empty(2, 5, dtype=torch.float64) for _ in range(2)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for out in outs:
+            dist.reduce_scatter_tensor(out, given(rank))
+    manager.wait()
+    right["coalesced"] = all(near(out, expected(rank, "sum")) for out in outs)
+    functional = funcol.reduce_scatter_tensor(given(rank), "sum", 0, dist.group.WORLD)
+    right["functional"] = near(functional + 0, expected(rank, "sum"))
+    product = torch.empty(2, 5, dtype=torch.float64)
+    dist.reduce_scatter_tensor(product, given(rank), op=dist.ReduceOp.PRODUCT)
+    right["what gloo alone knows"] = near(product, expected(rank, "product"))
+    turned = given(rank).t().contiguous().t()
+    dist.reduce_scatter_tensor(out := torch.empty(2, 5, dtype=torch.float64), turned)
+    right["not contiguous"] = near(out, expected(rank, "sum"))
+    return right
+
+
+def test_every_form_gives_the_sums_average_and_extremes() -> None:
+    for right in run_ranks(every_form, N):
+        assert [name for name, good in right.items() if not good] == []
+
+
+class Spy:
+    """An inner group that tells which of its methods are called, and with how many bytes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.called = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self.inner, name)
+        if not callable(own) or name in ("size", "_get_backend"):
+            return own
+
+        def call(*args: Any) -> Any:
+            self.called.append((name, args[1].numel() * args[1].element_size()))
+            return own(*args)
+
+        return call
+
+
+def on_the_wire(world: World) -> Any:
+    group = dist.group.WORLD
+    assert isinstance(group, groups.DelegatingGroup)
+    group.inner = spy = Spy(group.inner)
+    heard: list[Any] = []
+    groups.listeners.append(lambda *told: heard.append(told))
+    before = group.count
+    out = torch.empty(2, 5, dtype=torch.float64)
+    group._reduce_scatter_base(out, given(world.place.rank), dist.ReduceScatterOptions()).wait()
+    return spy.called, heard, group.count - before
+
+
+def test_it_is_one_exchange_of_the_input_and_counted_as_one_reduce_scatter() -> None:
+    nbytes = 2 * N * 5 * 8
+    for called, heard, count in run_ranks(on_the_wire, N):
+        assert called == [("alltoall_base", nbytes)]
+        assert heard == [("reduce_scatter", "default_pg", nbytes)]
+        assert count == 1
+
+
+def peer_gone(world: World) -> bool:
+    if world.place.rank == 1:
+        group = dist.group.WORLD
+        assert isinstance(group, groups.DelegatingGroup)
+        sockets.shut(group.sockets)
+        return True
+    work = dist.reduce_scatter_tensor(torch.empty(1 << 18), torch.zeros(2 << 18), async_op=True)
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_a_broken_exchange_raises() -> None:
+    assert run_ranks(peer_gone, 2) == [True, True]
