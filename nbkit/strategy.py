@@ -19,7 +19,7 @@ from math import prod
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
 
-__all__ = ["PRESETS", "SCHEDULES", "Strategy"]
+__all__ = ["PRESETS", "SCHEDULES", "Strategy", "divisors"]
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
@@ -73,7 +73,7 @@ class Strategy:
             raise StrategyError(
                 "The sharding groups do not divide the data axis.",
                 numbers=f"dp {self.dp} / shard {shard} = {self.dp / shard:.3g} groups",
-                hint="shard=" + " or ".join(str(n) for n in _divisors(self.dp) if n > 1),
+                hint="shard=" + " or ".join(str(n) for n in divisors(self.dp) if n > 1),
             )
         elif zero and shard == 1:
             yield f"zero={zero} has no effect with shard=1: a group of one rank holds everything"
@@ -145,10 +145,10 @@ class Strategy:
         of `schedules`. Context parallelism, for sequences too long otherwise, comes last, or not at all with cp=False.
         """
         found = []
-        for dp, tp, pp in product(_divisors(world_size), repeat=3):
+        for dp, tp, pp in product(divisors(world_size), repeat=3):
             if world_size % (dp * tp * pp) or (not cp and dp * tp * pp != world_size):
                 continue
-            groups = [(0, dp)] if dp == 1 else [(0, dp), (1, dp), (2, dp), *((3, n) for n in _divisors(dp)[:0:-1])]
+            groups = [(0, dp)] if dp == 1 else [(0, dp), (1, dp), (2, dp), *((3, n) for n in divisors(dp)[:0:-1])]
             for (zero, shard), schedule in product(groups, schedules if pp > 1 else (None,)):
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
         return sorted(found, key=_simplicity)
@@ -182,10 +182,9 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
     for place, word in enumerate(words):
         key, equals, value = word.partition("=")
         if not equals and (place or key not in PRESETS):
-            what = (
-                f"{word!r} comes after the first word; a preset comes first." if place else f"{word!r} is not a preset."
-            )
-            raise StrategyError(what, numbers=_vocabulary(), hint="strategy='ddp'")
+            what = "comes after the first word; a preset comes first." if place else "is not a preset."
+            hint = f"{word}=2" if word in _KEYS else "strategy='ddp'"
+            raise StrategyError(f"{word!r} {what}", numbers=_vocabulary(), hint=hint)
         if equals and key not in _KEYS:
             raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint="strategy='dp=2'")
         if key in settings:
@@ -239,7 +238,7 @@ def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | No
     others = {axis: n for axis, n in named.items() if axis != "dp"}
     left, rest = divmod(world_size, prod(others.values()))
     if rest or not left:
-        hint = f"degrees that divide {world_size}: {', '.join(map(str, _divisors(world_size)))}"
+        hint = f"degrees that divide {world_size}: {', '.join(map(str, divisors(world_size)))}"
     else:
         fitting = " ".join(f"{axis}={n}" for axis, n in {"dp": left, **others}.items())
         hint = f"strategy={fitting!r}, or leave dp out: it takes what is left of the world"
@@ -252,7 +251,7 @@ def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
     neighbours: ranks along dp that share a node. Where that is unknown, or a node holds all of dp or not even two, the
     largest proper divisor of dp: the least memory that still replicates.
     """
-    proper = [n for n in _divisors(dp) if 1 < n < dp]
+    proper = [n for n in divisors(dp) if 1 < n < dp]
     if shard == dp or (not shard and not proper):
         raise StrategyError(
             "hsdp shards within groups and replicates across them: it needs at least two groups of two.",
@@ -279,7 +278,8 @@ def _check_microbatches(schedule: str, pp: int, microbatches: int) -> None:
         )
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Of `n`, from 1 to `n`: the degrees that divide it."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -59,6 +59,7 @@ REFUSED = {
     "zero=4": (["no such ZeRO stage", "zero=4", "3 also parameters"], "zero=3"),
     "zero=-1": (["not a value of zero", "whole number >= 0"], "zero="),
     "data": (["'data' is not a preset", "zero3"], "ddp"),
+    "cp": (["'cp' is not a preset"], "cp=2"),
     "dp=4 ddp": (["a preset comes first"], "ddp"),
     "ddp zero3": (["'zero3' comes after the first word"], "ddp"),
     "ranks=4": (["'ranks' is not a key", "microbatches"], "dp=2"),

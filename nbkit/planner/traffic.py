@@ -1,0 +1,241 @@
+"""Bytes that a rank sends in a step, by axis and operation, from the formulas of the literature.
+
+Sizes follow nccl-tests (doc/PERFORMANCE.md): S is the whole tensor of a collective: what an all-reduce reduces, what an
+all-gather ends with, what a reduce-scatter begins with. Over n ranks each must send 2(n-1)/n S in an all-reduce,
+(n-1)/n S in the other two, whatever the algorithm.
+
+    axis  per step                                                                          source
+    dp    zero=0: all-reduce of the gradients                                               Rajbhandari et al. 2020, 7.1
+          zero=1, 2: reduce-scatter of the gradients, all-gather of the parameters          the same, 7.2.1
+          zero=3: all-gather of the parameters for forward and for backward, reduce-scatter the same, 7.2.2
+          hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
+    tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
+          with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
+    pp    a boundary: the hidden states forward, their gradients backward                   Narayanan et al. 2021, 3.2
+    cp    a block: all-gathers of keys and values, reduce-scatters of their gradients       Dubey et al. 2024, 3.3.2
+
+Every gradient that is a partial sum over tp or cp, and that of a weight tied over stages, is all-reduced once. Left
+out: the few scalars of loss, norm and agreement, and the padding of uneven parts. Buckets may split one call into many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nbkit.errors import StrategyError
+from nbkit.layout import bounds
+from nbkit.planner.facts import Cuts, Facts, Weight, cuts_for, held, holders
+from nbkit.planner.memory import ADAM, Bytes
+from nbkit.planner.partition import ranks_of_stages
+from nbkit.strategy import Strategy
+
+__all__ = ["Traffic", "per_step", "wire_bytes"]
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One term of a step: `calls` of `op` in groups of `ranks` along `axis`; `bytes` is S, over all calls together."""
+
+    axis: str
+    op: str
+    ranks: int
+    calls: int
+    bytes: int
+    what: str
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a rank sends, at the least."""
+        n = self.ranks
+        return self.bytes * {"all_reduce": 2 * (n - 1) / n, "send": 1.0}.get(self.op, (n - 1) / n)
+
+    @property
+    def given(self) -> float:
+        """Bytes of the tensors that a rank hands to the operation, which is what telemetry counts."""
+        return self.bytes / self.ranks if self.op == "all_gather" else self.bytes
+
+
+def per_step(
+    weights: Sequence[Weight],
+    facts: Facts,
+    strategy: Strategy,
+    rank: int,
+    *,
+    cuts: Cuts | None = None,
+    each: Bytes = ADAM,
+    hidden: int = _FP32,
+    accumulation: int = 1,
+    sequence_parallel: bool = True,
+) -> tuple[Traffic, ...]:
+    """What `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
+
+    cuts: which blocks the ranks of a pipeline hold; None: as many each. each, hidden: bytes of an element of weights
+    and gradients, of the hidden states. accumulation: forward passes of a step where there is no pipeline.
+    Raises StrategyError when a number of `facts` that it needs is unknown: batch, sequence, width for tp, pp and cp.
+    """
+    step = _Step(
+        weights, facts, strategy, rank, cuts_for(weights, strategy, cuts), each, hidden, accumulation, sequence_parallel
+    )
+    terms = [*step.data(), *step.tensor(), *step.pipeline(), *step.context()]
+    return tuple(term for term in terms if term.bytes and term.ranks > 1)
+
+
+def wire_bytes(terms: Sequence[Traffic], axis: str | None = None) -> float:
+    """Bytes that a rank sends in all of `terms`, or in those of one axis."""
+    return sum(term.wire for term in terms if axis in (None, term.axis))
+
+
+@dataclass(frozen=True)
+class _Step:
+    weights: Sequence[Weight]
+    facts: Facts
+    strategy: Strategy
+    rank: int
+    cuts: Cuts | None
+    each: Bytes
+    hidden: int
+    accumulation: int
+    sequence_parallel: bool
+
+    def data(self) -> Iterator[Traffic]:
+        """The data axis; in hsdp its halves."""
+        s, g, p = self.strategy, self.each.gradient, self.each.parameter
+        trained = [weight for weight in self.weights if weight.trained]
+        if s.zero == 0:
+            yield Traffic("dp", "all_reduce", s.dp, 1, g * self._held(trained), "gradients")
+            return
+        axis = "dp" if s.shard == s.dp else "shard"
+        # Parameters stay gathered while the micro-batches of a pipeline are under way.
+        passes = 1 if s.pp > 1 or s.zero < 3 else self.accumulation
+        yield Traffic(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
+        if s.shard < s.dp:
+            yield Traffic(
+                "replicate", "all_reduce", s.dp // s.shard, 1, g * self._held(trained, sharded=True), "gradients"
+            )
+        if s.zero < 3:
+            yield Traffic(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
+            return
+        yield Traffic(axis, "all_gather", s.shard, passes, passes * p * self._held(self.weights), "parameters, forward")
+        if s.pp == 1:
+            # What lies outside the blocks is needed last and first: it stays from forward to backward.
+            again = [weight for weight in self.weights if not weight.outside]
+            yield Traffic(axis, "all_gather", s.shard, passes, passes * p * self._held(again), "parameters, backward")
+
+    def tensor(self) -> Iterator[Traffic]:
+        """Blocks, vocabulary, and gradients that are partial sums."""
+        n, m = self.strategy.tp, self._forwards
+        if n == 1:
+            return
+        size = self._hidden_bytes(self._tokens)
+        pair = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("all_reduce",)
+        for op in pair:
+            yield Traffic("tp", op, n, 4 * m * self._blocks, 4 * size * self._blocks, "hidden states of the blocks")
+        if self.facts.vocab is not None and self._has_first:
+            for op in pair:
+                yield Traffic("tp", op, n, m, size, "embedding")
+        if self.facts.vocab is not None and self._has_last:
+            for op in pair:
+                yield Traffic("tp", op, n, m, size, "head")
+            # The largest logit, the sum of exponentials, the target's logit: each a number per token.
+            yield Traffic("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
+        if self.sequence_parallel:
+            yield self._sum_of_parts("tp")
+
+    def pipeline(self) -> Iterator[Traffic]:
+        """Boundaries with other ranks, and tied weights."""
+        if self.cuts is None:
+            return
+        at, m, stages = self._at["pp"], self._forwards, ranks_of_stages(self.strategy)
+        tokens = _part(self._tokens, self.strategy.tp, self._at["tp"]) if self.sequence_parallel else self._tokens
+        edges, size = list(pairwise(stages)), self._hidden_bytes(tokens)
+        forward, backward = sum(a == at != b for a, b in edges), sum(b == at != a for a, b in edges)
+        yield Traffic("pp", "send", 2, m * forward, size * forward, "hidden states")
+        yield Traffic("pp", "send", 2, m * backward, size * backward, "gradients of hidden states")
+        for weight in self.weights:
+            sharing = holders(weight, self.cuts)
+            if weight.trained and at in sharing:
+                size = self.each.gradient * self._held([weight], sharded=self.strategy.zero > 0)
+                yield Traffic("pp", "all_reduce", len(sharing), 1, size, f"gradient of {weight.name}, tied")
+
+    def context(self) -> Iterator[Traffic]:
+        """Keys and values, the ends of the split region, and gradients that are partial sums."""
+        n, m = self.strategy.cp, self._forwards
+        if n == 1:
+            return
+        whole = self._hidden_bytes(self._sequence)
+        heads, kv_heads = self.facts.heads or 1, self.facts.kv_heads or self.facts.heads or 1
+        both = 2 * whole * kv_heads // heads // self.strategy.tp
+        for op in ("all_gather", "reduce_scatter"):
+            yield Traffic("cp", op, n, 2 * m * self._blocks, both * self._blocks, "keys and values")
+        if self._has_first:
+            yield Traffic("cp", "all_gather", n, m, whole, "gradients of the first block's input")
+        if self._has_last:
+            yield Traffic("cp", "all_gather", n, m, whole, "the last block's output")
+        yield self._sum_of_parts("cp")
+
+    def _sum_of_parts(self, axis: str) -> Traffic:
+        parts = [weight for weight in self.weights if weight.trained and axis in weight.summed]
+        size = self.each.gradient * self._held(parts, sharded=self.strategy.zero > 0)
+        return Traffic(axis, "all_reduce", self.strategy.mesh.degree(axis), 1, size, "gradients that are partial sums")
+
+    def _held(self, weights: Sequence[Weight], *, sharded: bool = False) -> int:
+        return sum(held(weight, self.strategy, self.rank, self.cuts, sharded=sharded) for weight in weights)
+
+    def _hidden_bytes(self, tokens: int) -> int:
+        """Of all rows that this rank sees in a step."""
+        return self._rows * tokens * _known(self.facts.width, "width") * self.hidden
+
+    @property
+    def _at(self) -> dict[str, int]:
+        return self.strategy.mesh.index(self.rank)
+
+    @property
+    def _rows(self) -> int:
+        return _part(_known(self.facts.batch, "batch"), self.strategy.dp, self._at["dp"])
+
+    @property
+    def _sequence(self) -> int:
+        return _known(self.facts.sequence, "sequence")
+
+    @property
+    def _tokens(self) -> int:
+        """Positions between the first block and the last."""
+        return _part(self._sequence, self.strategy.cp, self._at["cp"])
+
+    @property
+    def _forwards(self) -> int:
+        return self.strategy.microbatches or self.accumulation
+
+    @property
+    def _blocks(self) -> int:
+        """How many this rank runs."""
+        if self.cuts is None:
+            return _known(self.facts.blocks, "blocks")
+        return sum(stop - start for start, stop in self.cuts[self._at["pp"]])
+
+    @property
+    def _has_first(self) -> bool:
+        return self.cuts is None or ranks_of_stages(self.strategy)[0] == self._at["pp"]
+
+    @property
+    def _has_last(self) -> bool:
+        return self.cuts is None or ranks_of_stages(self.strategy)[-1] == self._at["pp"]
+
+
+def _part(total: int, parts: int, index: int) -> int:
+    start, stop = bounds(total, parts, index)
+    return stop - start
+
+
+def _known(value: int | None, name: str) -> int:
+    if value is None:
+        raise StrategyError(
+            "The traffic of this strategy follows from numbers that are not known.",
+            numbers=f"{name} is unknown",
+            hint=f"Facts({name}=...)",
+        )
+    return value

@@ -1,0 +1,174 @@
+"""Bytes of a step are those of the literature, written out here by hand for each strategy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from transformer_weights import FACTS, transformer
+
+from nbkit.errors import StrategyError
+from nbkit.planner.facts import Facts, Weight
+from nbkit.planner.traffic import Traffic, per_step, wire_bytes
+from nbkit.strategy import Strategy
+
+WEIGHTS = transformer()
+BLOCK = 3 * 16 * 16 + 16 * 16 + 2 * 4 * 16 * 16 + 2 * 16
+VOCAB = 96 * 16
+P = 4 * (4 * BLOCK + 2 * VOCAB)  # bytes of all parameters
+HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
+
+
+def sizes(terms: tuple[Traffic, ...]) -> dict[tuple[str, str], int]:
+    """S of each axis and operation."""
+    total: Counter[tuple[str, str]] = Counter()
+    for term in terms:
+        total[term.axis, term.op] += term.bytes
+    return dict(total)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_data_axis(n: int) -> None:
+    ddp, zero1, zero2, zero3 = (per_step(WEIGHTS, Facts(), Strategy(dp=n, zero=zero), 0) for zero in range(4))
+
+    assert sizes(ddp) == {("dp", "all_reduce"): P}
+    assert sizes(zero1) == sizes(zero2) == {("dp", "reduce_scatter"): P, ("dp", "all_gather"): P}
+    assert wire_bytes(ddp) == wire_bytes(zero1) == pytest.approx(2 * (n - 1) / n * P)
+    # 1.5 x in the paper, where all is gathered twice; what lies outside the blocks is kept in between.
+    assert wire_bytes(zero3) == pytest.approx((n - 1) / n * (3 * P - 2 * VOCAB * 4))
+    inside = [replace(weight, outside=False) for weight in WEIGHTS]
+    assert wire_bytes(per_step(inside, Facts(), Strategy(dp=n, zero=3), 0)) == pytest.approx(1.5 * wire_bytes(ddp))
+
+
+def test_hsdp_shards_within_and_reduces_shards_across() -> None:
+    terms = per_step(WEIGHTS, Facts(), Strategy(dp=8, zero=1, shard=4), 5)
+
+    assert sizes(terms) == {
+        ("shard", "reduce_scatter"): P,
+        ("shard", "all_gather"): P,
+        ("replicate", "all_reduce"): P // 4,
+    }
+    assert {term.axis: term.ranks for term in terms} == {"shard": 4, "replicate": 2}
+
+
+def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
+    once, thrice = (per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=3), 0, accumulation=k) for k in (1, 3))
+    ddp = (per_step(WEIGHTS, Facts(), Strategy(dp=2), 0, accumulation=k) for k in (1, 3))
+    piped = per_step(WEIGHTS, FACTS, Strategy(dp=2, pp=2, zero=3), 0)
+    stage = 4 * (2 * BLOCK + VOCAB)
+
+    assert wire_bytes(thrice) == 3 * wire_bytes(once)
+    assert next(ddp) == next(ddp)
+    assert {what: s for what, s in sizes(piped).items() if what[0] == "dp"} == {
+        ("dp", "reduce_scatter"): stage,
+        ("dp", "all_gather"): stage,
+    }
+
+
+def test_frozen_weights_have_no_gradient_to_send() -> None:
+    frozen = [replace(weight, trained=weight.name == "head") for weight in WEIGHTS]
+
+    assert sizes(per_step(frozen, Facts(), Strategy(dp=2), 0)) == {("dp", "all_reduce"): 4 * VOCAB}
+    zero1 = per_step(frozen, Facts(), Strategy(dp=2, zero=1), 0)
+    assert sizes(zero1) == {("dp", "reduce_scatter"): 4 * VOCAB, ("dp", "all_gather"): 4 * VOCAB}
+    zero3 = per_step(frozen, Facts(), Strategy(dp=2, zero=3), 0)
+    assert sizes(zero3)["dp", "all_gather"] == P + 4 * 4 * BLOCK
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_tensor_parallelism(n: int) -> None:
+    plain_weights = transformer(sequence_parallel=False)
+    plain = per_step(plain_weights, FACTS, Strategy(tp=n), 0, sequence_parallel=False)
+    sequence = per_step(WEIGHTS, FACTS, Strategy(tp=n), 0)
+    loss, norms = 3 * 16 * 24 * 4, 4 * 2 * 16 * 4
+
+    # Four in each of four blocks, one for the embedding, one for the head.
+    assert sizes(plain) == {("tp", "all_reduce"): 18 * HIDDEN + loss}
+    assert sizes(sequence) == {
+        ("tp", "all_gather"): 18 * HIDDEN,
+        ("tp", "reduce_scatter"): 18 * HIDDEN,
+        ("tp", "all_reduce"): loss + norms,
+    }
+    assert wire_bytes(sequence) == pytest.approx(wire_bytes(plain) + 2 * (n - 1) / n * norms)
+    without = per_step(plain_weights, replace(FACTS, vocab=None), Strategy(tp=n), 0, sequence_parallel=False)
+    assert sizes(without) == {("tp", "all_reduce"): 16 * HIDDEN}
+
+
+@pytest.mark.parametrize(("schedule", "sends"), [("gpipe", [1, 2, 2, 1]), ("zb", [3, 4, 4, 3]), ("zbv", [2, 4, 4, 2])])
+def test_a_pipeline_sends_each_boundary_once_there_and_once_back(schedule: str, sends: list[int]) -> None:
+    weights, facts = transformer(blocks=8), replace(FACTS, blocks=8)
+    strategy = Strategy(pp=4, schedule=schedule, microbatches=8)
+
+    for rank, count in enumerate(sends):
+        terms = per_step(weights, facts, strategy, rank)
+        assert sizes(terms) == {("pp", "send"): count * HIDDEN}
+        assert sum(term.calls for term in terms) == count * 8
+        assert wire_bytes(terms) == count * HIDDEN
+
+
+def test_a_tied_weight_is_reduced_over_its_stages() -> None:
+    weights = transformer(tied=True)
+
+    for rank, size in enumerate([4 * VOCAB, None, None, 4 * VOCAB]):
+        terms = per_step(weights, FACTS, Strategy(pp=4), rank)
+        assert sizes(terms).get(("pp", "all_reduce")) == size
+    # First and last stage on the same rank: nothing to send.
+    folded = per_step(transformer(blocks=8, tied=True), FACTS, Strategy(pp=4, schedule="zbv"), 0)
+    assert ("pp", "all_reduce") not in sizes(folded)
+
+
+def test_context_parallelism() -> None:
+    """Four blocks gather keys and values of half the heads; the ends of the region; every block's gradient."""
+    assert sizes(per_step(WEIGHTS, FACTS, Strategy(cp=2), 1)) == {
+        ("cp", "all_gather"): 4 * HIDDEN + 2 * HIDDEN,
+        ("cp", "reduce_scatter"): 4 * HIDDEN,
+        ("cp", "all_reduce"): 4 * 4 * BLOCK,
+    }
+
+
+def test_hybrids_divide_what_the_other_axes_have_cut() -> None:
+    strategy = Strategy(dp=2, tp=2, pp=2, zero=1)
+    terms = per_step(WEIGHTS, FACTS, strategy, rank=0)
+    cut, norms = 2 * (BLOCK - 2 * 16) + VOCAB, 2 * 2 * 16
+
+    assert sizes(terms) == {
+        ("dp", "reduce_scatter"): 4 * (cut // 2 + norms),
+        ("dp", "all_gather"): 4 * (cut // 2 + norms),
+        ("tp", "all_gather"): (4 * 2 + 1) * HIDDEN // 2,
+        ("tp", "reduce_scatter"): (4 * 2 + 1) * HIDDEN // 2,
+        ("tp", "all_reduce"): 4 * norms // 2,
+        ("pp", "send"): HIDDEN // 2 // 2,
+    }
+
+
+def test_what_is_sent_and_what_is_handed_over() -> None:
+    """Sums over ranks of gloo's wire bytes were measured at 2 S and 6 S, 1 S and 3 S for 2 and 4 ranks."""
+    for n, reduced, moved in ((2, 2, 1), (4, 6, 3)):
+        all_reduce, all_gather = (
+            Traffic("dp", "all_reduce", n, 1, 1000, ""),
+            Traffic("dp", "all_gather", n, 1, 1000, ""),
+        )
+        scatter, send = Traffic("dp", "reduce_scatter", n, 1, 1000, ""), Traffic("pp", "send", 2, 1, 1000, "")
+        assert n * all_reduce.wire == 1000 * reduced
+        assert n * all_gather.wire == n * scatter.wire == 1000 * moved
+        assert (all_reduce.given, all_gather.given, scatter.given, send.given) == (1000, 1000 / n, 1000, 1000)
+        assert send.wire == 1000
+
+
+@pytest.mark.parametrize("strategy", Strategy.every(4), ids=str)
+def test_one_rank_alone_and_axes_of_one_say_nothing(strategy: Strategy) -> None:
+    weights = transformer(blocks=8)
+
+    assert per_step(weights, FACTS, Strategy(), 0) == ()
+    for rank in range(4):
+        terms = per_step(weights, replace(FACTS, blocks=8), strategy, rank)
+        split = {axis for axis in ("dp", "tp", "pp", "cp") if strategy.mesh.degree(axis) > 1}
+        assert {{"shard": "dp", "replicate": "dp"}.get(term.axis, term.axis) for term in terms} == split
+        assert all(term.ranks > 1 and term.bytes > 0 for term in terms)
+
+
+@pytest.mark.parametrize("missing", ["batch", "sequence", "width", "blocks"])
+def test_a_number_that_is_needed_and_unknown_is_named(missing: str) -> None:
+    with pytest.raises(StrategyError, match=f"{missing} is unknown"):
+        per_step([Weight("w", (4, 4))], replace(FACTS, **{missing: None}), Strategy(tp=2), 0)
