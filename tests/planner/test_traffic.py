@@ -55,7 +55,7 @@ def test_hsdp_shards_within_and_reduces_shards_across() -> None:
 def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
     once, thrice = (per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=3), 0, accumulation=k) for k in (1, 3))
     ddp = (per_step(WEIGHTS, Facts(), Strategy(dp=2), 0, accumulation=k) for k in (1, 3))
-    piped = per_step(WEIGHTS, FACTS, Strategy(dp=2, pp=2, zero=3), 0)
+    piped = per_step(WEIGHTS, FACTS, Strategy(dp=2, pp=2, zero=3), 0, accumulation=3)
     stage = 4 * (2 * BLOCK + VOCAB)
 
     assert wire_bytes(thrice) == 3 * wire_bytes(once)
@@ -116,6 +116,15 @@ def test_a_tied_weight_is_reduced_over_its_stages() -> None:
     # First and last stage on the same rank: nothing to send.
     folded = per_step(transformer(blocks=8, tied=True), FACTS, Strategy(pp=4, schedule="zbv"), 0)
     assert ("pp", "all_reduce") not in sizes(folded)
+
+
+@pytest.mark.parametrize(("schedule", "ends"), [("1f1b", [1, 1]), ("zb", [1, 1]), ("zbv", [2, 0])])
+def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str, ends: list[int]) -> None:
+    strategy = Strategy(tp=2, pp=2, schedule=schedule)
+
+    for at, count in enumerate(ends):
+        gathered = sizes(per_step(WEIGHTS, FACTS, strategy, rank=2 * at))["tp", "all_gather"]
+        assert gathered == (4 * 2 + count) * HIDDEN
 
 
 def test_context_parallelism() -> None:
