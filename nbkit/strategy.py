@@ -104,7 +104,12 @@ class Strategy:
             object.__setattr__(self, "schedule", None)
             object.__setattr__(self, "microbatches", None)
             return
-        _check_microbatches(schedule, self.pp, microbatches)
+        if schedule == "dualpipev" and microbatches < 2 * self.pp:
+            raise StrategyError(
+                "dualpipev has two stages on each rank, and needs a micro-batch for each stage.",
+                numbers=f"2 x pp {self.pp} = {2 * self.pp} stages, {microbatches} micro-batches",
+                hint=f"microbatches={2 * self.pp}, or schedule=zbv",
+            )
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "microbatches", microbatches)
 
@@ -260,22 +265,6 @@ def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
             hint=f"shard={proper[-1]}" if proper else "strategy='zero3'",
         )
     return shard or max((n for n in proper if neighbours is None or n <= neighbours), default=max(proper))
-
-
-def _check_microbatches(schedule: str, pp: int, microbatches: int) -> None:
-    if schedule == "dualpipev" and microbatches < 2 * pp:
-        raise StrategyError(
-            "dualpipev has two stages on each rank, and needs a micro-batch for each stage.",
-            numbers=f"2 x pp {pp} = {2 * pp} stages, {microbatches} micro-batches",
-            hint=f"microbatches={2 * pp}, or schedule=zbv",
-        )
-    if schedule in ("interleaved", "zb") and microbatches > pp and microbatches % pp:
-        below, above = microbatches // pp * pp, (microbatches // pp + 1) * pp
-        raise StrategyError(
-            f"{schedule} takes micro-batches in rounds of one for each rank of the pipeline.",
-            numbers=f"{microbatches} micro-batches / pp {pp} = {microbatches / pp:.3g} rounds",
-            hint=f"microbatches={above} or {below}",
-        )
 
 
 def divisors(n: int) -> list[int]:

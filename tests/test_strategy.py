@@ -37,6 +37,7 @@ ON_FOUR = {
     "zero=3 dp=2 tp=2": ("dp=2 tp=2 zero=3", "zero3+tp"),
     "pp": ("pp=4 schedule=1f1b microbatches=8", "pp"),
     "pp schedule=ZBV microbatches=3": ("pp=4 schedule=zbv microbatches=3", "pp"),
+    "pp schedule=zb microbatches=6": ("pp=4 schedule=zb microbatches=6", "pp"),
     "pp=2 microbatches=1": ("dp=2 pp=2 schedule=1f1b microbatches=1", "ddp+pp"),
     "dp=2 pp=2 schedule=zbv": ("dp=2 pp=2 schedule=zbv microbatches=4", "ddp+pp"),
     "tp pp=2": ("tp=2 pp=2 schedule=1f1b microbatches=4", "tp+pp"),
@@ -74,8 +75,6 @@ REFUSED = {
     "pp schedule=fast": (["'fast' is not a schedule", "dualpipev"], "1f1b"),
     "pp microbatches=0": (["'microbatches=0' is not a value of microbatches"], "microbatches=2"),
     "pp schedule=dualpipev microbatches=7": (["2 x pp 4 = 8 stages, 7 micro-batches"], "microbatches=8"),
-    "pp schedule=interleaved microbatches=6": (["6 micro-batches / pp 4 = 1.5 rounds"], "microbatches=8 or 4"),
-    "pp schedule=zb microbatches=6": (["6 micro-batches / pp 4 = 1.5 rounds"], "microbatches=8 or 4"),
 }
 
 

@@ -125,6 +125,13 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             f"(p-1)/(m+p-1) = {pp - 1}/{micro + pp - 1} = {idle:.0%} is idle",
             f"microbatches={2 * pp}",
         )
+    elif schedule == "interleaved" and micro % pp:
+        yield Finding(
+            False,
+            "interleaved takes micro-batches in rounds of one for each rank, and the last round is not full.",
+            f"{micro} micro-batches / pp {pp} = {micro / pp:.3g} rounds",
+            f"microbatches={micro // pp * pp} or {(micro // pp + 1) * pp}",
+        )
 
 
 def _batch(strategy: Strategy, facts: Facts) -> Iterator[Finding]:

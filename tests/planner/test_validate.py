@@ -42,6 +42,7 @@ SHOWN = {
     "costs": ("pp", 2, Facts(costs=(3.0, 1.0, 1.0)), ["3 blocks in 2 stages = 1+2", "1.2 x the mean"]),
     "few micro-batches": ("pp microbatches=2", 4, Facts(), ["2 micro-batches, pp 4", "3/5 = 60% is idle"]),
     "one micro-batch": ("pp microbatches=1", 4, Facts(), ["1 micro-batch, pp 4", "3/4 = 75% is idle"]),
+    "rounds": ("pp schedule=interleaved microbatches=6", 4, Facts(), ["6 micro-batches / pp 4 = 1.5 rounds"]),
     "rows": ("pp microbatches=8", 4, Facts(batch=60), ["60 rows per pipeline, in 8 micro-batches of 8 and 7"]),
     "context": ("cp=2", 2, Facts(sequence=9), ["9 positions over cp 2 = 5+4"]),
     "node": ("tp", 4, Facts(node=2), ["crosses nodes", "2 ranks of a node / tp 4 = 0.5"]),
