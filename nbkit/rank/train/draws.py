@@ -1,0 +1,158 @@
+"""torch's dropping functions, once more, with a mask that is given instead of drawn.
+
+`DRAWS[f]` does what f does. It is called with f itself, `mask(shape, p) -> bool, True where dropped`, then f's own
+arguments. Attention that drops is computed as the formula says (the probabilities are in memory), since no fused
+kernel takes a mask of what to drop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbkit.errors import TrainingError
+
+__all__ = ["DRAWS", "Draw", "Mask"]
+
+Mask = Callable[[Sequence[int], float], Tensor]
+Draw = Callable[..., Any]
+
+
+def _scaled(x: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
+    """`x` without what is dropped, the rest scaled so that the expectation stays."""
+    if p >= 1:
+        return x.mul_(0) if inplace else x * 0
+    return (x.mul_(1 / (1 - p)) if inplace else x * (1 / (1 - p))).masked_fill_(mask, 0)
+
+
+def _dropout(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0 or input.numel() == 0:
+        return input
+    return _scaled(input, mask(input.shape, p), p, inplace)
+
+
+def _dropout_(func: Draw, mask: Mask, input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(func, mask, input, p, train, inplace=True)
+
+
+def _channels(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Whole channels: (B, C, ...)."""
+    if not training or p == 0 or input.numel() == 0:
+        return input
+    whole = mask(input.shape[:2], p).view(*input.shape[:2], *(1 for _ in input.shape[2:]))
+    return _scaled(input, whole, p, inplace)
+
+
+def _alpha(_: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    return _self_normalising(input, mask(input.shape, p) if training and p else None, p, inplace)
+
+
+def _alpha_channels(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0:
+        return input
+    whole = mask(input.shape[:2], p).view(*input.shape[:2], *(1 for _ in input.shape[2:]))
+    return _self_normalising(input, whole, p, inplace)
+
+
+def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -> Tensor:
+    """Klambauer et al. 2017: dropped elements take SELU's lower bound; mean and variance are restored."""
+    if mask is None:
+        return x
+    if p >= 1:
+        return x.mul_(0) if inplace else x * 0
+    bound = -1.7580993408473766
+    scale = ((1 - p) * (1 + p * bound**2)) ** -0.5
+    kept = x.mul_(scale) if inplace else x * scale
+    return kept.masked_fill_(mask, bound * scale).add_(-scale * p * bound)
+
+
+def _attention(
+    func: Draw,
+    mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """(..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
+    if dropout_p == 0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    if attn_mask is not None:
+        allowed = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if allowed else scores + attn_mask
+    # As torch's own: a row in which everything is masked gives zeros, not NaN.
+    weights = torch._safe_softmax(scores, -1)
+    return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
+
+
+def _multi_head(func: FunctionType, mask: Mask, *args: Any, **kwargs: Any) -> Any:
+    """torch's own code, in which `dropout` and `scaled_dot_product_attention` mean these here."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return _dropout(F.dropout, mask, input, p, training, inplace)
+
+    def attention(*inner: Any, **named: Any) -> Tensor:
+        return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
+
+    names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
+    rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    rebound.__kwdefaults__ = func.__kwdefaults__
+    return rebound(*args, **kwargs)
+
+
+def _recurrent(func: Draw, mask: Mask, *args: Any, **kwargs: Any) -> Any:
+    """nn.LSTM, nn.GRU and nn.RNN draw between their layers, inside of a kernel."""
+    # (input, hx, weights, biases, layers, dropout, train, ...); of packed rows (data, batch_sizes, hx, weights, ...).
+    at = 6 if isinstance(args[3], list | tuple) else 5
+    dropout, train = args[at : at + 2]
+    if not train or dropout == 0:
+        return func(*args, **kwargs)
+    raise TrainingError(
+        "A recurrent layer drops inside of its kernel, where no strategy could make it drop the same elements.",
+        numbers=f"dropout {dropout:g}",
+        hint="single-layer nn.LSTM modules with nn.Dropout between them",
+    )
+
+
+DRAWS: dict[Any, Draw] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout_,
+    F.dropout1d: _channels,
+    F.dropout2d: _channels,
+    F.dropout3d: _channels,
+    torch.feature_dropout: _channels,
+    F.alpha_dropout: _alpha,
+    torch.alpha_dropout: _alpha,
+    F.feature_alpha_dropout: _alpha_channels,
+    torch.feature_alpha_dropout: _alpha_channels,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
+}

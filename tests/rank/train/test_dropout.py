@@ -1,0 +1,313 @@
+"""Dropout drops the same elements whichever part of the batch, of the sequence or of the model is at work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.errors import TrainingError
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.extent import extent, extent_of, gathered
+from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.train.masks import coordinates, dropped, key_of
+
+ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2
+
+
+def mask(*key: int, shape: tuple[int, ...] = (16, 64, 128), p: float = 0.5, first: int = 0) -> Tensor:
+    rows = torch.arange(first, first + shape[0])
+    return dropped(key_of(*key), coordinates(shape, rows), p).view(shape)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations of what independent bits give."""
+    a, b = a.double().flatten() - 0.5, b.double().flatten() - 0.5
+    return float((a * b).mean() * 4) * math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_as_asked_are_dropped_in_every_row_line_and_column(p: float) -> None:
+    one = mask(3, 5, p=p).double()
+
+    assert abs(one.mean() - p) < 4 * math.sqrt(p * (1 - p) / one.numel())
+    for dims in ((0, 1), (0, 2), (1, 2), (2,), (1,), (0,)):
+        over = math.prod(one.shape[d] for d in dims)
+        scores = (one.mean(dims) - p) / math.sqrt(p * (1 - p) / over)
+        assert 0.8 < scores.var() < 1.2 or scores.numel() < 200
+        assert scores.abs().max() < 5.5
+
+
+def test_masks_of_neighbours_have_nothing_in_common() -> None:
+    one = mask(3, 5)
+    others = {
+        "step": mask(4, 5),
+        "layer": mask(3, 6),
+        "swapped": mask(5, 3),
+        "sample": mask(3, 5, first=16),
+        "next sample": one.roll(1, 0),
+        "next line": one.roll(1, 1),
+        "next element": one.roll(1, 2),
+        "far element": one.roll(64, 2),
+        "diagonal": one.roll((1, 1), (1, 2)),
+        "transposed": mask(3, 5, shape=(16, 128, 64)).mT,
+    }
+    for what, other in others.items():
+        assert abs(correlation(one, other)) < 4.5, what
+    a, b, c = one, one.roll(1, 2), one.roll(2, 2)
+    assert abs(correlation(a ^ b, c)) < 4.5
+    # 256 keys in a row: the bit of one element is a coin too.
+    coin = torch.stack([mask(k, shape=(8, 8, 8)) for k in range(256)]).double().mean(0)
+    assert ((coin - 0.5) * 2 * 16).abs().max() < 5
+
+
+def test_the_bits_are_those_of_the_published_hash() -> None:
+    """Written once more with Python's integers, which have no width: the same on every device then."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    def bit(key: int, place: tuple[int, ...]) -> bool:
+        low, high = key & 0xFFFFFFFF, key >> 32
+        salted = [
+            mix((x * 0x9E3779B9 & 0xFFFFFFFF) + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF)) & 0xFFFFFFFF)
+            for dim, x in enumerate(place)
+        ]
+        line = mix(salted[0] ^ low)
+        for other in salted[1:-1]:
+            line = mix(line ^ other)
+        last = line ^ salted[-1]
+        last = (last ^ last >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        last = (last ^ last >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return (last ^ 0x80000000) < round(0.3 * 2**32)
+
+    key = key_of(11, 12, 13)
+    assert key_of(11, 12) != key_of(12, 11) and 0 <= key < 2**64
+    rows = torch.tensor([3, 100_000])
+    found = dropped(key, coordinates((2, 3, 2, 5), rows), 0.3)
+    for b, row in enumerate(rows.tolist()):
+        for i in range(3):
+            for j in range(2):
+                assert found[b, i, j].tolist() == [bit(key, (row, i, j, k)) for k in range(5)]
+    # More lines than fit into one piece of work.
+    big = mask(1, shape=(3, 1500, 1024), p=0.2)
+    assert torch.equal(big[2:, 1000:1001], mask(1, shape=(1, 1001, 1024), p=0.2, first=2)[:, 1000:])
+
+
+class Everything(nn.Module):
+    """Drops in every way that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Dropout(0.3), nn.Dropout(0.3, inplace=True)
+        self.channels, self.alpha, self.both = nn.Dropout1d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)
+        self.heads = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.3, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.3, batch_first=True)
+        self.turned = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.3)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x) + self.a(x) + self.b(x * 1)
+        x = x + self.channels(x) + self.alpha(x) + self.both(x)
+        x = x + F.dropout(self.linear(x), 0.3, self.training) + torch.dropout(x, 0.3, self.training)
+        x = x + self.heads(x, x, x, need_weights=False)[0] + self.heads(x, x, x, need_weights=True)[0]
+        x = x + self.encoder(x) + self.turned(x.transpose(0, 1)).transpose(0, 1)
+        x = x + F.dropout(x.flatten(0, 1), 0.3, self.training).view_as(x)
+        x = x + F.dropout2d(x.unflatten(2, (HEADS, -1)).transpose(1, 2), 0.3, self.training).transpose(1, 2).flatten(2)
+        q = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+        drop = 0.3 if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], dropout_p=drop, is_causal=True, enable_gqa=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def everything() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Everything().double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+
+
+def gpt(dropout: float = 0.2) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=32, block=16, layers=2, heads=2, width=16, dropout=dropout)).double()
+    return model, torch.randint(32, (ROWS, LENGTH))
+
+
+def gpt2(attention: str) -> tuple[nn.Module, Tensor]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_head=2, n_layer=2, use_cache=False, attn_implementation=attention
+    )
+    return GPT2LMHeadModel(config).double().train(), torch.randint(32, (ROWS, LENGTH))
+
+
+def plain(output: Any) -> Tensor:
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "build", [everything, gpt, lambda: gpt2("sdpa"), lambda: gpt2("eager")], ids=["all", "gpt", "sdpa", "eager"]
+)
+def test_micro_batches_drop_what_the_whole_batch_drops(build: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    model, x = build()
+    keyed = KeyedDropout(model, seed=1)
+    before = torch.get_rng_state()
+    with keyed.step(5, range(ROWS)):
+        whole = plain(model(x))
+    parts = []
+    for rows in ([3], [0, 1], torch.tensor([2])):
+        with keyed.step(5, rows):
+            parts.append(plain(model(x[rows])))
+    with keyed.step(6, range(ROWS)):
+        later = plain(model(x))
+
+    assert torch.equal(before, torch.get_rng_state())
+    torch.testing.assert_close(torch.cat([*parts[1:], parts[0]]), whole, rtol=1e-12, atol=1e-12)
+    assert (later - whole).abs().max() > 1e-3 < (plain(model.eval()(x)) - whole).abs().max()
+
+
+def test_attention_that_drops_nothing_is_torchs() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, LENGTH, WIDTH, dtype=torch.float64) for heads in (4, 2, 2))
+    allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
+    allowed[0, 0, 0] = False
+    model = nn.Module()
+    keyed = KeyedDropout(model, seed=0)
+    for options in (
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": allowed},
+        {"attn_mask": torch.randn(2, 1, LENGTH, LENGTH, dtype=torch.float64)},
+    ):
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        with keyed.step(0, range(2)):
+            found = F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, enable_gqa=True, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
+    def drop(x: Tensor) -> Tensor:
+        with KeyedDropout(nn.Module(), seed=1).step(2, range(ROWS)):
+            return F.dropout(x, 0.5)
+
+    hidden, probs = torch.ones(ROWS, LENGTH, WIDTH), torch.ones(ROWS, HEADS, LENGTH, LENGTH)
+    whole, attention = drop(hidden), drop(probs)
+    with extent("sequence", 2, LENGTH):
+        assert torch.equal(drop(hidden[:, 2:5]), whole[:, 2:5])
+        assert torch.equal(drop(probs[:, :, 2:5]), attention[:, :, 2:5])
+        with extent("sequence", 1, 4), extent("feature", 3, WIDTH):
+            assert torch.equal(drop(hidden[:, 3:5, 3:]), whole[:, 3:5, 3:])
+            assert torch.equal(drop(hidden[:, 3:5, 3:].flatten(0, 1)).view(ROWS, 2, -1), whole[:, 3:5, 3:])
+            with gathered("sequence"):
+                assert extent_of("sequence") == (2, LENGTH)
+    with extent("head", 1, HEADS):
+        assert torch.equal(drop(probs[:, 1:]), attention[:, 1:])
+        assert torch.equal(drop(probs[:, 1:].flatten(0, 1)), attention[:, 1])
+        with pytest.raises(TrainingError, match="reaches beyond the head"):
+            drop(probs)
+        with pytest.raises(TrainingError, match="nothing says along which dim"):
+            drop(probs[..., None])
+    assert extent_of("head") is None
+
+
+def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
+    """Whatever else runs, or breaks off, in this process."""
+    model, x = gpt()
+    seen: list[Tensor] = []
+    hook = model.blocks[1].register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
+    keyed = KeyedDropout(model, seed=1)
+    with keyed.step(0, range(ROWS)):
+        model(x)
+    hook.remove()
+    received, whole = seen
+    with keyed.step(0, range(ROWS)):
+        with pytest.raises(RuntimeError):
+            model.blocks[0](received[..., :3])
+        alone = model.blocks[1](received)
+        again = model.blocks[1](received)
+
+    assert torch.equal(alone, whole)
+    assert not torch.equal(again, alone)  # the second call of a module in one pass
+
+
+class Literal(nn.Module):
+    """Its probability is nowhere but in the code."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.forward = lambda x: self.drop(F.dropout(self.linear(x), p, self.training))  # type: ignore[method-assign]
+
+
+def test_a_model_that_cannot_drop_pays_nothing() -> None:
+    model, x = Literal(0.0), torch.randn(ROWS, WIDTH)
+    keyed = KeyedDropout(model, seed=0)
+
+    def hooks() -> int:
+        return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in model.modules())
+
+    with keyed.step(0, range(ROWS)):
+        model(x)
+    with keyed.step(1, range(ROWS)):
+        assert torch._C._len_torch_function_stack() == 0 == hooks()
+    model.drop.p = 0.5  # a live cell
+    with keyed.step(2, range(ROWS)):
+        first = model(x)
+    with keyed.step(2, range(ROWS)):
+        assert hooks() > 0 and torch.equal(first, model(x)) and bool((first == 0).any())
+    keyed.release()
+    assert hooks() == 0
+
+
+def test_a_probability_in_the_code_is_found() -> None:
+    model, x = Literal(0.5), torch.randn(ROWS, WIDTH)
+    keyed = KeyedDropout(model, seed=0)
+    outputs = []
+    for _ in range(3):
+        with keyed.step(4, range(ROWS)):
+            outputs.append(model(x))
+
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("drop", "what"),
+    [
+        (lambda: F.dropout(torch.ones(LENGTH, ROWS), 0.5), "dim 0 is not the sample"),
+        (lambda: F.dropout(torch.ones(1, LENGTH, WIDTH), 0.5), "dim 0 is not the sample"),
+        (lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5)(torch.ones(LENGTH, ROWS, WIDTH)), "recurrent layer"),
+        (lambda: nn.GRU(WIDTH, WIDTH, 2, dropout=0.5)(torch.ones(LENGTH, ROWS, WIDTH)), "recurrent layer"),
+        (
+            lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5)(
+                nn.utils.rnn.pack_padded_sequence(torch.ones(LENGTH, ROWS, WIDTH), torch.tensor([6, 5, 4, 2]))
+            ),
+            "recurrent layer",
+        ),
+    ],
+    ids=["no samples", "broadcast", "lstm", "gru", "packed"],
+)
+def test_what_cannot_be_keyed_is_refused(drop: Callable[[], Any], what: str) -> None:
+    with pytest.raises(TrainingError, match=what), KeyedDropout(nn.Module(), seed=0).step(0, range(ROWS)):
+        drop()
+
+
+def test_edges() -> None:
+    nothing_left = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with KeyedDropout(nn.Module(), seed=0).step(0, range(ROWS)):
+        assert not F.dropout(nothing_left, 1.0).any()
+        assert F.dropout(nothing_left, 0.0) is nothing_left
+        assert F.dropout(nothing_left, 0.5, training=False) is nothing_left
+        assert F.dropout(torch.ones(0, WIDTH), 0.5).shape == (0, WIDTH)
+        half = F.dropout(nothing_left.to(torch.bfloat16), 0.5)
+        assert half.dtype == torch.bfloat16 and set(half.flatten().tolist()) == {0.0, 2.0}
+        nn.LSTM(WIDTH, WIDTH, 2)(torch.ones(LENGTH, ROWS, WIDTH))
+    half.sum().backward()
+    assert torch.equal(nothing_left.grad, half.float())
