@@ -1,0 +1,240 @@
+"""Context parallelism: the gradients of one process, from a part of the positions on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models_zoo import HEADS, LENGTH, VOCAB, WIDTH, ZOO, Encoder, Specimen, classes, cross_entropy, next_tokens
+from ranks import RankFailed, run_ranks
+from torch import Tensor, nn
+
+from nbkit.errors import StrategyError
+from nbkit.mesh import Mesh
+from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.parallel.context import context_parallel
+from nbkit.rank.parallel.recompute import recompute
+from nbkit.rank.train.batch import call
+from nbkit.rank.train.dropout import KeyedDropout
+
+
+class Causal(Encoder):
+    """Token ids (B, T) -> logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB)
+        for part in self.encoder.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = dropout
+            if isinstance(part, nn.MultiheadAttention):
+                part.dropout = dropout
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids) + self.positions[: ids.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype)
+        return self.head(self.encoder(x, mask=mask, is_causal=padding is None, src_key_padding_mask=padding))
+
+
+class Modulated(nn.Module):
+    """Blocks that take, beside hidden states, a vector per sample and a table per position that both train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.gate, self.table = nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(ModulatedBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, self.gate(ids[:, 0]), table=self.table[:, : ids.shape[1]])
+        return self.head(x)
+
+
+class ModulatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ZOO["gpt"].make().blocks[0]
+
+    def forward(self, x: Tensor, gate: Tensor, *, table: Tensor) -> Tensor:
+        return self.inner(x * gate[:, None] + table)
+
+
+def gpt_that_drops() -> nn.Module:
+    return ZOO["gpt"].make.__globals__["gpt"](dropout=0.2)
+
+
+def encoder_that_drops() -> nn.Module:
+    return Causal(dropout=0.2)
+
+
+BLOCKS = tuple(f"encoder.layers.{i}" for i in range(4))
+MORE = {
+    "causal encoder": Specimen(Causal, next_tokens, cross_entropy, BLOCKS),
+    "modulated": Specimen(Modulated, next_tokens, cross_entropy, ("blocks.0", "blocks.1")),
+    "gpt that drops": Specimen(gpt_that_drops, next_tokens, cross_entropy, ZOO["gpt"].blocks),
+    "encoder that drops": Specimen(encoder_that_drops, next_tokens, cross_entropy, BLOCKS),
+}
+
+
+def shorter(value: Any, length: int) -> Any:
+    """The first `length` positions of inputs and targets."""
+    if isinstance(value, Tensor):
+        return value[:, :length] if value.ndim > 1 else value
+    return (
+        type(value)(shorter(x, length) for x in value)
+        if isinstance(value, tuple)
+        else {key: shorter(x, length) for key, x in value.items()}
+    )
+
+
+def difference(name: str, axes: Axes, length: int, checkpoint: bool = False) -> float:
+    """||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over cp."""
+    specimen = {**ZOO, **MORE}[name]
+    value, target = specimen.batch(3, dtype=torch.float64)
+    value, target = shorter(value, length), shorter(target, length)
+    truth, model = specimen.build(torch.float64), specimen.build(torch.float64)
+    with KeyedDropout(truth, 5).step(7, range(3)):
+        expected, _ = specimen.gradients(truth, value, target)
+    split = context_parallel(model, axes, specimen.blocks)
+    if checkpoint:
+        recompute(model, specimen.blocks)
+    with KeyedDropout(model, 5).step(7, range(3)):
+        output = call(model, value)
+        specimen.loss(output, target).backward()
+    wrong = whole = 0.0
+    for (name, param), reference in zip(model.named_parameters(), truth.parameters(), strict=True):
+        if name in split.partial:
+            dist.all_reduce(param.grad, group=axes.group("cp"))
+        wrong += float((param.grad - reference.grad).square().sum())
+        whole += float(reference.grad.square().sum())
+    got, wanted = (getattr(x, "logits", x) for x in (output, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    return (wrong / whole) ** 0.5
+
+
+def every_model(world: Any, cases: list[tuple[str, int, bool]]) -> dict[tuple[str, int, bool], float]:
+    axes = Axes.of(Mesh(cp=world.place.world_size), world.place.rank)
+    return {case: difference(case[0], axes, *case[1:]) for case in cases}
+
+
+NAMES = ("gpt", "gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated")
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    cases = [(name, LENGTH, False) for name in NAMES]
+    # 15 positions are 8 + 7; dropout and recomputation on top.
+    cases += [(name, LENGTH - 1, False) for name in ("gpt", "llama_tied", "encoder", "causal encoder", "modulated")]
+    cases += [(name, LENGTH - 1, again) for name in ("gpt that drops", "encoder that drops") for again in (False, True)]
+    for found in run_ranks(every_model, 2, cases, timeout=170):
+        assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+def test_on_four_ranks() -> None:
+    cases = [("gpt", 14, False), ("llama_tied", 13, True), ("encoder", LENGTH, False), ("gpt that drops", 10, True)]
+    for found in run_ranks(every_model, 4, cases, timeout=170):
+        assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+def evaluate(world: Any) -> list[float]:
+    """Of a few models in eval mode, without gradients, down to one position: the largest difference of outputs."""
+    axes = Axes.of(Mesh(cp=2), world.place.rank)
+    found = []
+    for name in ("gpt", "encoder"):
+        specimen = ZOO[name]
+        truth, model = specimen.build(torch.float64).eval(), specimen.build(torch.float64).eval()
+        # torch's ragged path gives zeros where a row is padding: another function than the one that is trained.
+        if name == "encoder":
+            truth.encoder.use_nested_tensor = False
+        context_parallel(model, axes, specimen.blocks)
+        value, _ = specimen.batch(2)
+        for length in (LENGTH, 5, 3, 1):
+            with torch.no_grad():
+                some = shorter(value, length)
+                found.append(float((call(model, some) - call(truth, some)).abs().max()))
+    return found
+
+
+def test_evaluation_and_the_first_tokens_of_a_generation() -> None:
+    for found in run_ranks(evaluate, 2):
+        assert max(found) <= 1e-12
+
+
+def refuse(world: Any) -> list[str]:
+    axes = Axes.of(Mesh(cp=2), world.place.rank)
+    said = []
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS), 2)
+    shared = ZOO["gpt"].build()
+    shared.head.weight = shared.blocks[0].attention.q.weight
+    for model, blocks in (
+        (ZOO["ten_convs"].build(), ZOO["ten_convs"].blocks),
+        (encoder, ["layers.0", "layers.1"]),
+        (shared, ZOO["gpt"].blocks),
+        (ZOO["llama"].make.__globals__["hf_llama"](attn_implementation="eager"), ZOO["llama"].blocks),
+        (ZOO["gpt"].build(), []),
+    ):
+        with pytest.raises(StrategyError) as refused:
+            context_parallel(model, axes, blocks)
+        said.append(str(refused.value))
+    for name, value in (("sequential", classes(6)(2, torch.Generator())[0]), ("gpt", torch.zeros(2, 3).long())):
+        model = ZOO[name].build()
+        context_parallel(model, axes, ZOO[name].blocks)
+        with pytest.raises(StrategyError) as refused:
+            model(value)
+        said.append(str(refused.value))
+    no_attention = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    context_parallel(no_attention, axes, ["0", "1"])
+    with pytest.raises(StrategyError) as refused:
+        no_attention(torch.zeros(2, 8, 4))
+    return [*said, str(refused.value)]
+
+
+def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
+    convs, turned, shared, eager, chain, flat, short, none = run_ranks(refuse, 2)[0]
+
+    assert "'convs.0.0' mixes positions" in convs and "Conv2d" in convs
+    assert "'layers.0.self_attn'" in turned and "batch_first=True" in turned
+    assert "'blocks.0.attention.q.weight' is used within the blocks and outside" in shared
+    assert "attn_implementation='eager'" in eager
+    assert "chain of blocks" in chain
+    assert "no hidden states" in flat
+    assert "3 positions over cp=2" in short
+    assert "'0' calls no attention" in none
+
+
+def forget_the_sum(world: Any) -> float:
+    """Planted: the gradients of the blocks are not summed over cp."""
+    specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
+    value, target = specimen.batch(3, dtype=torch.float64)
+    _, expected = specimen.gradients(specimen.build(torch.float64), value, target)
+    model = specimen.build(torch.float64)
+    split = context_parallel(model, axes, specimen.blocks)
+    specimen.loss(call(model, value), target).backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    assert all(torch.allclose(grads[name], expected[name]) for name in expected if name not in split.partial)
+    return min(float((grads[name] - expected[name]).abs().max()) for name in split.partial if "k.bias" not in name)
+
+
+def test_every_parameter_that_is_called_partial_is() -> None:
+    for wrong in run_ranks(forget_the_sum, 2):
+        assert wrong > 1e-8
+
+
+def test_a_rank_that_is_alone_is_left_as_it_is() -> None:
+    found = run_ranks(alone, 1)
+    assert found == [(frozenset(), True)]
+
+
+def alone(world: Any) -> tuple[frozenset[str], bool]:
+    model = ZOO["gpt"].build()
+    split = context_parallel(model, Axes.of(Mesh(), 0), ZOO["gpt"].blocks)
+    return split.partial, not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_failures_carry_the_ranks_error() -> None:
+    with pytest.raises(RankFailed, match="two positions per rank"):
+        run_ranks(every_model, 2, [("gpt", 3, False)])
