@@ -26,8 +26,8 @@ VOCAB, WIDTH, HEADS, KV_HEADS, LENGTH = 96, 32, 4, 2, 16
 class Specimen:
     """A model and its data.
 
-    make: builds the model. sample: (rows, generator) -> (model input, target). loss: (output, target) -> mean over
-    rows (and positions). blocks: names of the blocks that a chain is expected to consist of.
+    make: builds it. sample: (rows, generator) -> (model input, target). loss: (output, target) -> mean over rows (and
+    positions). blocks: the modules that can begin a stage.
     """
 
     make: Callable[[], nn.Module]
@@ -144,10 +144,6 @@ def hf_llama(layers: int = 4, **changed: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**_llama_sizes(layers, **changed))).train()
 
 
-def hf_llama_tied() -> nn.Module:
-    return hf_llama(tie_word_embeddings=True)
-
-
 def hf_qwen2(layers: int = 4, **changed: Any) -> nn.Module:
     """Llama's structure with biases on query, key and value; embedding and head tied, as in the small Qwens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -243,8 +239,7 @@ class Pairs(nn.Module):
 
 def sequential() -> nn.Module:
     """Points (B, 6) -> class scores (B, 5)."""
-    widths = [6, 24, 40, 16, 24]
-    linears = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    linears = [nn.Linear(a, b) for a, b in pairwise([6, 24, 40, 16, 24])]
     return nn.Sequential(*(part for linear in linears for part in (linear, nn.Tanh())), nn.Linear(24, 5))
 
 
@@ -292,11 +287,13 @@ ZOO: dict[str, Specimen] = {
     "gpt2": Specimen(hf_gpt2, next_tokens, object_cross_entropy, _named("transformer.h", 4)),
     "gpt2_padded": Specimen(hf_gpt2, padded_tokens, object_cross_entropy, _named("transformer.h", 4)),
     "llama": Specimen(hf_llama, next_tokens, object_cross_entropy, _named("model.layers", 4)),
-    "llama_tied": Specimen(hf_llama_tied, padded_tokens, object_cross_entropy, _named("model.layers", 4)),
+    "llama_tied": Specimen(
+        lambda: hf_llama(tie_word_embeddings=True), padded_tokens, object_cross_entropy, _named("model.layers", 4)
+    ),
     "qwen2": Specimen(hf_qwen2, next_tokens, object_cross_entropy, _named("model.layers", 4)),
     "encoder": Specimen(Encoder, encoder_rows, cross_entropy, _named("encoder.layers", 4)),
     "ten_convs": Specimen(TenConvs, classes(3, 12, 12), cross_entropy, _named("convs", 10)),
     "uneven": Specimen(Uneven, next_tokens, cross_entropy, _named("layers", 6)),
     "pairs": Specimen(Pairs, next_tokens, cross_entropy, _named("blocks", 4)),
-    "sequential": Specimen(sequential, classes(6), cross_entropy, _named("", 9)),
+    "sequential": Specimen(sequential, classes(6), cross_entropy, ("0", "2", "4", "6", "8")),
 }

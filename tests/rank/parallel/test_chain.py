@@ -1,0 +1,220 @@
+"""Chains are found on unmodified models, and what cannot be cut is refused with the names of what is in the way."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import VOCAB, WIDTH, ZOO, Uneven, gpt, hf_gpt2, next_tokens
+from torch import Tensor, nn
+
+from nbkit.errors import StrategyError
+from nbkit.rank.models.gpt import Block, GPTConfig
+from nbkit.rank.parallel import chain as chains
+from nbkit.rank.parallel import costs
+from nbkit.rank.parallel.blocks import structural_blocks, units
+from nbkit.rank.parallel.chain import find_chain
+from nbkit.rank.parallel.costs import measure_costs
+from nbkit.rank.parallel.flow import Entry
+from nbkit.rank.train.batch import call
+
+IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_structure_alone_names_the_blocks_that_the_run_finds(name: str) -> None:
+    specimen = ZOO[name]
+    model = specimen.build()
+    assert tuple(structural_blocks(model)) == specimen.blocks
+    chain = find_chain(model, lambda: call(model, specimen.batch(2)[0]))
+    assert chain.blocks == chain.units == specimen.blocks and not chain.refused
+    assert [path for path, _ in units(model, chain)] == [path for path, _ in units(model)] == list(specimen.blocks)
+    assert pickle.loads(pickle.dumps(chain)) == chain
+
+
+def test_what_crosses_a_cut_and_what_is_used_where() -> None:
+    model = ZOO["llama_tied"].build()
+    chain = find_chain(model, lambda: call(model, ZOO["llama_tied"].batch(2)[0]))
+    # Masks, rotary tables and position ids go into the blocks too, and are not carried.
+    assert [entry.carried for entry in chain.entries] == [("[0][0]",)] * 4
+    assert chain.before == ("model.embed_tokens.weight",)
+    assert chain.after == ("model.embed_tokens.weight", "model.norm.weight")
+    assert chain.holds(0, 1) & chain.holds(3, 4) == {"model.embed_tokens.weight"}
+    assert not chain.holds(0, 2) & chain.holds(2, 3)
+    pairs = ZOO["pairs"].build()
+    assert find_chain(pairs, lambda: pairs(IDS)).entries[2].carried == ("[0][0][0]", "[0][0][1]")
+
+
+def test_nothing_is_left_behind() -> None:
+    model = hf_gpt2(use_cache=True, resid_pdrop=0.1)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    kinds, weights = [type(part) for part in model.modules()], [p.clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    measure_costs(model, find_chain(model, lambda: model(IDS)), lambda: model(IDS).logits, repeats=1)
+    assert kinds == [type(part) for part in model.modules()] and model.training and model.config.use_cache
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["transformer.wte.weight"]
+    assert bool((model.lm_head.weight.grad == 1).all())
+
+
+def test_stages_that_the_user_names() -> None:
+    model = gpt(6)
+    chain = find_chain(model, lambda: model(IDS), stages=["blocks.2", "blocks.4.norm1", "head"][:1])
+    assert chain.blocks == ("", "blocks.2") and len(chain.units) == 6
+    assert {"tokens.weight", "blocks.0.up.weight", "blocks.1.up.weight"} <= chain.holds(0, 1)
+    assert {"blocks.2.up.weight", "blocks.5.up.weight", "norm.weight", "head.weight"} <= chain.holds(1, 2)
+    assert find_chain(model, lambda: model(IDS), stages=["blocks.1", "norm", "head"]).blocks[2:] == ("norm", "head")
+    with pytest.raises(StrategyError, match=r"'layers.2', which is no module[\s\S]*blocks\.0, blocks\.1"):
+        find_chain(model, lambda: model(IDS), stages=["layers.2"])
+    with pytest.raises(StrategyError, match=r"in the order of the calls[\s\S]*blocks\.2, blocks\.4"):
+        find_chain(model, lambda: model(IDS), stages=["blocks.4", "blocks.2"])
+    with pytest.raises(StrategyError, match=r"called: blocks 0 x"):
+        find_chain(model, lambda: model(IDS), stages=["blocks"])
+    # The residual goes around the norm.
+    with pytest.raises(StrategyError, match=r"begin with blocks\.4\.norm2: what blocks\.4 computes before it is used"):
+        find_chain(model, lambda: model(IDS), stages=["blocks.4.norm2"])
+
+
+class Skips(nn.Module):
+    """What `source` gives is added again after the last block. source: "tokens", or the number of a block."""
+
+    def __init__(self, source: str | int, layers: int = 5) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(GPTConfig(width=WIDTH)) for _ in range(layers))
+        self.source = source
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = self.tokens(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.source:
+                first = x
+        return x + first
+
+
+def test_a_skip_connection_across_blocks_is_refused_by_name() -> None:
+    model = Skips("tokens")
+    with pytest.raises(StrategyError) as raised:
+        find_chain(model, lambda: model(IDS))
+    text = str(raised.value)
+    assert "Skips cannot be cut into stages" in text and "stages=[" in text
+    assert all(f"no stage can begin with blocks.{i}: what tokens computes" in text for i in range(1, 5))
+    assert "by Skips.forward" in text
+
+
+def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
+    model = Skips(2)
+    chain = find_chain(model, lambda: model(IDS))
+    assert chain.blocks == ("blocks.0", "blocks.1", "blocks.2") and len(chain.units) == 5
+    assert [name for name, _ in chain.refused] == ["blocks.3", "blocks.4"]
+    assert "what blocks.2.drop computes" in chain.refused[0][1] or "what blocks.2 computes" in chain.refused[0][1]
+    assert {"blocks.3.up.weight", "blocks.4.up.weight"} <= chain.holds(2, 3)
+
+
+class Told(nn.Module):
+    """Gives the hidden states of all blocks beside its output, in an object that torch does not know."""
+
+    class Output:
+        def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
+            self.logits, self.hidden = logits, hidden
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.again = again
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = []
+        for layer in [*self.layers, *self.layers] if self.again else self.layers:
+            x = layer(x)
+            hidden.append(x)
+        return self.Output(x, hidden)
+
+
+def test_other_models_without_a_chain_say_why() -> None:
+    told, again, x = Told(), Told(again=True), torch.randn(2, 6)
+    with pytest.raises(StrategyError, match=r"used after it, by the output of the model"):
+        find_chain(told, lambda: told(x))
+    with pytest.raises(StrategyError, match=r"layers\.0: the model calls it 2 times"):
+        find_chain(again, lambda: again(x))
+    one = nn.Linear(6, 6)
+    with pytest.raises(StrategyError, match="it has no two blocks"):
+        find_chain(one, lambda: one(x))
+
+
+def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Skips("tokens")
+    monkeypatch.setattr(chains.Flow, "around", property(lambda self: {}, lambda self, value: None), raising=False)
+    with pytest.raises(StrategyError, match="Run in stages, the model does not give what it gives whole"):
+        find_chain(model, lambda: model(IDS))
+    assert all(type(block) is Block for block in model.blocks)
+
+
+class Clock:
+    """Stands still but for what `Costly` adds."""
+
+    seconds = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.seconds
+
+
+class Costly(nn.Module):
+    """Costs so many seconds forward, twice as many backward, and more in the first run."""
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+            ctx.seconds = seconds
+            Clock.seconds += seconds
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            Clock.seconds += 2 * ctx.seconds
+            return grad, None
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.extra, self.linear = seconds, 8.0, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra /= 2
+        return self.Work.apply(self.linear(x), self.seconds + self.extra)
+
+
+def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "time", Clock)
+    model = nn.Sequential(*map(Costly, (4, 12, 4, 8)))
+    x = torch.randn(2, 6)
+    chain = find_chain(model, lambda: model(x))
+    for part in model:
+        part.extra = 8.0
+    # 8 seconds more are halved by each call; one call warms up, the third of the others counts.
+    assert measure_costs(model, chain, lambda: model(x).square().mean()) == tuple(3 * (s + 0.5) for s in (4, 12, 4, 8))
+    for part in model:
+        part.extra = 0.0
+    model[0].linear.requires_grad_(False)
+    model[1].linear.requires_grad_(False)
+    assert measure_costs(model, chain, lambda: model(x), repeats=1) == (4, 12, 12, 24)
+    model.requires_grad_(False)
+    with pytest.raises(StrategyError, match="does not depend on its parameters"):
+        measure_costs(model, chain, lambda: model(x))
+
+
+def test_costs_of_a_real_model() -> None:
+    model = Uneven()
+    chain = find_chain(model, lambda: model(IDS))
+    measured = measure_costs(model, chain, lambda: model(IDS), repeats=1)
+    assert len(measured) == 6 and all(seconds > 0 for seconds in measured)
+
+
+def test_an_entry_is_plain_data() -> None:
+    entry = Entry(("[0][0]",), {"[0][0]": "[0][1]"}, frozenset({"[0][0]"}))
+    assert pickle.loads(pickle.dumps(entry)) == entry
