@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
+from nbkit.rank.operations import COLLECTIVES, SILENT, first_of, num_bytes
 from nbkit.rank.reduce_scatter import method
+from nbkit.rank.telemetry import record
 
 __all__ = [
     "FOREVER",
@@ -40,51 +42,6 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
-
-# What each call is called by people, and the position of the argument that this rank contributes (of scatter: gets).
-_COLLECTIVES: dict[str, tuple[str, int | None]] = {
-    "barrier": ("barrier", None),
-    "broadcast": ("broadcast", 0),
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-}
-
-# Handed on without counting: they issue nothing, or belong to operations already counted.
-_SILENT = (
-    "_backend_id",
-    "_enable_collectives_timing",
-    "_end_coalescing",
-    "_get_backend",
-    "_get_backend_name",
-    "_get_sequence_number_for_group",
-    "_has_hooks",
-    "_register_on_completion_hook",
-    "_set_sequence_number_for_group",
-    "_start_coalescing",
-    "_wait_for_pending_works",
-    "abort",
-    "get_group_store",
-    "merge_remote_group",
-    "name",
-    "set_timeout",
-)
 
 _last: tuple[str, str, int, float] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
@@ -130,6 +87,10 @@ class DelegatingGroup(ProcessGroup):
         self._set_default_backend(getattr(ProcessGroup.BackendType, inner._get_backend_name().upper()))
         self._name, self._desc = inner.group_name, inner.group_desc
         self.label = _label(inner.group_name, inner.group_desc, members)
+        self.seen = record.Seen(self.label, record.axis_of(inner.group_desc, inner.group_name), members)
+        self._nccl, self._batching = "nccl" in kinds.values(), False
+        if self._nccl:
+            inner._enable_collectives_timing()  # type: ignore[attr-defined]
         with _born_lock:
             _born.add(self)
 
@@ -169,16 +130,25 @@ class DelegatingGroup(ProcessGroup):
         _monitored_barrier(self, timeout, wait_all_ranks)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        self._transfer("send", tensors, peer, self.sent)
-        return self.inner.send(tensors, peer, tag)
+        return self._transfer("send", tensors, peer, self.sent, self.inner.send, (peer, tag))
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        self._transfer("recv", tensors, peer, self.received)
-        return self.inner.recv(tensors, peer, tag)
+        return self._transfer("recv", tensors, peer, self.received, self.inner.recv, (peer, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
-        self._transfer("recv", tensors, "any", self.received)
-        return self.inner.recv_anysource(tensors, tag)
+        return self._transfer("recv", tensors, "any", self.received, self.inner.recv_anysource, (tag,))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batching = True
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        # Only nccl makes batches. Their parts have no times of their own: the batch has.
+        self._batching = False
+        if record.mode() != "time":
+            return self.inner._end_coalescing(device)
+        call = record.begin(record.BATCH, self.seen, None, self.count, 0, cuda=device.type == "cuda")
+        return record.follow(call, self.inner._end_coalescing(device))
 
     def split_group(  # type: ignore[override]
         self, ranks: Sequence[int], *args: Any, **kwargs: Any
@@ -189,13 +159,27 @@ class DelegatingGroup(ProcessGroup):
         return self.split_into(self, inner, tuple(self.members[rank] for rank in ranks))
 
     def _transfer(
-        self, operation: str, tensors: list[torch.Tensor], peer: int | str, counts: dict[int | str, int]
-    ) -> None:
+        self,
+        operation: str,
+        tensors: list[torch.Tensor],
+        peer: int | str,
+        counts: dict[int | str, int],
+        issue: Callable[..., Any],
+        how: tuple[int, ...],
+    ) -> Any:
         global _last
         counts[peer] = number = counts.get(peer, 0) + 1
         _last = (f"{operation} {'to' if operation == 'send' else 'from'} {peer}", self.label, number, time.monotonic())
         for tell in listeners:
-            tell(operation, self.label, _num_bytes(tensors))
+            tell(operation, self.label, num_bytes(tensors))
+        if record.mode() == "off":
+            return issue(tensors, *how)
+        other = self.members[peer] if isinstance(peer, int) else record.ANYONE
+        timed = not self._batching
+        cuda = timed and self._nccl and tensors[0].is_cuda
+        call = record.begin(operation, self.seen, other, number, num_bytes(tensors), cuda=cuda)
+        work = issue(tensors, *how)
+        return record.follow(call, work) if timed else work
 
 
 def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
@@ -203,12 +187,20 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         global _last
         self.count = number = self.count + 1
         _last = (spoken, self.label, number, time.monotonic())
-        if listeners:
-            values = (*args, *kwargs.values())
-            moved = 0 if payload is None or payload >= len(values) else _num_bytes(values[payload])
-            for tell in listeners:
-                tell(spoken, self.label, moved)
-        return method(self.inner, name)(*args, **kwargs)
+        if not listeners and record.mode() == "off":
+            return method(self.inner, name)(*args, **kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        given = None if payload is None or payload >= len(values) else values[payload]
+        moved = num_bytes(given)
+        for tell in listeners:
+            tell(spoken, self.label, moved)
+        if record.mode() == "off":
+            return method(self.inner, name)(*args, **kwargs)
+        timed = not self._batching
+        cuda = timed and self._nccl and getattr(first_of(given), "is_cuda", False)
+        call = record.begin(spoken, self.seen, None, number, moved, cuda=cuda)
+        work = method(self.inner, name)(*args, **kwargs)
+        return record.follow(call, work) if timed else work
 
     issue.__name__ = name
     return issue
@@ -225,10 +217,10 @@ def _silent(name: str) -> Callable[..., Any]:
 _monitored_barrier = _collective("monitored_barrier", "monitored_barrier", None)
 
 # Set in a loop because torch's own list differs by version; only what this torch knows is overridden.
-for _name, (_spoken, _payload) in _COLLECTIVES.items():
+for _name, (_spoken, _payload) in COLLECTIVES.items():
     if hasattr(ProcessGroup, _name):
         setattr(DelegatingGroup, _name, _collective(_name, _spoken, _payload))
-for _name in _SILENT:
+for _name in SILENT:
     if hasattr(ProcessGroup, _name):
         setattr(DelegatingGroup, _name, _silent(_name))
 
@@ -251,7 +243,7 @@ def reset_counts() -> None:
     global _last
     _last = None
     for group in registered():
-        group.count = 0
+        group.count, group._batching = 0, False
         group.sent.clear()
         group.received.clear()
 
@@ -286,9 +278,3 @@ def _label(name: str, desc: str, members: tuple[int, ...]) -> str:
         return desc
     shown = ",".join(str(rank) for rank in members[:8]) + (",…" if len(members) > 8 else "")
     return f"{name} [{shown}]" if desc in ("", "undefined") else f"{desc} {name} [{shown}]"
-
-
-def _num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
-    if isinstance(payload, torch.Tensor):
-        return payload.numel() * payload.element_size()
-    return sum(_num_bytes(item) for item in payload) if isinstance(payload, (list, tuple)) else 0

@@ -1,0 +1,67 @@
+"""The operations of a process group by torch's names: what people call them, and what a rank contributes to each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["COLLECTIVES", "SILENT", "first_of", "num_bytes"]
+
+# What each call is called by people, and the position of the argument that this rank contributes (of scatter: gets).
+COLLECTIVES: dict[str, tuple[str, int | None]] = {
+    "barrier": ("barrier", None),
+    "broadcast": ("broadcast", 0),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+}
+
+# Handed on without counting: they issue nothing, or belong to operations already counted.
+SILENT = (
+    "_backend_id",
+    "_enable_collectives_timing",
+    "_get_backend",
+    "_get_backend_name",
+    "_get_sequence_number_for_group",
+    "_has_hooks",
+    "_register_on_completion_hook",
+    "_set_sequence_number_for_group",
+    "_wait_for_pending_works",
+    "abort",
+    "get_group_store",
+    "merge_remote_group",
+    "name",
+    "set_timeout",
+)
+
+
+def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
+    """Bytes of a tensor, or of all in nested lists; 0 of anything else."""
+    if isinstance(payload, torch.Tensor):
+        return payload.numel() * payload.element_size()
+    return sum(num_bytes(item) for item in payload) if isinstance(payload, (list, tuple)) else 0
+
+
+def first_of(payload: Any) -> Any:
+    """The first tensor in nested lists; anything else as it is."""
+    while isinstance(payload, (list, tuple)) and payload:
+        payload = payload[0]
+    return payload

@@ -1,0 +1,69 @@
+"""How far this rank's clock is from rank 0's, found once.
+
+Ranks that share a kernel share its monotonic clock: their difference is zero, exactly. One rank of every other host
+plays ping-pong with rank 0; the quickest round bounds the error by half its time (Cristian 1989).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["clock_offset", "kernel_of"]
+
+_ROUNDS = 16
+
+
+def kernel_of() -> str:
+    """Equal on processes whose perf_counter is the same clock: one boot of one kernel, one time namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def clock_offset(
+    *, device: torch.device | None = None, kernel: str | None = None, now: Callable[[], int] = perf_counter_ns
+) -> int:
+    """Nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world; waits.
+
+    device: where the world's backend wants its tensors. kernel, now: this rank's, for tests.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kernels: list[str] = [""] * size
+    dist.all_gather_object(kernels, kernel or kernel_of())
+    offsets = torch.zeros(size, dtype=torch.int64, device=device)
+    ping = torch.zeros(1, dtype=torch.int64, device=device)
+    firsts = [kernels.index(name) for name in dict.fromkeys(kernels)]
+    for other in firsts[1:]:
+        if rank == 0:
+            for _ in range(_ROUNDS):
+                dist.recv(ping, other)
+                # Reading it makes a device's host wait until it is there: what goes back is the time in between.
+                int(ping)
+                dist.send(torch.tensor([now()], device=device), other)
+        elif rank == other:
+            offsets[rank] = _ping(now, device)
+    dist.all_reduce(offsets)
+    return int(offsets[kernels.index(kernels[rank])])
+
+
+def _ping(now: Callable[[], int], device: torch.device | None) -> int:
+    answer, rounds = torch.zeros(1, dtype=torch.int64, device=device), []
+    for _ in range(_ROUNDS):
+        left = now()
+        dist.send(torch.zeros(1, dtype=torch.int64, device=device), 0)
+        dist.recv(answer, 0)
+        theirs = int(answer)
+        back = now()
+        rounds.append((back - left, theirs - (left + back) // 2))
+    return min(rounds)[1]

@@ -1,0 +1,153 @@
+"""What the training thread does, at every moment of a step: one state after the other, so that they add up to it.
+
+    with phase("forward"):
+        loss = model(x)
+
+A phase inside another suspends it; so does a wait for a collective (state "wait dp", or "bubble" in a pipeline). What
+lies in no phase is "other", and what lies in "outside" (evaluation, checkpoints, live cells) belongs to no step.
+A lap costs about a microsecond. On CUDA it is an event in the current stream: the device's time, not the host's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+
+__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "phase"]
+
+OTHER, OUTSIDE = "other", "outside"
+PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
+_LAPS_AT_MOST = 1 << 16  # of one step: whoever evaluates for an hour inside a step must not fill the memory
+
+Stamp = Any  # ns of perf_counter, or a CUDA event
+PipelineOp = tuple[str, int, int, int, int]
+
+
+class Step:
+    """One step as it was marked: (state, when it began) one after the other, then when the step ended."""
+
+    __slots__ = ("base", "complete", "laps", "number", "ops", "stop")
+
+    def __init__(
+        self, number: int, base: int, laps: list[tuple[str, Stamp]], stop: Stamp, ops: list[PipelineOp], complete: bool
+    ) -> None:
+        self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
+
+    def over(self) -> bool:
+        """Whether the device has come to the end of it."""
+        return isinstance(self.stop, int) or bool(self.stop.query())
+
+    def intervals(self) -> list[tuple[str, int, int]]:
+        """(state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is the host's."""
+        stamps = [stamp for _, stamp in self.laps] + [self.stop]
+        first = stamps[0]
+        if not isinstance(first, int):
+            stamps = [self.base + round(first.elapsed_time(stamp) * 1e6) for stamp in stamps]
+        return [
+            (state, start, stop)
+            for (state, _), start, stop in zip(self.laps, stamps[:-1], stamps[1:], strict=True)
+            if stop > start
+        ]
+
+
+class StepClock:
+    """The state of this process's training thread. Without a training nothing is kept."""
+
+    def __init__(self) -> None:
+        self.state = OTHER
+        self.laps: list[tuple[str, Stamp]] | None = None
+        self.ops: list[PipelineOp] = []
+        self._thread = 0
+        self._cuda = False
+        self._complete = True
+        self._base = 0
+        self._stamp: Callable[[], Stamp] = now
+        self.listeners: list[Callable[[Step], None]] = []
+
+    def begin(self, *, cuda: bool = False) -> None:
+        """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
+        self._thread, self._cuda = threading.get_ident(), cuda
+        self._stamp = _event if cuda else now
+        self.state = OTHER
+        self._open(self._stamp())
+
+    def end(self) -> None:
+        """No steps for now; what was marked since the last one is dropped."""
+        self.laps, self.state, self.ops = None, OTHER, []
+
+    def step(self, number: int) -> None:
+        """Step `number` is made, and the next begins. Tells the listeners; nothing when no training has begun."""
+        if self.laps is None:
+            return
+        stop = self._stamp()
+        made = Step(number, self._base, self.laps, stop, self.ops, self._complete)
+        self._open(stop)
+        for tell in self.listeners:
+            tell(made)
+
+    def switch(self, state: str) -> str:
+        """Be in `state` from now on; returns the one before, for `back`. Whatever runs outside stays outside."""
+        outer = self.state
+        if outer != OUTSIDE:
+            self.back(state)
+        return outer
+
+    def back(self, state: str) -> None:
+        """Be in `state` again."""
+        if self.laps is None or state == self.state or not self._in_charge():
+            return
+        if len(self.laps) < _LAPS_AT_MOST:
+            self.laps.append((state, self._stamp()))
+        else:
+            self._complete = False
+        self.state = state
+
+    def insert(self, state: str, start: int, stop: int) -> None:
+        """From `start` until `stop`, which is now, it was in `state`: known only afterwards. On the host alone."""
+        if self.laps is None or self._cuda or self.state == OUTSIDE or not self._in_charge():
+            return
+        if len(self.laps) < _LAPS_AT_MOST:
+            self.laps += [(state, start), (self.state, stop)]
+        else:
+            self._complete = False
+
+    def on_op(self, kind: str, stage: int, micro: int, start_ns: int, stop_ns: int) -> None:
+        """A pipeline's forward, backward, weight-gradient, send or receive is done (ns of perf_counter)."""
+        if self.laps is not None and len(self.ops) < _LAPS_AT_MOST:
+            self.ops.append((kind, stage, micro, start_ns, stop_ns))
+
+    def _open(self, start: Stamp) -> None:
+        self.laps, self.ops, self._complete, self._base = [(self.state, start)], [], True, now()
+
+    def _in_charge(self) -> bool:
+        # On CUDA, autograd runs in a thread of its own while the training thread waits for it.
+        return threading.get_ident() == self._thread or (self._cuda and self.state == "backward")
+
+
+clock = StepClock()
+"""This process's. The training loop calls begin, step and end; everybody else `phase`."""
+
+
+class phase:
+    """A context manager: the training thread is in `name` (one of PHASES, or a word of the user's) inside."""
+
+    __slots__ = ("_name", "_outer")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = clock.switch(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        clock.back(self._outer)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

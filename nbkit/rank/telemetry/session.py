@@ -1,0 +1,145 @@
+"""Telemetry of a job on this rank: takes what was measured as it comes, and has it written off the step.
+
+    session = Session(run_dir, rank=..., world_size=..., device=..., offset_ns=clock_offset(device=...))
+    job.ledger.listeners.append(session)        # runs, steps' numbers, events
+    clock.step(number)                          # at the end of each step: see phases.py
+
+Nothing here waits but the end of a run, when all is on disk.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+
+from nbkit.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.rank.telemetry.files import RecordFile
+from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.telemetry.phases import Step, clock
+from nbkit.rank.telemetry.record import own_ns, ring
+from nbkit.rank.telemetry.writer import Mark, Writer
+from nbkit.records import EventRecord, Header, MemoryRecord, Record
+
+__all__ = ["Session", "record_path"]
+
+_MEMORY_EVERY = 100
+
+
+def record_path(run_dir: Path, rank: int) -> Path:
+    """Where rank `rank` of a run writes its records."""
+    return run_dir / "telemetry" / f"rank{rank}.jsonl"
+
+
+class Session:
+    """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
+
+    offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
+    first three too). What goes wrong in writing is warned of at the end of a run, and never ends a training.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        strategy: str = "",
+        offset_ns: int = 0,
+        detail_every: int = 50,
+    ) -> None:
+        self.path = record_path(run_dir, rank)
+        self._cuda = device is not None and device.type == "cuda"
+        begun, unix = now(), time.time()
+        base = 0 if self._cuda else bytes_held(device)[0]
+
+        def head(part: int) -> Sequence[Record]:
+            header = Header(
+                rank,
+                world_size,
+                part,
+                host=socket.gethostname(),
+                clock="cuda" if self._cuda else "host",
+                strategy=strategy,
+                clock_ns=begun,
+                offset_ns=offset_ns,
+                unix_s=unix,
+                base_bytes=base,
+            )
+            return [header, *writer.groups]
+
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = writer = Writer(self._queue, detail_every=detail_every, since=ring.end)
+        writer.open(RecordFile(self.path, head))
+        # The thread knows the writer alone, so that it ends with this object.
+        weakref.finalize(self, self._queue.put, None)
+        threading.Thread(target=writer.run, name="nbkit-records", daemon=True).start()
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the job."""
+        if isinstance(event, StepDone):
+            self._queue.put((event.step, event.record))
+            return
+        self.note(EventRecord(event.step, ns=now(), event={"kind": event.kind, **asdict(event)}))
+        if isinstance(event, RunStarted):
+            self.begin()
+        elif isinstance(event, RunStopped):
+            self.end()
+
+    def begin(self) -> None:
+        """This thread makes steps from here on; for a loop of one's own, without events."""
+        if self._made not in clock.listeners:
+            clock.listeners.append(self._made)
+        self._queue.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
+        clock.begin(cuda=self._cuda)
+
+    def end(self) -> None:
+        """No steps for now. Returns when everything is on disk."""
+        clock.end()
+        if self._made in clock.listeners:
+            clock.listeners.remove(self._made)
+        self.flush()
+        if self._writer.failure is not None and not self._writer.told:
+            self._writer.told = True
+            warnings.warn(
+                f"nothing more is recorded in {self.path}: "
+                f"{type(self._writer.failure).__name__}: {self._writer.failure}",
+                stacklevel=2,
+            )
+
+    def flush(self) -> None:
+        """Wait until everything that is known is on disk, steps whose numbers have not come included."""
+        written = threading.Event()
+        self._queue.put(written)
+        written.wait()
+
+    def note(self, record: Record) -> None:
+        """Have a record written as it is."""
+        self._queue.put(record)
+
+    def memory_due(self, step: int) -> bool:
+        """Whether `memory(...)` is wanted in this step: the second, and every hundredth."""
+        return step == 2 or step % _MEMORY_EVERY == 0
+
+    def memory(self, measured: MemoryRecord) -> None:
+        """Take what memory.memory_of counted, after a backward pass and before the gradients are dropped."""
+        self._queue.put(measured)
+
+    def close(self) -> None:
+        """Write what there is, and end."""
+        self.end()
+        self._queue.put(None)
+
+    def _made(self, step: Step) -> None:
+        self._queue.put(Mark(step, ring.end, time.process_time_ns(), own_ns()))

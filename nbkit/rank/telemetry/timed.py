@@ -1,0 +1,146 @@
+"""The handle of a collective that notes how long this rank stands still in it, and when it ended.
+
+On the host: two readings of a clock. On CUDA the same with events on the current stream, read when they have passed;
+nothing is ever synchronised. The CUDA half follows PyTorch's documentation (ProcessGroupNCCL, CUDA events).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.rank.telemetry.phases import clock
+
+__all__ = ["CudaCall", "Timed"]
+
+
+class CudaCall:
+    """What is known of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
+
+    __slots__ = ("_first", "_stalls", "_work", "seconds", "stalled")
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.stalled: float | None = None
+        self._work: Any = None
+        self._first = _mark()
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def ended_in_stream(self) -> None:
+        """It was enqueued on the current stream itself, which therefore stands still from begin to end."""
+        self._stalls.append((self._first, _mark()))
+
+    def under_way(self, work: Any) -> None:
+        """It runs on a stream of NCCL's, which measures it."""
+        self._work = work
+
+    def stall(self, first: torch.cuda.Event) -> None:
+        """The current stream was made to wait for it, from `first` on."""
+        self._stalls.append((first, _mark()))
+
+    def resolve(self) -> bool:
+        """Read what has passed; whether that is everything. For the writing thread."""
+        if self._stalls and not self._stalls[-1][1].query():
+            return False
+        if self._stalls:
+            self.stalled = sum(one.elapsed_time(other) for one, other in self._stalls) / 1e3
+        if self._work is None:
+            self.seconds = self.stalled
+            return True
+        # A work that failed, or whose group does not time, raises: it then has no duration.
+        with suppress(RuntimeError):
+            if not self._work.is_completed():
+                return False
+            self.seconds = self._work._get_duration() / 1e3
+        self._work = None
+        return True
+
+
+class Timed(dist.Work):
+    """Stands before the handle of an inner group; gives its every answer.
+
+    call: a record.Call. state: what the training thread does while it stands in wait().
+    """
+
+    def __init__(self, inner: Any, call: Any, state: str) -> None:
+        super().__init__()
+        self.inner, self.call, self.state = inner, call, state
+
+    def listen(self) -> None:
+        """Have the end noted as it comes, where the backend tells (gloo does not for messages and reduce-scatters)."""
+        call = self.call
+
+        def over(_: Any) -> None:
+            if call.done is None:
+                call.done = now()
+
+        with suppress(RuntimeError):
+            self.inner.get_future().add_done_callback(over)
+
+    def wait(self, *timeout: Any) -> Any:
+        call = self.call
+        if call.cuda is not None:
+            first = _mark()
+            outer = clock.switch(self.state)
+            try:
+                return self.inner.wait(*timeout)
+            finally:
+                call.cuda.stall(first)
+                clock.back(outer)
+        outer, began = clock.switch(self.state), now()
+        try:
+            return self.inner.wait(*timeout)
+        finally:
+            ended = now()
+            if call.waited is None:
+                call.waited = began
+            if call.done is None:
+                call.done = ended
+            call.blocked += ended - began
+            clock.back(outer)
+
+    def synchronize(self) -> Any:
+        return self.inner.synchronize()
+
+    def block_current_stream(self) -> Any:
+        return self.inner.block_current_stream()
+
+    def is_completed(self) -> Any:
+        return self.inner.is_completed()
+
+    def is_success(self) -> Any:
+        return self.inner.is_success()
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def source_rank(self) -> Any:
+        return self.inner.source_rank()
+
+    def _source_rank(self) -> Any:
+        return self.inner._source_rank()
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+    def get_future_result(self) -> Any:
+        return self.inner.get_future_result()
+
+    def _get_op_type(self) -> Any:
+        return self.inner._get_op_type()
+
+    def _get_duration(self) -> Any:
+        return self.inner._get_duration()
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,283 @@
+"""What the records of all ranks say: where each rank's step went, who is late and why, what went over which axis.
+
+Pure arithmetic over nbkit.records, the same for the widget, TensorBoard, the terminal and a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from nbkit.records import Group, StepRecord, Traffic
+
+__all__ = [
+    "Bar",
+    "Late",
+    "Row",
+    "TrafficMatrix",
+    "bars",
+    "late_rank",
+    "mean_bars",
+    "members_of",
+    "reading",
+    "table",
+    "traffic_matrix",
+]
+
+_OWN = ("data", "compute", "optimizer", "other")
+_MESSAGES = ("send", "recv", "batch")
+
+Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
+Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Seconds of one rank's step; everything but `seconds` adds up to it.
+
+    exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
+    there yet. bubble: idle in the pipeline's schedule. other: what was in none of the rest.
+    """
+
+    rank: int
+    seconds: float
+    compute: float = 0.0
+    exposed: float = 0.0
+    waiting: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True)
+class Late:
+    """The rank the others wait for. seconds: by how much, per step. cause: the part of its step that is longer."""
+
+    rank: int
+    seconds: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
+
+    seconds: mean duration of a call, peers that came late included; None when none was timed. algbw and busbw: bytes/s
+    as nccl-tests define them (busbw: what each link carries). overlap: the share of that time in which this rank did
+    something else; None where nothing was timed.
+    """
+
+    op: str
+    axis: str
+    calls: float
+    bytes: float
+    seconds: float | None
+    algbw: float | None
+    busbw: float | None
+    overlap: float | None
+
+
+@dataclass(frozen=True)
+class TrafficMatrix:
+    """Bytes from rank to rank in one step. sent: messages, exact. modelled: collectives, as if each ran in a ring."""
+
+    sent: tuple[tuple[float, ...], ...]
+    modelled: tuple[tuple[float, ...], ...]
+
+
+def members_of(groups: Iterable[Group]) -> dict[str, tuple[int, ...]]:
+    """label -> global ranks."""
+    return {group.label: group.members for group in groups}
+
+
+def bars(steps: Steps, members: Members) -> list[Bar]:
+    """The bar of each rank, of the ranks whose step was measured.
+
+    Waiting is told from transfer by the rank of the group that stood still the least for the same operations: it came
+    last, so what it waited was transfer, and what others waited longer, they waited for peers. An estimate from below
+    where different ranks are late in turns within one step.
+    """
+    least: dict[tuple[str, str], float] = {}
+    here: dict[str, int] = {}
+    for record in steps.values():
+        for row in record.traffic:
+            if _collective(row):
+                key = row.op, row.group
+                least[key] = min(least.get(key, row.blocked), row.blocked)
+    for label, ranks in members.items():
+        here[label] = sum(rank in steps for rank in ranks)
+    made = []
+    for rank, record in sorted(steps.items()):
+        if not record.parts:
+            continue
+        waiting = sum(
+            row.blocked - least[row.op, row.group]
+            for row in record.traffic
+            # Where the others' records are missing, nobody knows who was late.
+            if _collective(row) and here.get(row.group, 0) == len(members.get(row.group, ()))
+        )
+        parts = dict(record.parts)
+        exposed = parts.pop("exposed", 0.0)
+        waiting = min(waiting, exposed)
+        made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, **parts))
+    return made
+
+
+def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
+    """The mean bar of each rank over several steps."""
+    every: dict[int, list[Bar]] = {}
+    for one in steps:
+        for bar in bars(one, members):
+            every.setdefault(bar.rank, []).append(bar)
+    names = [name for name in Bar.__dataclass_fields__ if name != "rank"]
+    return [
+        Bar(rank, **{name: sum(getattr(bar, name) for bar in those) / len(those) for name in names})
+        for rank, those in sorted(every.items())
+    ]
+
+
+def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
+    """The rank the others wait for, when the median of them idles `at_least` of a step longer than it does."""
+    if len(of) < 2:
+        return None
+    # In a pipeline the slow stage shows as what the others idle more than it does.
+    first = min(of, key=lambda bar: bar.waiting + bar.bubble)
+    others = [bar for bar in of if bar is not first]
+    behind = median(bar.waiting + bar.bubble for bar in others) - first.waiting - first.bubble
+    excess = {part: getattr(first, part) - median(getattr(bar, part) for bar in others) for part in _OWN}
+    cause = max(excess, key=lambda part: excess[part])
+    if behind <= at_least * median(bar.seconds for bar in of) or excess[cause] <= 0:
+        return None
+    return Late(first.rank, behind, cause)
+
+
+def table(steps: Steps, members: Members) -> list[Row]:
+    """Operations by axis, the most bytes first. Messages count where they are sent."""
+    every: dict[tuple[str, str], list[Traffic]] = {}
+    for record in steps.values():
+        for row in record.traffic:
+            every.setdefault((row.op, row.axis), []).append(row)
+    made = []
+    for (op, axis), rows in every.items():
+        calls, size = sum(row.calls for row in rows), sum(row.bytes for row in rows)
+        timed, seconds = sum(row.timed for row in rows), sum(row.seconds for row in rows)
+        # Bytes of the calls that were timed: those of one kind are taken for alike.
+        moved = [(row.bytes * row.timed / row.calls, len(members.get(row.group, (0,)))) for row in rows if row.calls]
+        alg = sum(size * _whole(op, n) for size, n in moved)
+        bus = sum(size * _whole(op, n) * _bus_factor(op, n) for size, n in moved)
+        overlap = max(0.0, 1 - sum(row.blocked for row in rows) / seconds) if timed == calls and seconds > 0 else None
+        made.append(
+            Row(
+                op,
+                axis,
+                calls / max(len(steps), 1),
+                size,
+                seconds / timed if timed else None,
+                alg / seconds if timed and seconds > 0 else None,
+                bus / seconds if timed and seconds > 0 else None,
+                overlap,
+            )
+        )
+    return sorted(made, key=lambda row: -row.bytes)
+
+
+def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
+    """Bytes from each rank (row) to each other (column) in this step."""
+    sent = [[0.0] * world_size for _ in range(world_size)]
+    modelled = [[0.0] * world_size for _ in range(world_size)]
+    for rank, record in steps.items():
+        for row in record.traffic:
+            if row.op == "send" and row.peer is not None and row.peer >= 0:
+                sent[rank][row.peer] += row.bytes
+            elif _collective(row):
+                _model(row, rank, members.get(row.group, ()), modelled)
+    return TrafficMatrix(tuple(map(tuple, sent)), tuple(map(tuple, modelled)))
+
+
+def reading(of: Sequence[Bar], rows: Sequence[Row] = ()) -> str:
+    """One sentence on where the step goes, and what one could try. "" without bars."""
+    if not of:
+        return ""
+    step = sum(bar.seconds for bar in of) / len(of)
+    if step <= 0:
+        return ""
+    share = {part: sum(getattr(bar, part) for bar in of) / len(of) / step for part in _ADVICE}
+    if (late := late_rank(of)) is not None:
+        return (
+            f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
+            f"for rank {late.rank}, whose {_SPOKEN[late.cause]} takes longer: {_CAUSES[late.cause]}"
+        )
+    worst = max(share, key=lambda part: share[part])
+    if share[worst] < 0.1:
+        return f"{sum(bar.compute for bar in of) / len(of) / step:.0%} of the step is compute."
+    what = _SPOKEN[worst]
+    if worst == "exposed":
+        timed = [row for row in rows if row.op not in _MESSAGES and row.bytes]
+        if timed:
+            what = f"exposed {timed[0].op.replace('_', '-')} on {timed[0].axis}"
+            advice = _EXPOSED.get(timed[0].axis, _ADVICE[worst])
+            return f"{share[worst]:.0%} of the step is {what}: {advice}"
+    return f"{share[worst]:.0%} of the step is {what}: {_ADVICE[worst]}"
+
+
+_SPOKEN = {
+    "exposed": "exposed communication",
+    "waiting": "waiting for peers",
+    "bubble": "pipeline bubble",
+    "data": "waiting for data",
+    "optimizer": "the optimizer",
+    "other": "in none of the measured parts",
+    "compute": "compute",
+}
+_ADVICE = {
+    "exposed": "try a larger micro-batch",
+    "waiting": "the ranks are late in turns: look at what else runs on these machines",
+    "bubble": "try more micro-batches, or schedule=zbv",
+    "data": "try more loader workers",
+    "optimizer": "try a fused optimizer, or zero1",
+    "other": "look at callbacks and logging",
+}
+_EXPOSED = {
+    "dp": "try zero1 or a larger micro-batch",
+    "shard": "try hsdp, or a larger micro-batch",
+    "tp": "try a smaller tp",
+    "cp": "try a smaller cp",
+}
+_CAUSES = {
+    "data": "look at its loader",
+    "compute": "look at what else runs there, its clocks, and how evenly the work is split",
+    "optimizer": "look at how evenly the parameters are split",
+    "other": "look at what only this rank does",
+}
+
+
+def _collective(row: Traffic) -> bool:
+    return row.op not in _MESSAGES
+
+
+def _whole(op: str, n: int) -> float:
+    """nccl-tests speak of the whole of an all-gather, of which a rank contributes a part."""
+    return n if op in ("all_gather", "gather", "scatter") else 1
+
+
+def _bus_factor(op: str, n: int) -> float:
+    if op == "all_reduce":
+        return 2 * (n - 1) / n
+    return (n - 1) / n if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 1.0
+
+
+def _model(row: Traffic, rank: int, members: Sequence[int], into: list[list[float]]) -> None:
+    """What this rank hands to its right neighbour in a ring; in an all-to-all, to everyone."""
+    n = len(members)
+    if n < 2 or rank not in members:
+        return
+    if row.op == "all_to_all":
+        for other in members:
+            if other != rank:
+                into[rank][other] += row.bytes / n
+        return
+    right = members[(members.index(rank) + 1) % n]
+    ring = row.op in ("all_reduce", "all_gather", "reduce_scatter")
+    into[rank][right] += row.bytes * (_whole(row.op, n) * _bus_factor(row.op, n) if ring else 1.0)

@@ -1,0 +1,221 @@
+"""Every collective and message is noted with its axis and bytes, timed where that can be known, and never changed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from nbkit import recordfile, records
+from nbkit.errors import UsageError
+from nbkit.mesh import Mesh
+from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.telemetry import record
+from nbkit.rank.telemetry.align import clock_offset
+from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.telemetry.session import Session, record_path
+from nbkit.rank.world import World
+
+N = 2
+WIDTH = 16
+PARAMS = 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def noted(work: Any) -> list[tuple[Any, ...]]:
+    start = record.ring.end
+    work()
+    # The thread of a backend may tell a moment after wait() has returned.
+    time.sleep(0.05)
+    calls, lost = record.ring.between(start, record.ring.end)
+    assert lost == 0
+    return [(c.op, c.axis, c.peer, c.bytes, c.seconds is not None, (c.blocked_seconds or 0) > 0) for c in calls]
+
+
+def plain(rank: int, pair: Any) -> None:
+    parts = [torch.zeros(4, dtype=torch.float64) for _ in range(N)]
+    dist.all_reduce(torch.ones(8))
+    dist.all_gather(parts, torch.ones(4, dtype=torch.float64), group=pair)
+    dist.broadcast(torch.ones(2), src=0, group=pair)
+    dist.reduce_scatter_tensor(torch.zeros(3), torch.ones(6))
+    dist.send(torch.ones(3), 1) if rank == 0 else dist.recv(torch.ones(3), 0)
+    dist.recv(torch.ones(5), 1) if rank == 0 else dist.send(torch.ones(5), 0)
+    work = dist.all_reduce(torch.ones(7), async_op=True)
+    assert work is not None
+    work.wait()
+    (funcol.all_reduce(torch.ones(9), "sum", dist.group.WORLD) + 0).sum()
+    dist.barrier()
+
+
+def ddp() -> None:
+    model = nn.parallel.DistributedDataParallel(net())
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def fsdp(mesh: Any) -> None:
+    model = net()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def all_kinds(world: World) -> Any:
+    warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 deprecates and 2.11 needs
+    rank = world.place.rank
+    axes = Axes.of(Mesh(tp=N), rank)
+    # A mesh over the whole world would be torch's default group, which lies along no axis.
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1], group_desc="mesh_shard"), "cpu")
+    named = noted(lambda: dist.all_reduce(torch.ones(1), group=axes.group("tp")))
+    pair = dist.new_group([0, 1])
+    answers = {"plain": noted(lambda: plain(rank, pair)), "ddp": noted(ddp), "fsdp": noted(lambda: fsdp(mesh))}
+    record.set_mode("count")
+    counted = noted(lambda: dist.all_reduce(torch.ones(8)))
+    record.set_mode("off")
+    off = noted(lambda: dist.all_reduce(torch.ones(8)))
+    record.set_mode("time")
+    shown = repr(record.recent(1)[0])
+    same = clock_offset()
+    # Ranks that do not share a clock: rank 1's runs 5 s ahead.
+    ahead = 5_000_000_000 * rank
+    other = clock_offset(kernel=f"host {rank}", now=lambda: time.perf_counter_ns() + ahead)
+    return answers, named, counted, off, shown, same, other
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Any]:
+    return run_ranks(all_kinds, N, timeout=120)
+
+
+def test_plain_collectives_and_messages_bear_their_bytes_axis_and_time(answers: list[Any]) -> None:
+    for rank, (answer, *_) in enumerate(answers):
+        own = answer["plain"][1][1]  # the name torch gave to a group that lies along no axis
+        assert own.isdigit()
+        messages = [("send", 12), ("recv", 20)] if rank == 0 else [("recv", 12), ("send", 20)]
+        assert [call[:4] for call in answer["plain"]] == [
+            ("all_reduce", "world", None, 32),
+            ("all_gather", own, None, 32),
+            ("broadcast", own, None, 8),
+            ("reduce_scatter", "world", None, 24),
+            *[(op, "world", 1 - rank, size) for op, size in messages],
+            ("all_reduce", "world", None, 28),
+            ("all_reduce", "world", None, 36),
+            ("barrier", "world", None, 0),
+        ]
+        assert all(timed and stood for *_, timed, stood in answer["plain"])
+
+
+def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:
+    for answer, *_ in answers:
+        gradients = [call for call in answer["ddp"] if call[0] == "all_reduce" and call[3] == 4 * PARAMS]
+        assert len(gradients) == 2
+        # Its waiting happens in C++, so that nobody can tell how long it stood; the end is known.
+        assert all(call[1] == "world" and call[4] for call in gradients)
+
+
+def test_fsdp2_is_seen_on_the_axis_of_its_mesh(answers: list[Any]) -> None:
+    for answer, *_ in answers:
+        calls = [call for call in answer["fsdp"] if call[1] == "shard"]
+        gathers, scatters = ([call for call in calls if call[0] == op] for op in ("all_gather", "reduce_scatter"))
+        half = 4 * PARAMS // 2 // N
+        # Each layer is gathered in forward and, freed after it, again in backward.
+        assert [call[3] for call in gathers] == [half] * 4
+        assert [call[3] for call in scatters] == [4 * PARAMS // 2] * 2
+        assert all(call[4] for call in calls)
+
+
+def test_a_group_of_a_mesh_is_named_by_its_axis_and_less_can_be_noted(answers: list[Any]) -> None:
+    for _, named, counted, off, shown, *_ in answers:
+        assert [call[:4] for call in named] == [("all_reduce", "tp", None, 4)]
+        assert counted == [("all_reduce", "world", None, 32, False, False)]
+        assert off == []
+        assert shown == "<all_reduce on world: 32 bytes, not timed>"
+
+
+def test_clocks_of_one_kernel_agree_and_others_are_measured(answers: list[Any]) -> None:
+    assert [answer[-2] for answer in answers] == [0, 0]
+    assert answers[0][-1] == 0
+    assert abs(answers[1][-1] + 5_000_000_000) < 5_000_000
+
+
+def test_a_word_that_is_no_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="off, count, time"):
+        record.set_mode("fast")
+
+
+def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
+    ring, group = record.Ring(8), record.Seen("dp 1 [0,1]", "dp", (0, 1))
+    for i in range(20):
+        ring.put(record.Call("send", group, 1, i, i))
+
+    calls, lost = ring.between(5, 20)
+
+    assert [call.bytes for call in calls] == list(range(12, 20))
+    assert lost == 7
+
+
+def own_loop(world: World, folder: str) -> Any:
+    """A loop without any job: user code in a cell, with a run directory."""
+    rank = world.place.rank
+    session = Session(Path(folder), rank=rank, world_size=N)
+    dist.all_reduce(torch.ones(2))
+    session.begin()
+    for number in range(1, 5):
+        with phase("data"):
+            time.sleep(0.005)
+        with phase("forward"):
+            dist.all_reduce(torch.ones(4))
+        with phase("outside"):
+            dist.all_reduce(torch.ones(16))
+            time.sleep(0.02)
+        clock.step(number)
+    session.end()
+    dist.all_reduce(torch.ones(3))
+    session.close()
+    return record_path(Path(folder), rank)
+
+
+def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None:
+    paths = run_ranks(own_loop, N, str(tmp_path))
+
+    assert list(recordfile.rank_files(tmp_path)) == [0, 1]
+    found, _ = recordfile.read_since(paths[1])
+    header, *rest = found
+    assert isinstance(header, records.Header) and (header.rank, header.world_size) == (1, N)
+    steps = [one for one in rest if isinstance(one, records.StepRecord)]
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert [(row.op, row.axis, row.calls, row.bytes, row.timed) for row in step.traffic] == [
+            ("all_reduce", "world", 1, 16, 1)
+        ]
+        assert step.parts["data"] >= 0.005
+        # The collective is communication, not the forward pass in which it stands.
+        assert step.parts["exposed"] == pytest.approx(step.traffic[0].blocked, abs=2e-4)
+        assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-6)
+        assert step.own_seconds > 0 and step.cpu_seconds > 0 and step.lost == 0
+    assert sum(step.seconds for step in steps) < sum(step.parts["data"] for step in steps) + 4 * 0.02
+    outside = [one for one in rest if isinstance(one, records.Outside)]
+    assert sum(row.bytes for one in outside for row in one.traffic) == 8 + 4 * 64 + 12
+    details = [one for one in rest if isinstance(one, records.Detail)]
+    assert [detail.step for detail in details] == [1, 2, 3]
+    for detail in details:
+        assert all(first[2] == second[1] for first, second in zip(detail.laps, detail.laps[1:], strict=False))
+        (call,) = detail.calls
+        assert call.waited is not None and call.done is not None
+        assert call.issued <= call.waited <= call.done
+    assert len(recordfile.read_overview(paths[1])) == 4

@@ -1,0 +1,160 @@
+"""Delays that were put in are found again, in the right part of the step and on the right rank, from files alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from nbkit import readings, recordfile, records
+from nbkit.events import Checkpointed, RunStarted, RunStopped, StepDone
+from nbkit.rank.telemetry.memory import memory_of
+from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.telemetry.session import Session, record_path
+from nbkit.rank.world import World
+
+N = 3
+DELAY = 0.03
+EACH = 6
+PLAIN, LOADER, LATE_COMPUTE, LATE_LOADER, PIPELINE = range(5)
+
+
+def train(world: World, folder: str) -> None:
+    rank, model = world.place.rank, nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dp = dist.new_group([0, 1, 2], group_desc="dp")
+    pp = dist.new_group([0, 1], group_desc="pp")
+    session = Session(Path(folder), rank=rank, world_size=N, strategy="dp=3")
+    session(RunStarted(0, strategy="dp=3"))
+    for number in range(1, 5 * EACH + 1):
+        kind = (number - 1) // EACH
+        with phase("data"):
+            if kind == LOADER or (kind == LATE_LOADER and rank == 2):
+                time.sleep(DELAY)
+        with phase("forward"):
+            loss = model(torch.ones(8, 64)).sum()
+            if kind == LATE_COMPUTE and rank == 1:
+                time.sleep(DELAY)
+        if kind == PIPELINE and rank == 0:
+            began = time.perf_counter_ns()
+            with phase("forward"):
+                time.sleep(DELAY)
+            clock.on_op("F", 0, 0, began, time.perf_counter_ns())
+            dist.send(torch.ones(5), 1, group=pp)
+        if kind == PIPELINE and rank == 1:
+            dist.recv(torch.ones(5), 0, group=pp)
+        with phase("backward"):
+            loss.backward()
+            work = dist.all_reduce(model.weight.grad, group=dp, async_op=True)
+            assert work is not None
+            work.wait()
+        if session.memory_due(number):
+            session.memory(memory_of(model, optimizer, step=number))
+        with phase("optimizer"):
+            optimizer.step()
+        clock.step(number)
+        if number > 1:
+            session(StepDone(number - 1, record={"step": number - 1, "loss": 1.0 / number, "lr": 1e-5}))
+    session(Checkpointed(number, path="model.pt"))
+    session(RunStopped(number))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[records.Record]]:
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(train, N, str(folder), timeout=120)
+    return {rank: recordfile.read_since(record_path(folder, rank))[0] for rank in range(N)}
+
+
+def steps_of(written: dict[int, list[records.Record]], kind: int) -> list[dict[int, records.StepRecord]]:
+    """Of the steps with one kind of delay, all but the first, in which the delay of the kind before still rings."""
+    wanted = range(kind * EACH + 2, (kind + 1) * EACH + 1)
+    found: list[dict[int, records.StepRecord]] = [{} for _ in wanted]
+    for rank, those in written.items():
+        for one in those:
+            if isinstance(one, records.StepRecord) and one.step in wanted:
+                found[one.step - wanted[0]][rank] = one
+    return found
+
+
+def members(written: dict[int, list[records.Record]]) -> dict[str, tuple[int, ...]]:
+    every = [one for those in written.values() for one in those if isinstance(one, records.Group)]
+    return readings.members_of(every)
+
+
+def bars_of(written: dict[int, list[records.Record]], kind: int) -> list[readings.Bar]:
+    return readings.mean_bars(steps_of(written, kind), members(written))
+
+
+def near(seconds: float) -> Any:
+    # A sleep is never shorter; on a busy machine it is longer.
+    return pytest.approx(seconds, rel=0.4)
+
+
+def test_every_part_adds_up_to_the_step(written: dict[int, list[records.Record]]) -> None:
+    for kind in range(5):
+        for bar in bars_of(written, kind):
+            parts = (bar.compute, bar.exposed, bar.waiting, bar.bubble, bar.data, bar.optimizer, bar.other)
+            assert sum(parts) == pytest.approx(bar.seconds, rel=1e-3)
+
+
+def test_a_slow_loader_on_every_rank_is_data(written: dict[int, list[records.Record]]) -> None:
+    found = bars_of(written, LOADER)
+
+    assert [bar.data for bar in found] == [near(DELAY)] * N
+    assert readings.late_rank(found, at_least=0.3) is None
+    assert "of the step is waiting for data: try more loader workers" in readings.reading(found)
+
+
+def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[int, list[records.Record]]) -> None:
+    for kind, rank, cause in ((LATE_COMPUTE, 1, "compute"), (LATE_LOADER, 2, "data")):
+        found = bars_of(written, kind)
+        late = readings.late_rank(found)
+
+        assert late is not None and (late.rank, late.cause) == (rank, cause)
+        assert late.seconds == near(DELAY)
+        assert getattr(found[rank], cause) - min(getattr(bar, cause) for bar in found) == near(DELAY)
+        assert [bar.waiting for bar in found if bar.rank != rank] == [near(DELAY)] * (N - 1)
+        assert found[rank].waiting < 0.3 * DELAY
+        assert f"for rank {rank}" in readings.reading(found)
+        # Within three steps.
+        first = readings.late_rank(readings.mean_bars(steps_of(written, kind)[:3], members(written)))
+        assert first is not None and first.rank == rank
+
+
+def test_waiting_in_the_pipeline_is_bubble(written: dict[int, list[records.Record]]) -> None:
+    found = bars_of(written, PIPELINE)
+
+    assert found[1].bubble == near(DELAY)
+    assert found[0].bubble < 0.3 * DELAY and found[2].bubble == 0
+    matrix = readings.traffic_matrix(steps_of(written, PIPELINE)[0], members(written), N)
+    assert matrix.sent == ((0, 20, 0), (0, 0, 0), (0, 0, 0))
+    ring = 2 * 2 / 3 * 64 * 64 * 4
+    assert [[round(cell) for cell in row] for row in matrix.modelled] == [
+        [0, round(ring), 0], [0, 0, round(ring)], [round(ring), 0, 0]
+    ]  # fmt: skip
+
+
+def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, list[records.Record]]) -> None:
+    for rank, those in written.items():
+        steps = [one for one in those if isinstance(one, records.StepRecord)]
+        assert [one.step for one in steps] == list(range(1, 5 * EACH + 1))
+        assert all(one.numbers["loss"] == pytest.approx(1 / (one.step + 1), rel=1e-5) for one in steps[:-1])
+        assert steps[3].numbers["lr"] == 1e-5
+        memory = next(one for one in those if isinstance(one, records.MemoryRecord))
+        size = 4 * (64 * 64 + 64)
+        assert (memory.step, memory.parameters, memory.gradients) == (2, size, size)
+        assert memory.optimizer == 2 * size + 2 * 4  # two moments, and a count of steps for each parameter
+        assert memory.peak >= memory.now > memory.known
+        events = [one.event["kind"] for one in those if isinstance(one, records.EventRecord)]
+        assert events == ["run_started", "checkpoint", "run_stopped"]
+        rows = readings.table({rank: steps[0]}, members(written))
+        assert [(row.op, row.axis, row.calls, row.bytes) for row in rows] == [("all_reduce", "dp", 1, 64 * 64 * 4)]
+    first = next(one for one in written[0] if isinstance(one, records.Detail))
+    assert first.step == 1

@@ -1,0 +1,101 @@
+"""Figures computed from records: bandwidths as nccl-tests define them, waiting told from transfer, sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbkit import readings
+from nbkit.readings import Bar, Late, bars, late_rank, mean_bars, reading, table, traffic_matrix
+from nbkit.records import Group, StepRecord, Traffic
+
+N = 4
+ALL = {"dp 1 [0,1,2,3]": (0, 1, 2, 3)}
+LABEL = "dp 1 [0,1,2,3]"
+
+
+def row(op: str, size: float, seconds: float = 0.1, blocked: float = 0.0, timed: float = 1) -> Traffic:
+    return Traffic(op, "dp", LABEL, None, 1, size, timed, seconds, blocked)
+
+
+def parts(exposed: float, **others: float) -> dict[str, float]:
+    zero = dict.fromkeys(("compute", "bubble", "data", "optimizer", "other"), 0.0)
+    return {**zero, "exposed": exposed, **others}
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    # 100 bytes contributed by each of 4 ranks, 0.1 s.
+    expected = {
+        "all_reduce": (1000, 1500),  # 2 (n-1)/n
+        "all_gather": (4000, 3000),  # 400 bytes in all; (n-1)/n
+        "reduce_scatter": (1000, 750),
+        "broadcast": (1000, 1000),
+    }
+    steps = {rank: StepRecord(1, traffic=tuple(row(op, 100, blocked=0.025) for op in expected)) for rank in range(N)}
+
+    found = {one.op: one for one in table(steps, ALL)}
+
+    for op, (algbw, busbw) in expected.items():
+        assert (found[op].algbw, found[op].busbw) == (pytest.approx(algbw), pytest.approx(busbw))
+        assert (found[op].calls, found[op].bytes, found[op].seconds) == (1, 400, pytest.approx(0.1))
+        assert found[op].overlap == pytest.approx(0.75)
+
+
+def test_what_was_not_timed_has_no_bandwidth() -> None:
+    (found,) = table({0: StepRecord(1, traffic=(row("all_reduce", 100, 0.0, timed=0),))}, ALL)
+
+    assert (found.seconds, found.algbw, found.busbw, found.overlap) == (None, None, None, None)
+
+
+def test_waiting_is_what_a_rank_stood_still_longer_than_the_last_to_come() -> None:
+    steps = {}
+    for rank, stood in enumerate((0.05, 0.01, 0.04, 0.05)):
+        rows = (row("all_reduce", 8, 0.1, stood),)
+        steps[rank] = StepRecord(1, seconds=1.0, parts=parts(stood, compute=1 - stood), traffic=rows)
+
+    found = bars(steps, ALL)
+
+    assert [bar.waiting for bar in found] == pytest.approx([0.04, 0, 0.03, 0.04])
+    assert [bar.exposed for bar in found] == pytest.approx([0.01] * N)
+    # One rank's records are missing: nobody knows whether it was the last.
+    del steps[1]
+    assert [bar.waiting for bar in bars(steps, ALL)] == [0, 0, 0]
+
+
+def test_a_step_that_was_not_measured_has_no_bar() -> None:
+    assert bars({0: StepRecord(1, seconds=1.0)}, ALL) == []
+    assert mean_bars([], ALL) == [] and reading([]) == "" and late_rank([]) is None
+
+
+def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
+    message = Traffic("send", "pp", "pp 2 [0,3]", 3, 2, 64, 0, 0, 0)
+    steps = {rank: StepRecord(1, traffic=(row("all_reduce", 100), row("all_to_all", 40))) for rank in range(N)}
+    steps[0] = StepRecord(1, traffic=(*steps[0].traffic, message))
+
+    found = traffic_matrix(steps, ALL, N)
+
+    assert found.sent[0] == (0, 0, 0, 64) and sum(map(sum, found.sent)) == 64
+    assert found.modelled[0] == pytest.approx((0, 150 + 10, 10, 10))
+    assert found.modelled[3] == pytest.approx((150 + 10, 10, 10, 0))
+
+
+def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
+    even = [Bar(rank, 1.0, compute=0.58, exposed=0.42) for rank in range(N)]
+    rows = table({rank: StepRecord(1, traffic=(row("all_reduce", 100),)) for rank in range(N)}, ALL)
+
+    assert reading(even, rows) == "42% of the step is exposed all-reduce on dp: try zero1 or a larger micro-batch"
+    assert reading([Bar(0, 1.0, compute=0.97, other=0.03)]) == "97% of the step is compute."
+    assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
+
+
+def test_the_late_one_of_64_ranks_is_named() -> None:
+    found = [Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(64)]
+    found[17] = Bar(17, 1.0, compute=0.6, data=0.4)
+
+    assert late_rank(found) == Late(17, pytest.approx(0.4), "data")
+    waits, _, cause = reading(found).partition(", whose ")
+    assert waits == "The others wait 400 ms of each step (40%) for rank 17"
+    assert cause == "waiting for data takes longer: look at its loader"
+
+
+def test_groups_give_their_members() -> None:
+    assert readings.members_of([Group("a", "dp", (0, 1))]) == {"a": (0, 1)}
