@@ -1,0 +1,11 @@
+"""Pipeline schedules: what each rank does with which micro-batch, in which order. Pure arithmetic, no torch.
+
+`Schedule.of("zbv", ranks=4, microbatches=8)` gives the lists of operations that the executor follows and that
+`simulate` turns into a planned timeline.
+"""
+
+from nbkit.schedules.ops import Kind, Op
+from nbkit.schedules.schedule import NAMES, Schedule
+from nbkit.schedules.timeline import Span, Timeline, simulate
+
+__all__ = ["NAMES", "Kind", "Op", "Schedule", "Span", "Timeline", "simulate"]

@@ -1,0 +1,123 @@
+"""When each operation of a schedule begins and ends, if stages cost what one says; and whether it can run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nbkit.errors import StrategyError
+from nbkit.schedules.ops import Op, before
+from nbkit.schedules.schedule import Schedule
+
+__all__ = ["Span", "Timeline", "simulate"]
+
+Cost = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """An operation and its time, in the unit of the costs."""
+
+    op: Op
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time. spans, idle, peak: one entry for each rank.
+
+    idle: the share of the makespan in which the rank does nothing. peak: the most micro-batches whose activations
+    it held at once, counted for each of its stages, from F to the end of B or W.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    makespan: float
+    idle: tuple[float, ...]
+    peak: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Mean share of the time in which a rank is idle."""
+        return sum(self.idle) / len(self.idle)
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: Cost = 1.0,
+    backward_input: Cost = 1.0,
+    backward_weight: Cost = 1.0,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Run the lists as the executor does: sends never block, a receive waits.
+
+    Costs: one number, or one for each stage; a B costs input plus weight. transfer: between two ranks, same unit.
+    Raises StrategyError when an operation is missing or doubled, or when the ranks would wait for each other.
+    """
+    num_stages = schedule.num_stages
+    costs = {"F": _each(forward, num_stages), "I": _each(backward_input, num_stages)}
+    costs["W"] = _each(backward_weight, num_stages)
+    costs["B"] = [a + b for a, b in zip(costs["I"], costs["W"], strict=True)]
+    split = _check_complete(schedule)
+    stops: dict[Op, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.ops]
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ops):
+            done = spans[rank]
+            while len(done) < len(ops):
+                op = ops[len(done)]
+                start = done[-1].stop if done else 0.0
+                needed = before(op, num_stages, split=(op.stage + 1, op.micro) in split)
+                if any(one not in stops for one in needed):
+                    break
+                for one in needed:
+                    start = max(start, stops[one] + transfer * (schedule.rank_of(one.stage) != rank))
+                stops[op] = start + costs[op.kind][op.stage]
+                done.append(Span(op, start, stops[op]))
+                moved = True
+    _check_done(schedule, spans)
+    makespan = max(stops.values())
+    idle = tuple(1 - sum(span.stop - span.start for span in done) / makespan for done in spans)
+    return Timeline(tuple(map(tuple, spans)), makespan, idle, tuple(map(_peak, schedule.ops)))
+
+
+def _each(cost: Cost, num_stages: int) -> list[float]:
+    return [float(cost)] * num_stages if isinstance(cost, (int, float)) else [float(one) for one in cost]
+
+
+def _check_complete(schedule: Schedule) -> set[tuple[int, int]]:
+    """Every operation once and on its rank. Returns the (stage, micro) whose backward is split."""
+    seen: set[Op] = set()
+    for rank, ops in enumerate(schedule.ops):
+        for op in ops:
+            if op in seen or schedule.rank_of(op.stage) != rank:
+                raise StrategyError(f"{schedule.name}: {op} is on rank {rank}'s list, twice or by mistake.")
+            seen.add(op)
+    split = {(op.stage, op.micro) for op in seen if op.kind == "I"}
+    for stage in range(schedule.num_stages):
+        for micro in range(schedule.microbatches):
+            kinds = "FIW" if (stage, micro) in split else "FB"
+            present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
+            if present != kinds:
+                raise StrategyError(
+                    f"{schedule.name}: stage {stage} does not do all of micro-batch {micro}.",
+                    numbers=f"it has {present or 'nothing'}, expected {kinds}",
+                )
+    return split
+
+
+def _check_done(schedule: Schedule, spans: list[list[Span]]) -> None:
+    stuck = [f"rank {r} before {ops[len(spans[r])]}" for r, ops in enumerate(schedule.ops) if len(spans[r]) < len(ops)]
+    if stuck:
+        raise StrategyError(f"{schedule.name}: ranks wait for each other for ever.", numbers=", ".join(stuck))
+
+
+def _peak(ops: Sequence[Op]) -> int:
+    held = peak = 0
+    for op in ops:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,395 @@
+"""Every schedule gives the gradients of one process, whatever its stages hand each other."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import next_generation, run_ranks
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from nbkit.errors import TrainingError
+from nbkit.rank import groups, sockets
+from nbkit.rank.parallel.backward import backward, backward_input, enter
+from nbkit.rank.parallel.channels import edge_groups
+from nbkit.rank.parallel.pipeline import Pipeline
+from nbkit.schedules import NAMES, Schedule, simulate
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Takes and returns (hidden, residual, mask): two that need gradients, and a mask that is only handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, hidden: Tensor, residual: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = hidden.tanh_()  # in place, at the entrance of a stage
+        inner = torch.where(mask, self.up(self.norm(hidden)).relu(), 0.1)
+        return hidden + self.down(inner) * self.scale, residual * 0.5 + hidden @ self.up.weight.t()[:, :WIDTH], mask
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a head: one block for each stage."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def stage(self, index: int, received: tuple[Tensor, ...], tokens: Tensor, weight: float) -> tuple[Tensor, ...]:
+        if index == 0:
+            hidden = self.embed(tokens)
+            received = (hidden, hidden * 0 + 1.0, (tokens % 2 == 0).unsqueeze(-1))
+        received = self.blocks[index](*received)
+        if index + 1 < len(self.blocks):
+            return received
+        hidden, residual, _ = received
+        logits = self.head(hidden + residual)
+        return (nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum") * weight,)
+
+
+def batch(num_micro: int, ragged: bool) -> list[Tensor]:
+    made = torch.Generator().manual_seed(5)
+    rows = [2] * num_micro
+    if ragged:
+        rows[-1] = 1
+    return [torch.randint(0, 11, (n, 3), generator=made) for n in rows]
+
+
+def one_process(model: Model, micros: list[Tensor]) -> tuple[list[float], dict[str, Tensor | None]]:
+    losses = []
+    for tokens in micros:
+        received: tuple[Tensor, ...] = ()
+        for index in range(len(model.blocks)):
+            received = model.stage(index, received, tokens, 0.25)
+        received[0].backward()
+        losses.append(float(received[0].detach()))
+    return losses, taken(model)
+
+
+def taken(model: nn.Module) -> dict[str, Tensor | None]:
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def difference(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> float:
+    """||ours - theirs|| / ||theirs||, infinite when one has a gradient that the other has not."""
+    assert ours.keys() <= theirs.keys() and ours
+    if any((ours[name] is None) != (theirs[name] is None) for name in ours):
+        return float("inf")
+    pairs = [(ours[name], theirs[name]) for name in ours if ours[name] is not None]
+    off = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
+    return float(off / torch.cat([b.flatten() for _, b in pairs]).norm())
+
+
+def made(num_blocks: int) -> Model:
+    torch.manual_seed(0)
+    return Model(num_blocks).double()
+
+
+def held(model: Model, stages: tuple[int, ...]) -> set[str]:
+    prefixes = [f"blocks.{s}." for s in stages]
+    prefixes += ["embed."] * (0 in stages) + ["head."] * (len(model.blocks) - 1 in stages)
+    return {name for name, _ in model.named_parameters() if name.startswith(tuple(prefixes))}
+
+
+def stepped(
+    model: Model, pipeline: Pipeline, micros: list[Tensor], **options: Any
+) -> tuple[list[float], dict[str, Tensor | None]]:
+    """Losses here, and the gradients of what this rank holds."""
+
+    def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return model.stage(stage, received, micros[micro], 0.25)
+
+    results = pipeline.run(len(micros), forward, lambda micro: tuple(micros[micro].shape), **options)
+    mine = held(model, pipeline.schedule.stages_of(pipeline.rank))
+    grads = taken(model)
+    assert all(grads[name] is None for name in grads.keys() - mine)
+    return [float(loss) for (loss,) in results], {name: grads[name] for name in mine}
+
+
+def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]]:
+    """(schedule, micro-batches, difference of gradients, of losses): steps of several shapes on one pipeline."""
+    rows = []
+    group = torch.distributed.group.WORLD if ranks > 1 else None
+    for name in NAMES:
+        schedule = Schedule.of(name, ranks, 4)
+        model = made(schedule.num_stages)
+        pipeline = Pipeline(schedule, group, world.place.rank, torch.device("cpu"))
+        for num_micro, ragged in ((4, False), (4, True), (1, False), (2 * ranks + 1, False)):
+            micros = batch(num_micro, ragged)
+            wanted = one_process(model, micros)
+            losses, grads = stepped(model, pipeline, micros)
+            off = max((abs(a - b) for a, b in zip(losses, wanted[0], strict=False)), default=0.0)
+            assert len(losses) == (num_micro if schedule.rank_of(schedule.num_stages - 1) == world.place.rank else 0)
+            rows.append((name, num_micro, difference(grads, wanted[1]), off))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_are_those_of_one_process(ranks: int) -> None:
+    for rows in run_ranks(every_schedule, ranks, ranks):
+        for name, num_micro, grads, losses in rows:
+            assert grads <= 1e-12 and losses <= 1e-12, (name, num_micro, grads, losses)
+
+
+class Token:
+    """Lives as long as the graph of one stage and micro-batch."""
+
+
+class Holding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alive: weakref.WeakSet[Token]) -> Tensor:
+        ctx.token = Token()
+        alive.add(ctx.token)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def order_and_memory(world: Any) -> None:
+    rank, micros = world.place.rank, batch(6, False)
+    for name in NAMES:
+        schedule = Schedule.of(name, 2, 6)
+        model = made(schedule.num_stages)
+        pipeline = Pipeline(schedule, torch.distributed.group.WORLD, rank, torch.device("cpu"))
+        alive: weakref.WeakSet[Token] = weakref.WeakSet()
+        done: list[tuple[Any, ...]] = []
+        lives: list[int] = []
+
+        def hold(_: nn.Module, args: tuple[Tensor, ...], alive: Any = alive) -> tuple[Tensor, ...]:
+            return (Holding.apply(args[0], alive), *args[1:])
+
+        def on_op(*op: Any, done: Any = done, lives: Any = lives, alive: Any = alive) -> None:
+            done.append(op)
+            lives.append(len(alive))
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(hold)
+        stepped(model, pipeline, micros, on_op=on_op)
+        assert [op[:3] for op in done] == [tuple(op) for op in schedule.ops[rank]]
+        assert all(start <= stop for *_, start, stop in done)
+        assert all(before[4] <= after[3] for before, after in pairwise(done))
+        assert max(lives) == simulate(schedule).peak[rank] and lives[-1] == 0, (name, lives)
+        assert not pipeline._channels._posted and not any(pipeline._channels._outbox.values())
+
+
+def forward_only(world: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """What evaluation returns, after a step of training and before another one."""
+    rank, model = world.place.rank, made(4)
+    micros = batch(3, True)
+    pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
+    wanted = one_process(model, micros)
+    stepped(model, pipeline, micros)
+
+    def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert not torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in received)
+        out = model.stage(stage, received, micros[micro], 0.25)
+        return (*out, torch.tensor(micro)) if stage == 3 else out
+
+    results = pipeline.run(3, forward, lambda micro: tuple(micros[micro].shape), training=False)
+    assert difference(stepped(model, pipeline, micros)[1], wanted[1]) <= 1e-12
+    return [[float(one) for one in micro] for micro in results], [[x, i] for i, x in enumerate(wanted[0])]
+
+
+def test_operations_are_done_in_the_order_of_the_list_and_leave_nothing_behind() -> None:
+    run_ranks(order_and_memory, 2)
+
+
+def test_forward_only_returns_what_the_last_stage_returns_where_that_is() -> None:
+    (results, wanted), (nothing, _) = run_ranks(forward_only, 2)
+    assert results == [pytest.approx(row, abs=1e-12) for row in wanted] and nothing == []
+
+
+def odd_tensors(world: Any) -> None:
+    """Between stages: many dims and many tensors, an empty one, no dims, several dtypes, what nobody uses, a leaf."""
+    rank, device = world.place.rank, torch.device("cpu")
+    pipeline = Pipeline(Schedule.of("1f1b", 2, 2), torch.distributed.group.WORLD, rank, device)
+    weight = nn.Parameter(torch.full((3,), 2.0))
+    got = []
+
+    def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if stage == 0:
+            several = [(weight * i).to(torch.bfloat16) for i in range(12)]
+            plain = torch.arange(6).view(1, 1, 2, 3, 1).transpose(2, 3), torch.tensor(True), torch.empty(0, 4)
+            return (weight, weight.sum() * micro, *plain, *several)
+        got.append(received)
+        return (received[0].sum() + received[1] + received[7].float().sum(),)
+
+    pipeline.run(2, forward, lambda micro: "same")
+    if rank == 1:
+        first, total, numbers, truth, empty, *several = got[1]
+        assert first.tolist() == [2.0] * 3 and total.shape == () and total.item() == 6.0
+        assert numbers.shape == (1, 1, 3, 2, 1) and numbers.flatten().tolist() == [0, 3, 1, 4, 2, 5]
+        assert truth.item() is True and empty.shape == (0, 4) and len(several) == 12
+        assert several[3].dtype == torch.bfloat16 and several[3].requires_grad and not numbers.requires_grad
+    else:
+        assert weight.grad is not None and weight.grad.tolist() == [2 * (1.0 + 2.0) + 1.0] * 3
+    with pytest.raises(TrainingError, match="returned other tensors than before" if rank == 0 else "on purpose"):
+        grown(pipeline, rank)
+
+
+def grown(pipeline: Pipeline, rank: int) -> None:
+    """Stage 0 returns another shape under the same key."""
+    if rank == 1:
+        raise TrainingError("on purpose")
+    pipeline.run(1, lambda *_: (torch.ones(5),), lambda micro: "same")
+
+
+def test_any_tensors_pass_between_stages_and_a_change_of_shape_without_a_change_of_key_is_told() -> None:
+    run_ranks(odd_tensors, 2)
+
+
+def broken_off(world: Any) -> float:
+    """Rank 1 fails in the middle of a step; the world is formed anew, and the next step is right."""
+    rank, model = world.place.rank, made(4)
+    pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
+    micros = batch(4, False)
+
+    def failing(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if stage == 2 and micro == 1:
+            for group in groups.live():  # what the watchdog does, so that the other rank waits no longer
+                sockets.shut(group.sockets)
+            raise ValueError("on purpose")
+        return model.stage(stage, received, micros[micro], 0.25)
+
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match="on purpose" if rank == 1 else ""):
+        pipeline.run(4, failing, lambda micro: tuple(micros[micro].shape))
+    model.zero_grad(set_to_none=True)
+    next_generation(world)
+    pipeline.begin_again()
+    wanted = one_process(model, micros)
+    return difference(stepped(model, pipeline, micros)[1], wanted[1])
+
+
+def test_an_error_in_one_stage_is_raised_there_and_the_next_run_is_right() -> None:
+    assert max(run_ranks(broken_off, 2, generations=2)) <= 1e-12
+
+
+def channel_of_its_own(world: Any) -> list[float]:
+    """As on NCCL: a group for each direction between two ranks, for two pipelines side by side."""
+    pipelines = [(0, 2), (1, 3)]
+    rank = world.place.rank
+    edges = edge_groups(pipelines, rank, always=True)
+    assert set(edges) == {(rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)}
+    axes = [torch.distributed.new_group(list(ranks)) for ranks in pipelines]
+    off = []
+    for name in ("interleaved", "zbv"):
+        model = made(4)
+        pipeline = Pipeline(Schedule.of(name, 2, 3), axes[rank % 2], rank // 2, torch.device("cpu"), edges=edges)
+        micros = batch(3, True)
+        wanted = one_process(model, micros)
+        off.append(difference(stepped(model, pipeline, micros)[1], wanted[1]))
+    return off
+
+
+def test_a_channel_may_have_a_group_of_its_own() -> None:
+    assert max(max(off) for off in run_ranks(channel_of_its_own, 4)) <= 1e-12
+
+
+class Fused(torch.autograd.Function):
+    """A matrix product in Python, both gradients in one call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Odd(nn.Module):
+    """What a graph can look like: shared and frozen weights, checkpoints, Python functions, ends beside the path."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.packed = nn.Parameter(torch.randn(4, 12))
+        self.never = nn.Linear(4, 4)
+        if kind == "frozen":
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.packed.chunk(3, dim=1)
+        x = self.first(x)
+        if self.kind == "shared":
+            x = self.first(x.sin())
+        if self.kind in ("checkpoint", "reentrant"):
+            x = checkpoint(self.second, x, use_reentrant=self.kind == "reentrant")
+        if self.kind == "python":
+            x = Fused.apply(x, self.second.weight)
+        x = x @ q + (x @ k).cos() * (x @ v).sin()
+        beside = (self.second.weight.exp(), self.second.bias.sum()) if self.kind == "beside" else ()
+        return (x, *beside, beside[0] @ x.t()) if beside else (x,)
+
+
+ODD = ["plain", "shared", "frozen", "checkpoint", "reentrant", "python", "beside"]
+
+
+def in_two_passes(kind: str, first_stage: bool, split: bool) -> tuple[dict[str, Tensor | None], list[str]]:
+    """The gradients of one stage after B, or after I and W, and which were there after I."""
+    torch.manual_seed(1)
+    model = Odd(kind).double()
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=not first_stage)
+    for _ in range(2):  # two micro-batches, so that gradients are added
+        outputs = model(*enter([x]))
+        edges, grads = [get_gradient_edge(out) for out in outputs], [torch.randn_like(out) for out in outputs]
+        del outputs
+        if split:
+            later = backward_input(edges, grads, [] if first_stage else [x])
+            early = [name for name, p in model.named_parameters() if p.grad is not None]
+            later.run()
+        else:
+            backward(edges, grads)
+            early = []
+    return {"x": x.grad, **taken(model)}, early
+
+
+@pytest.mark.parametrize("first_stage", [False, True])
+@pytest.mark.parametrize("kind", ODD)
+def test_two_passes_give_what_one_pass_gives(kind: str, first_stage: bool) -> None:
+    whole, _ = in_two_passes(kind, first_stage, split=False)
+    parts, _ = in_two_passes(kind, first_stage, split=True)
+    assert difference(parts, whole) <= 1e-12
+    assert parts["never.weight"] is None
+
+
+def test_weights_wait_for_the_second_pass_and_are_computed_once() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    arrived: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    out = model(*enter([x]))
+    with FlopCounterMode(display=False) as first:
+        later = backward_input([get_gradient_edge(out)], [torch.ones_like(out)], [x])
+    assert arrived == [] and x.grad is not None
+    with FlopCounterMode(display=False) as second:
+        later.run()
+    assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
+    assert first.get_total_flops() == second.get_total_flops() == 2 * 2 * 5 * 4 * 4
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(x.detach().requires_grad_()).sum().backward()
+    assert difference(taken(model), taken(twin)) <= 1e-12
