@@ -18,11 +18,12 @@ from math import prod
 
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
+from nbkit.schedules import NAMES
 
 __all__ = ["PRESETS", "SCHEDULES", "Strategy", "divisors"]
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
 _KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches")
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}

@@ -10,7 +10,8 @@ import pytest
 
 from nbkit.errors import StrategyError
 from nbkit.planner.partition import partition, place, ranks_of_stages, spelled
-from nbkit.strategy import Strategy
+from nbkit.schedules import Schedule
+from nbkit.strategy import SCHEDULES, Strategy
 
 
 def by_trying_all(costs: list[float], stages: int, speeds: list[float]) -> list[tuple[int, int]]:
@@ -77,6 +78,14 @@ def test_each_schedule_places_its_stages(
     assert ranks_of_stages(strategy) == ranks
     assert place([1.0] * 7, strategy) == ranges
     assert ranks_of_stages(Strategy(dp=2)) == (0,)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 8])
+def test_stages_lie_where_the_schedule_runs_them(schedule: str, pp: int) -> None:
+    run = Schedule.of(schedule, pp, 2 * pp)
+
+    assert ranks_of_stages(Strategy(pp=pp, schedule=schedule)) == tuple(map(run.rank_of, range(run.num_stages)))
 
 
 def test_the_speeds_of_ranks_reach_their_stages() -> None:
