@@ -1,0 +1,162 @@
+"""Attention over a part of the heads: torch's own MultiheadAttention, which asserts its sizes, and a look at others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from nbkit.errors import StrategyError, TrainingError
+from nbkit.rank.parallel.extent import extent, gathered
+from nbkit.rank.parallel.tensor.heads import Heads
+from nbkit.rank.parallel.tensor.link import Link
+
+__all__ = ["Looked", "SplitAttention", "why_not_packed"]
+
+
+def why_not_packed(module: nn.Module) -> str:
+    """Why an nn.MultiheadAttention cannot be split by heads; empty when it can."""
+    itself: Any = module
+    if not itself._qkv_same_embed_dim:
+        return "kdim or vdim differ from embed_dim"
+    if itself.bias_k is not None or itself.bias_v is not None or itself.add_zero_attn:
+        return "add_bias_kv and add_zero_attn append keys"
+    return ""
+
+
+class _Weights:
+    """Stands for the attention weights, which nobody has: each rank computed those of its heads."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TrainingError(
+            "The weights of an attention are not gathered under tensor parallelism.", hint="need_weights=False"
+        )
+
+    def __repr__(self) -> str:
+        return "<weights of an attention that is split by heads>"
+
+
+class SplitAttention(nn.Module):
+    """Around nn.MultiheadAttention, of which this rank holds the heads `start` and following."""
+
+    _link: Link
+    _heads: Heads
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """As nn.MultiheadAttention; inputs (B, T, D), (T, B, D) without batch_first, or (T, D)."""
+        itself: Any = self
+        link, heads = self._link, self._heads
+        link.reset()
+        first, count = link.team.bounds(heads.heads)[0], heads.heads // link.team.size
+        inputs = [link.take(query)]
+        inputs += [link.take(x, whole=x is not query) for x in (key, value)]
+        batched = query.ndim == 3
+        if not batched:
+            inputs = [x[None] for x in inputs]
+        elif not itself.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        weights = itself.in_proj_weight.chunk(3)
+        biases = itself.in_proj_bias.chunk(3) if itself.in_proj_bias is not None else (None, None, None)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (count, heads.dim)).transpose(1, 2)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        )
+        mask = _mask(itself, q, k, attn_mask, key_padding_mask, first, heads.heads)
+        if is_causal and not need_weights and key_padding_mask is None:
+            mask = None
+        else:
+            is_causal = False
+        if mask is not None and mask.requires_grad:
+            mask = link.take(mask, whole=True)
+        drop = itself.dropout if self.training else 0.0
+        with extent("head", first, heads.heads):
+            y = _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=need_weights, sequence=link.sequence)
+        y = y.transpose(1, 2).flatten(2)
+        if not batched:
+            y = y[0]
+        elif not itself.batch_first:
+            y = y.transpose(0, 1)
+        out = itself.out_proj
+        return link.end(F.linear(y, out.weight), out.bias), _Weights() if need_weights else None
+
+
+def _mask(
+    attention: Any, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, first: int, heads: int
+) -> Tensor | None:
+    """Both masks as one that is added to the scores: (B or 1, heads of this rank or 1, T, S)."""
+    rows, count = q.shape[:2]
+    if padding is not None:
+        padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(mask), "attn_mask", q.dtype)
+    if mask is not None:
+        mask = F._canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
+    if mask is not None:
+        whole = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, q.shape[2], k.shape[2])
+        mask = whole if mask.ndim == 2 else whole[:, first : first + count]
+    if padding is None:
+        return mask
+    keys = padding.view(rows, 1, 1, k.shape[2])
+    return keys if mask is None else mask + keys
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    drop: float,
+    *,
+    is_causal: bool,
+    explicit: bool,
+    sequence: bool,
+) -> Tensor:
+    """explicit: in the steps that torch takes when weights are asked for, so that dropout draws at the same place."""
+    if sequence:
+        with gathered("sequence"):
+            return _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=explicit, sequence=False)
+    if not explicit:
+        return F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal)
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    weights = torch.softmax(scores if mask is None else scores + mask, -1)
+    return (F.dropout(weights, drop) if drop else weights) @ v
+
+
+class Looked(TorchFunctionMode):
+    """During the first forward of an attention: whether it really computes on this rank's heads.
+
+    An attention that takes its number of heads from where nobody looked would cut them elsewhere, without an error.
+    """
+
+    def __init__(self, path: str, heads: Heads, *, size: int) -> None:
+        super().__init__()
+        self.path, self.count, self.heads = path, heads.heads // size, heads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and args and args[0].ndim == 4:
+            found = (args[0].shape[1], args[0].shape[3])
+            if found != (self.count, self.heads.dim):
+                self._refuse(f"{found[0]} heads of {found[1]} features")
+        if func in (F.softmax, torch.softmax, Tensor.softmax) and args and args[0].ndim == 4:
+            if args[0].shape[1] not in (self.count, 1):
+                self._refuse(f"{args[0].shape[1]} heads")
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, found: str) -> NoReturn:
+        raise StrategyError(
+            f"{self.path} does not take its number of heads from where it was changed for tensor parallelism.",
+            numbers=f"computes {found} on this rank, {self.count} of {self.heads.dim} expected",
+            hint=f"tp_plan={{'{self.path}.*': 'colwise_gather'}}",
+        )

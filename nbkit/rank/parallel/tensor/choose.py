@@ -1,0 +1,158 @@
+"""From the sources of a plan to the plan: who decides, what goes with what, and whether the numbers divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.tensor.heads import heads_of
+from nbkit.rank.parallel.tensor.infer import infer_pairs, infer_vocabulary
+from nbkit.rank.parallel.tensor.kinds import is_linear, is_lora, sizes
+from nbkit.rank.parallel.tensor.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
+
+__all__ = ["plan_of"]
+
+_IN_PAIRS = ("colwise", "packed", "rowwise")
+
+
+def plan_of(model: nn.Module, size: int, user: Mapping[str, str] | None = None) -> TensorPlan:
+    """How `model` (the whole of it; placeholders will do) is split over `size` ranks.
+
+    user: pattern of module paths -> role (`ROLES`), above all that is found. Raises StrategyError when a role is
+    unknown, fits no module, or does not divide.
+    """
+    said = _said_by_user(model, user or {})
+    hf = {path: role for path, role in roles_of_hf(model).items() if _carries(model, path, role)}
+    inferred, gathers, reasons = infer_pairs(model)
+    pairs, singles = [], dict(gathers)
+    for pair in inferred:
+        members = {**dict.fromkeys(pair.columns, "colwise"), **dict.fromkeys(pair.rows, "rowwise")}
+        members = {pair.owner: "pair"} if pair.kind == "module" else members
+        packed = {path for path in pair.columns if len(pair.widths[path]) > 1}
+        expected = {path: "packed" if path in packed else role for path, role in members.items()}
+        if all(said.get(path, role) == role for path, role in expected.items()) and all(
+            hf.get(path, role) == role or path in said for path, role in expected.items()
+        ):
+            pairs.append(_with_source(pair, any(path in hf for path in members)))
+        else:
+            reasons |= dict.fromkeys(members, "its pair was given other roles")
+    covered = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
+    extra = {path: role for path, role in {**hf, **said}.items() if path not in covered}
+    pairs += _grouped(model, {path: role for path, role in extra.items() if role in _IN_PAIRS}, hf.keys() - said.keys())
+    covered |= {path for pair in pairs for path in (*pair.columns, *pair.rows)}
+    for path in covered | said.keys():
+        singles.pop(path, None)
+    vocabulary = infer_vocabulary(model, covered | singles.keys() | said.keys())
+    singles |= {path: role for path, role in extra.items() if role not in (*_IN_PAIRS, "replicate")}
+    singles |= vocabulary
+    reasons |= {path: "tp_plan says so" for path, role in said.items() if role == "replicate"}
+    for pair in pairs:
+        _divides(pair, size)
+    _enough_rows(model, singles, size)
+    return TensorPlan(size, tuple(pairs), singles, reasons)
+
+
+def _said_by_user(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
+    modules = dict(model.named_modules())
+    said: dict[str, str] = {}
+    for pattern, role in user.items():
+        if role not in ROLES:
+            raise StrategyError(
+                f"tp_plan has no role {role!r}.", numbers=f"for {pattern}", hint=f"one of {', '.join(ROLES)}"
+            )
+        found = [path for path in modules if matches(path, pattern)]
+        useful = [path for path in found if role == "replicate" or _carries(model, path, role)]
+        if not useful:
+            raise StrategyError(
+                f"tp_plan: {pattern!r} fits no module that can be split {role!r}.",
+                numbers=f"{len(found)} modules have such a path" + (f", the first {found[0]}" if found else ""),
+                hint="print(model) shows the paths; * stands for any characters",
+            )
+        said |= dict.fromkeys(useful, role)
+    return said
+
+
+def _carries(model: nn.Module, path: str, role: str) -> bool:
+    part = model.get_submodule(path)
+    if path.endswith(".base_layer") and is_lora(model.get_submodule(path.rpartition(".")[0])):
+        return False
+    if role == "vocab":
+        return isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward
+    return is_linear(part)
+
+
+def _with_source(pair: Pair, from_hf: bool) -> Pair:
+    return Pair(pair.owner, pair.kind, pair.columns, pair.rows, pair.widths, pair.inner, pair.heads, from_hf)
+
+
+def _grouped(model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str]) -> list[Pair]:
+    """Pairs of the maps that somebody gave roles, by the module they are children of."""
+    of_hf = set(of_hf)
+    by_owner: dict[str, list[str]] = {}
+    for path in roles:
+        by_owner.setdefault(path.rpartition(".")[0], []).append(path)
+    pairs = []
+    for owner, paths in by_owner.items():
+        rows = [path for path in paths if roles[path] == "rowwise"]
+        columns = [path for path in paths if roles[path] != "rowwise"]
+        if not columns or len(rows) != 1:
+            raise StrategyError(
+                f"Maps split by columns and by rows come in pairs, and {owner or 'the model'} has none.",
+                numbers=f"columns: {', '.join(columns) or 'none'}; rows: {', '.join(rows) or 'none'}",
+                hint="colwise_gather or rowwise_split for a map that stands alone",
+            )
+        inner = sizes(model.get_submodule(rows[0]))[0]
+        part = model.get_submodule(owner)
+        outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
+        # Keys are narrower than queries when heads share them.
+        keys = min(n for n in outs.values()) if len(outs) > 1 else inner
+        is_attention = "att" in type(part).__name__.lower()
+        widths = {
+            path: (n,) if roles[path] == "colwise" else _packed(n, inner, is_attention) for path, n in outs.items()
+        }
+        if is_attention and (packed := next((w for w in widths.values() if len(w) == 3), None)):
+            keys = packed[1]
+        heads = heads_of(part, q=inner, k=keys) if is_attention else None
+        if is_attention and heads is None:
+            raise StrategyError(
+                f"Nothing says how many heads {owner} has.",
+                numbers=f"{inner} features",
+                hint="an attribute num_heads or head_dim; or tp_plan={...: 'colwise_gather'}",
+            )
+        kind = "attention" if is_attention else "mlp"
+        pairs.append(Pair(owner, kind, tuple(columns), tuple(rows), widths, inner, heads, set(paths) <= of_hf))
+    return pairs
+
+
+def _packed(out: int, inner: int, is_attention: bool) -> tuple[int, ...]:
+    if is_attention:
+        return (inner, (out - inner) // 2, (out - inner) // 2)
+    return (inner,) * (out // inner)
+
+
+def _divides(pair: Pair, size: int) -> None:
+    if pair.heads is None:
+        return
+    for count, what in ((pair.heads.heads, "heads"), (pair.heads.kv_heads, "key-value heads")):
+        if count % size:
+            raise StrategyError(
+                f"{count} {what} over {size} ranks: {pair.owner} is split by heads.",
+                numbers=f"{count} / {size} = {count / size:g}",
+                hint=f"tp={_largest(count, size)}; or tp_plan={{'{pair.owner}.*': 'replicate'}}",
+            )
+
+
+def _largest(count: int, size: int) -> int:
+    return max(n for n in range(1, size + 1) if count % n == 0)
+
+
+def _enough_rows(model: nn.Module, singles: Mapping[str, str], size: int) -> None:
+    for path, role in singles.items():
+        part = model.get_submodule(path)
+        length = part.num_embeddings if isinstance(part, nn.Embedding) else max(sizes(part))
+        if role in ("vocab", "head") and length < size:
+            raise StrategyError(
+                f"Some ranks would hold nothing of {path}.", numbers=f"{length} rows over {size} ranks", hint="tp=1"
+            )

@@ -1,0 +1,59 @@
+"""What counts as a linear map, whichever class it is of: torch's Linear, HF's Conv1D, and either of them under LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["adapters", "core", "feature_dims", "is_linear", "is_lora", "is_packed_attention", "sizes"]
+
+
+def _is_plain(module: Any) -> bool:
+    # By their forward: a subclass that computes something else is no linear map.
+    kind = type(module)
+    if kind.forward is not nn.Linear.forward and not (kind.__name__ == "Conv1D" and hasattr(module, "nf")):
+        return False
+    return module._parameters.get("weight") is not None
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether it is peft's wrapper of a linear map."""
+    base = module._modules.get("base_layer")
+    return base is not None and _is_plain(base) and isinstance(module._modules.get("lora_A"), nn.ModuleDict)
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether its last dim is mapped by one matrix that is here (a pipeline stage may have dropped it)."""
+    return module is not None and (_is_plain(module) or is_lora(module))
+
+
+def is_packed_attention(module: nn.Module) -> bool:
+    """Whether it computes what torch's own MultiheadAttention does."""
+    return type(module).forward is nn.MultiheadAttention.forward
+
+
+def core(module: nn.Module) -> Any:
+    """The module that holds `weight` and perhaps `bias`."""
+    base = module._modules.get("base_layer")
+    return module if base is None else base
+
+
+def adapters(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    """(name, A, B) of every LoRA adapter on it."""
+    wrapper: Any = module
+    if "base_layer" not in module._modules:
+        return []
+    return [(name, wrapper.lora_A[name], wrapper.lora_B[name]) for name in wrapper.lora_A]
+
+
+def feature_dims(module: nn.Module) -> tuple[int, int]:
+    """(dim of the weight along the input features, along the output features)."""
+    return (1, 0) if isinstance(core(module), nn.Linear) else (0, 1)
+
+
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """(input features, output features)."""
+    shape = core(module).weight.shape
+    inward, outward = feature_dims(module)
+    return int(shape[inward]), int(shape[outward])

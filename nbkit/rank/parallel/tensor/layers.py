@@ -1,0 +1,170 @@
+"""Linear maps and embeddings of which a rank holds a part: mixins around the modules that the user wrote.
+
+Column     output features split; input whole (or, under sequence parallelism, a part of the positions)
+Row        input features split; output summed over the ranks, then the bias, once
+Gathered   output features split and gathered at once: right anywhere, at the price of an all-gather
+SplitRow   input features split at once, of an input that has all
+Vocabulary rows of an embedding split; ids of other ranks give zero, and the sum is the row
+Head       a Column whose output stays in parts as a VocabShard
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.rank.parallel.extent import extent, present, restored
+from nbkit.rank.parallel.tensor.attention import Looked
+from nbkit.rank.parallel.tensor.heads import Heads
+from nbkit.rank.parallel.tensor.kinds import core, feature_dims
+from nbkit.rank.parallel.tensor.link import Link, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, reduce_from, split_to
+from nbkit.rank.parallel.tensor.vocab import VocabShard
+
+__all__ = ["Block", "Column", "Gathered", "Head", "Owner", "Row", "RowCore", "SplitRow", "Vocabulary"]
+
+
+class Column(nn.Module):
+    """Around a linear map of which this rank holds some output features."""
+
+    _link: Link
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(self._link.column_input(x), *args, **kwargs)  # type: ignore[misc]
+        self._link.begin()
+        return y
+
+
+class RowCore(nn.Module):
+    """A linear map without its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        itself: Any = self
+        weight = itself.weight if feature_dims(self)[0] == 1 else itself.weight.t()
+        return F.linear(x, weight)
+
+
+class Row(nn.Module):
+    """Around a linear map of which this rank holds some input features. Its core is a RowCore."""
+
+    _link: Link
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # What LoRA adds is a part of the sum too, and its dropout sees this rank's features.
+        partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return self._link.end(partial, core(self).bias)
+
+
+class Gathered(nn.Module):
+    """Around a linear map of which this rank holds some output features, for readers who expect all of them."""
+
+    _team: Team
+    _total: int
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(copy_to(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+        return gather_from(y, self._team.group, -1, self._total)
+
+
+class SplitRow(nn.Module):
+    """Around a linear map of which this rank holds some input features, for an input that has all of them."""
+
+    _team: Team
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
+        y = reduce_from(partial, self._team.group)
+        bias = core(self).bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class Head(nn.Module):
+    """Around the map to the vocabulary."""
+
+    _team: Team
+    _total: int
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(copy_to(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+        return VocabShard(y, self._team.group, self._total)
+
+
+class Vocabulary(nn.Module):
+    """Around an embedding of which this rank holds some rows."""
+
+    _team: Team
+    _total: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        itself: Any = self
+        start, stop = self._team.bounds(self._total)
+        torch._assert_async(((ids >= 0) & (ids < self._total)).all(), "an id lies outside of the vocabulary")
+        elsewhere = (ids < start) | (ids >= stop)
+        padding = itself.padding_idx
+        local = padding - start if padding is not None and start <= padding < stop else None
+        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), itself.weight, padding_idx=local)
+        return reduce_from(rows.masked_fill(elsewhere[..., None], 0), self._team.group)
+
+
+class Owner(nn.Module):
+    """Around the module that holds a pair: what the pair keeps during a forward ends with it."""
+
+    _links: tuple[Link, ...]
+    _attention: Link | None
+    _look: tuple[str, Heads] | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for link in self._links:
+            link.reset()
+        looking = nullcontext() if self._look is None else Looked(*self._look, size=self._links[0].team.size)
+        self._look = None
+        with restored(present()), looking:
+            if self._attention is not None:
+                args, kwargs = _taken(self._attention, args, kwargs)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _taken(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an attention, each heads' share of whose gradients has to be summed (learned masks, a memory).
+
+    The hidden states are left to the column maps, which know that they project; only where positions are split they
+    are gathered here, before the attention reads their shape.
+    """
+    hidden = first_tensor(args, kwargs)
+
+    def change(x: Tensor) -> Tensor:
+        if x is hidden:
+            return link.take(x) if link.at_owner else x
+        return link.take(x, whole=True) if x.requires_grad else x
+
+    return tuple(mapped(arg, change) for arg in args), {key: mapped(value, change) for key, value in kwargs.items()}
+
+
+class Block(nn.Module):
+    """Around a block of a chain whose positions are split over the tensor axis (Korthikanti et al. 2022).
+
+    The first splits them, the last gathers them; in between a rank holds its part of (B, T, D).
+    """
+
+    _chain: Any
+    _first: bool
+    _last: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        chain = self._chain
+        x = chain.hidden(args, kwargs)
+        group = chain.team.group
+        if self._first:
+            total = chain.begin(x)
+            args, kwargs = chain.put(args, kwargs, x, split_to(x, group, 1))
+        else:
+            total = chain.check(x)
+        with extent("sequence", chain.team.bounds(total)[0], total):
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        y = out[0] if isinstance(out, tuple) else out
+        y = gather_from(y, group, 1, total) if self._last else y
+        return (y, *out[1:]) if isinstance(out, tuple) else y

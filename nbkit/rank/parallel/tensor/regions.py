@@ -1,0 +1,169 @@
+"""Collectives with a gradient: where tensors pass from one way of being spread over a group to another.
+
+A tensor is *whole* (the same on every rank, its gradient too), *split* along a dim (parts by `bounds`, which need not
+be equal), or *partial* (the truth is the sum over the ranks). Each function says what its input and its output are; the
+backward pass is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
+
+    function              forward           backward          wire per rank, forward + backward, tensor of S bytes
+    copy_to               -                 all-reduce        0 + 2 S (n-1)/n
+    reduce_from           all-reduce        -                 2 S (n-1)/n + 0
+    split_to              -                 all-gather        0 + S (n-1)/n
+    gather_from           all-gather        -                 S (n-1)/n + 0
+    gather_seq            all-gather        reduce-scatter    S (n-1)/n + S (n-1)/n
+    reduce_scatter_seq    reduce-scatter    all-gather        S (n-1)/n + S (n-1)/n
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbkit.layout import bounds
+
+__all__ = ["copy_to", "gather_from", "gather_seq", "reduce_from", "reduce_scatter_seq", "split_to"]
+
+# The names changed in torch 2.13; the older ones warn there.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whole -> whole, for a computation of which every rank does a part: the parts of the gradient are summed."""
+    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Partial -> whole."""
+    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def split_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Whole -> this rank's part along `dim`."""
+    return _Split.apply(x, group, dim % x.ndim)  # type: ignore[no-any-return]
+
+
+def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+    """Parts along `dim` -> whole, `total` long there, for a computation that every rank repeats."""
+    return _Gather.apply(x, group, dim % x.ndim, total)  # type: ignore[no-any-return]
+
+
+def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+    """Parts along `dim` -> whole, for a computation of which every rank does a part: gradients are summed and split."""
+    return _GatherSum.apply(x, group, dim % x.ndim, total)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_seq(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Partial -> this rank's part along `dim` of the sum."""
+    return _ReduceScatter.apply(x, group, dim % x.ndim)  # type: ignore[no-any-return]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
+        return _own(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group, ctx.dim, ctx.total), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(x, group, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _own(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(x, group, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
+        return _reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group, ctx.dim, ctx.total), None, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy: autograd hands one gradient to several consumers.
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    start, stop = bounds(x.shape[dim], group.size(), group.rank())
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+    """Parts are padded to the longest on the wire, which for n ranks is at most n - 1 slices in all."""
+    size = group.size()
+    longest = -(-total // size)
+    sent = _padded(x, dim, longest).contiguous()
+    received = sent.new_empty((size, *sent.shape))
+    if sent.numel():
+        _gather_single(received.view(-1), sent.view(-1), group=group)
+    lengths = [stop - start for start, stop in (bounds(total, size, i) for i in range(size))]
+    if dim == 0 and min(lengths) == longest:
+        return received.flatten(0, 1)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received.unbind(0), lengths, strict=True)], dim)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    size, total = group.size(), x.shape[dim]
+    longest = -(-total // size)
+    parts = [x.narrow(dim, a, b - a) for a, b in (bounds(total, size, i) for i in range(size))]
+    sent = torch.stack([_padded(part, dim, longest) for part in parts])
+    received = sent.new_empty(sent.shape[1:])
+    if prod(received.shape):
+        _scatter_single(received.view(-1), sent.view(-1), group=group)
+    return received.narrow(dim, 0, parts[group.rank()].shape[dim])
