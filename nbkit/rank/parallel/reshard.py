@@ -1,0 +1,228 @@
+"""The data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
+
+On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
+plan. A plan that moves nothing sends no message; in place, ranks agree before each round that all of them have the
+memory for it: one all-reduce of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.layout import Layout
+from nbkit.planner.exchange import Plan
+from nbkit.planner.rounds import rounds
+from nbkit.planner.steps import Step, steps
+
+__all__ = ["IN_PLACE_BYTES", "ROUND_BYTES", "Exchange", "State", "any_failed", "plan_together"]
+
+State = Mapping[str, tuple[Tensor, Layout]]
+"""What a rank holds: key -> (its part, which part that is)."""
+
+ROUND_BYTES = 24 << 20
+"""A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
+
+IN_PLACE_BYTES = 8 << 20
+"""The same in place, where the tensors of a round, old and new, want room too."""
+
+Make = Callable[[str, Layout], Tensor]
+Placed = Callable[[str, Tensor | None], None]
+
+
+def plan_together(state: State, wanted: Mapping[str, Layout], *, nodes: Sequence[int] | None = None) -> Plan:
+    """The plan from what every rank holds to what it wants. Collective: one all-gather of the layouts, compressed.
+
+    Where the layouts of all ranks are known, `Plan.of` needs no message. Raises TrainingError as `Plan.of` does, and
+    when ranks hold a tensor in different dtypes.
+    """
+    # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
+    known: dict[Layout, Layout] = {}
+    old = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
+    new = {key: known.setdefault(layout, layout) for key, layout in wanted.items()}
+    kinds = {key: (str(tensor.dtype), tensor.element_size()) for key, (tensor, _) in state.items()}
+    packed: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(packed, zlib.compress(pickle.dumps((old, new, kinds))))
+    every: list[Any] = [pickle.loads(zlib.decompress(each)) for each in packed]
+    first: dict[str, tuple[str, int]] = {}
+    for rank, (_, _, theirs) in enumerate(every):
+        for key, kind in theirs.items():
+            if first.setdefault(key, kind) != kind:
+                raise TrainingError(
+                    f"Ranks hold {key!r} in different dtypes.",
+                    numbers=f"{first[key][0]}, on rank {rank} {kind[0]}",
+                    hint="the same precision on every rank",
+                )
+    # What nobody holds has no size; the plan names it as missing.
+    sizes = {key: 1 for _, side, _ in every for key in side} | {key: size for key, (_, size) in first.items()}
+    return Plan.of([side for side, _, _ in every], [side for _, side, _ in every], sizes, nodes=nodes)
+
+
+class Exchange:
+    """A plan as this rank carries it out: prepared while the old side trains, then run.
+
+    limit: bytes that a rank sends, and receives, in a round. buffer_bytes: what a run takes besides the two sides.
+    Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
+    """
+
+    def __init__(self, plan: Plan, rank: int, *, limit: int | None = None, in_place: bool = False) -> None:
+        self.plan, self.rank, self.in_place = plan, rank, in_place
+        self.limit = limit or (IN_PLACE_BYTES if in_place else ROUND_BYTES)
+        self.rounds = rounds(plan, limit=self.limit, in_place=IN_PLACE_BYTES if in_place else None)
+        self._steps = steps(plan, self.rounds, rank)
+        self._room = tuple(
+            max((sum(sizes) for sizes in each), default=0)
+            for each in ([step.sent for step in self._steps], [step.received for step in self._steps])
+        )
+        self.buffer_bytes = sum(self._room)
+
+    @torch.no_grad()
+    def run(self, source: State, target: State, *, device: torch.device) -> None:
+        """Fill the tensors of `target` from those of all ranks' `source`, which stay as they are. Collective.
+
+        device: where the buffers are; the process group must be able to send from it. Raises TrainingError, before
+        anything is sent, when this rank's tensors are not those of the plan.
+        """
+        self._check(source, self.plan.old[self.rank], "old")
+        self._check(target, self.plan.new[self.rank], "new")
+        old = {key: tensor for key, (tensor, _) in source.items()}
+        new = {key: tensor for key, (tensor, _) in target.items()}
+        buffers = self._buffers(device)
+        for step in self._steps:
+            _do(step, old, new, buffers)
+
+    def run_in_place(
+        self, tensors: MutableMapping[str, Tensor], *, make: Make, placed: Placed, device: torch.device
+    ) -> None:
+        """Lead `tensors` (key -> this rank's part) over to the new layouts, freeing as it goes. Collective.
+
+        make(key, layout) gives memory for a part. placed(key, tensor) says that `key` now is `tensor` (None: this
+        rank holds it no longer), and the caller lets go of the old one. A part whose layout stays is not touched.
+        When `make` raises on any rank, all lead back what they have led over and raise TrainingError: the old side
+        stands as it was, in other memory.
+        """
+        assert self.in_place, "prepared for two sides"
+        layouts = self.plan.old[self.rank]
+        self._check({key: (tensor, layouts.get(key)) for key, tensor in tensors.items()}, layouts, "old")
+        done: list[str] = []
+        failure = self._lead_over(tensors, make, placed, device, done)
+        if failure is None:
+            for key in [key for key in tensors if key not in self.plan.new[self.rank]]:
+                del tensors[key]
+                placed(key, None)
+            return
+        back = Exchange(self.plan.reversed(done), self.rank, limit=self.limit, in_place=True)
+        if (again := back._lead_over(tensors, make, placed, device, [])) is not None:
+            raise TrainingError(
+                "The switch failed, and so did the way back: the state is incomplete.",
+                numbers=f"{failure}; then {again}",
+                hint="trainer.load(path)",
+            )
+        raise TrainingError(
+            "A rank had no room for its part of the new strategy; all are back at the old one.",
+            numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
+            hint="%nbkit plan shows what each strategy takes",
+        )
+
+    @torch.no_grad()
+    def _lead_over(
+        self, tensors: MutableMapping[str, Tensor], make: Make, placed: Placed, device: torch.device, done: list[str]
+    ) -> str | None:
+        """None when all rounds are done, else why a rank could not begin one. done: gets the keys that are complete."""
+        old, new = self.plan.old[self.rank], self.plan.new[self.rank]
+        fresh: dict[str, Tensor] = {}
+        buffers: tuple[Tensor, Tensor] | None = None
+        for step in self._steps:
+            why = ""
+            try:
+                buffers = buffers or self._buffers(device)
+                for key in step.opens:
+                    if key in new and new[key] != old.get(key):
+                        fresh[key] = make(key, new[key])
+            except Exception as error:  # whatever it was, the others must not wait for this rank
+                why = f"rank {self.rank}: {type(error).__name__}: {error}"
+            if any_failed(bool(why), device):
+                return why or "another rank could not go on"
+            assert buffers is not None
+            _do(step, tensors, ChainMap(fresh, tensors), buffers)
+            for key in step.closes:
+                done.append(key)
+                if key in fresh:
+                    tensors[key] = fresh.pop(key)
+                    placed(key, tensors[key])
+                elif key in tensors and key not in new:
+                    del tensors[key]
+                    placed(key, None)
+        return None
+
+    def _buffers(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for size in self._room)
+        return sent, received
+
+    def _check(
+        self, state: Mapping[str, tuple[Tensor, Layout | None]], planned: Mapping[str, Layout], side: str
+    ) -> None:
+        for key, layout in planned.items():
+            tensor, actual = state[key] if key in state else (None, None)
+            sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
+            if not sound or tensor.element_size() != self.plan.itemsize[key]:  # type: ignore[union-attr]
+                raise TrainingError(
+                    f"{key!r} of the {side} side is not what the plan was made for.",
+                    numbers=f"planned: {layout.local}, {self.plan.itemsize[key]} bytes an element; "
+                    + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
+                    hint="make the plan anew",
+                )
+
+
+def any_failed(failed: bool, device: torch.device) -> bool:
+    """Whether any rank says that it failed. Collective: one all-reduce of 8 bytes; waits for the device."""
+    if dist.get_world_size() == 1:
+        return failed
+    flag = torch.tensor([int(failed)], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _do(step: Step, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]) -> None:
+    for copy in step.copies:
+        for key in copy.keys:
+            if old[key] is not new[key]:
+                for place in copy.places:
+                    new[key][place.here.slices].copy_(old[key][place.there.slices])
+    if step.is_local:
+        return
+    outgoing, incoming = buffers[0][: sum(step.sent)], buffers[1][: sum(step.received)]
+    at = 0
+    for piece in (piece for pieces in step.sends for piece in pieces):
+        for key in piece.keys:
+            at = _pack(outgoing, at, old[key][piece.places[0].here.slices])
+    dist.all_to_all_single(incoming, outgoing, step.received, step.sent)
+    at = 0
+    for piece in (piece for pieces in step.receives for piece in pieces):
+        for key in piece.keys:
+            box, at = _unpack(incoming, at, piece.shape, new[key].dtype)
+            for place in piece.places:
+                new[key][place.here.slices].copy_(box[place.there.slices])
+
+
+def _pack(flat: Tensor, at: int, piece: Tensor) -> int:
+    stop = at + piece.numel() * piece.element_size()
+    if at % piece.element_size() == 0:
+        flat[at:stop].view(piece.dtype).view(piece.shape).copy_(piece)
+    else:  # behind a tensor of smaller elements
+        flat[at:stop].copy_(piece.contiguous().reshape(-1).view(torch.uint8))
+    return stop
+
+
+def _unpack(flat: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
+    stop = at + torch.Size(shape).numel() * dtype.itemsize
+    raw = flat[at:stop]
+    return (raw if at % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape), stop

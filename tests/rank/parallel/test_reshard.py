@@ -1,0 +1,316 @@
+"""The data movement of a switch, over four real ranks: bit by bit, to the byte, and back when it fails."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.layout import Layout
+from nbkit.planner.exchange import Plan
+from nbkit.rank import groups
+from nbkit.rank.parallel.reshard import Exchange, plan_together
+
+CPU = torch.device("cpu")
+Side = list[dict[str, Layout]]
+RANKS = 4
+FAMILIES = ("replicated", "rows", "columns", "packed", "stages", "squares")
+MODEL: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    **{f"weight/{n}.up": ((24, 8), torch.float32) for n in range(6)},
+    **{f"exp_avg/{n}.up": ((24, 8), torch.float64) for n in range(6)},
+    **{f"weight/{n}.norm": ((7,), torch.bfloat16) for n in range(6)},
+    **{f"step/{n}.up": ((), torch.int64) for n in range(6)},
+    "weight/kernel": ((5, 3, 2, 2), torch.float32),
+    "mask/kernel": ((5, 3), torch.bool),
+    "weight/empty": ((0, 4), torch.float32),
+    "weight/large": ((300, 70), torch.float32),
+}
+
+
+def sides(family: str) -> Side:
+    """What each rank holds of MODEL."""
+    found: Side = [{} for _ in range(RANKS)]
+    for number, (key, (shape, _)) in enumerate(MODEL.items()):
+        whole = Layout.whole(shape)
+        for rank in range(RANKS):
+            layout: Layout | None = whole
+            if family == "stages":
+                layout = whole if number % RANKS == rank else None
+            elif family == "rows" and shape:
+                layout = whole.part(0, RANKS, rank)
+            elif family == "columns" and len(shape) > 1:
+                layout = whole.part(1, RANKS, rank)
+            elif family == "squares" and len(shape) > 1:
+                layout = whole.part(1, 2, rank % 2).part(0, 2, rank // 2)
+            elif family == "packed" and shape and shape[0] % 3 == 0 and shape[0] > 0:
+                third = Layout.whole((shape[0] // 3, *shape[1:])).part(0, RANKS, rank).pieces
+                start, length = (third[0][1].start[0], third[0][1].shape[0]) if third else (0, 0)
+                starts = [i * shape[0] // 3 + start for i in range(3)]
+                layout = Layout.of_ranges(shape, 0, [(at, at + length) for at in starts])
+            if layout is not None:
+                found[rank][key] = layout
+    return found
+
+
+def value(key: str) -> Tensor:
+    """The global tensor: every bit pattern is as good as any other."""
+    shape, dtype = MODEL[key]
+    made = torch.Generator().manual_seed(sorted(MODEL).index(key))
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=made
+    )
+    return raw.view(dtype).reshape(shape)
+
+
+def part_of(key: str, layout: Layout) -> Tensor:
+    whole = value(key)
+    part = torch.empty(layout.local, dtype=whole.dtype)
+    for here, there in layout.pieces:
+        part[here.slices] = whole[there.slices]
+    return part
+
+
+def state_of(holding: dict[str, Layout]) -> dict[str, tuple[Tensor, Layout]]:
+    return {key: (part_of(key, layout), layout) for key, layout in holding.items()}
+
+
+def same(tensor: Tensor, wanted: Tensor) -> bool:
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, wanted)]
+    return tensor.dtype == wanted.dtype and tensor.shape == wanted.shape and torch.equal(*bits)
+
+
+def lower_bound(old: Side, new: Side) -> list[int]:
+    """Per rank the bytes of the elements that it must hold and does not, counted on tensors of flags."""
+    found = []
+    for before, after in zip(old, new, strict=True):
+        total = 0
+        for key, layout in after.items():
+            wanted = torch.zeros(MODEL[key][0], dtype=torch.bool)
+            for _, there in layout.pieces:
+                wanted[there.slices] = True
+            for _, there in before[key].pieces if key in before else ():
+                wanted[there.slices] = False
+            total += int(wanted.sum()) * MODEL[key][1].itemsize
+        found.append(total)
+    return found
+
+
+def mixed(draw: random.Random) -> Side:
+    """Every tensor after another family."""
+    every = {family: sides(family) for family in FAMILIES}
+    chosen = {key: every[draw.choice(FAMILIES)] for key in MODEL}
+    return [{key: chosen[key][rank][key] for key in MODEL if key in chosen[key][rank]} for rank in range(RANKS)]
+
+
+def pairs() -> list[tuple[Side, Side]]:
+    every = {family: sides(family) for family in FAMILIES}
+    return [
+        *[(every[old], every[new]) for old, new in itertools.permutations(FAMILIES, 2)],
+        *[(mixed(random.Random(seed)), mixed(random.Random(seed + 100))) for seed in range(8)],
+    ]
+
+
+class Wire:
+    """What this rank sends while it listens: (operation, bytes)."""
+
+    def __enter__(self) -> list[tuple[str, int]]:
+        self.sent: list[tuple[str, int]] = []
+        self.listener = lambda operation, group, moved: self.sent.append((operation, moved))
+        groups.listeners.append(self.listener)
+        return self.sent
+
+    def __exit__(self, *_: object) -> None:
+        groups.listeners.remove(self.listener)
+
+
+def moves_all(world: Any) -> int:
+    """Every pair, out of place: returns the bytes moved."""
+    total = 0
+    for number, (old, new) in enumerate(pairs()):
+        source = state_of(old[world.place.rank])
+        target = {
+            key: (torch.full(layout.local, 77).to(MODEL[key][1]), layout)
+            for key, layout in new[world.place.rank].items()
+        }
+        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+        if number % 7 == 0:
+            assert plan_together(source, new[world.place.rank]).groups == plan.groups
+        exchange = Exchange(plan, world.place.rank, limit=4096 if number % 2 else None)
+        with Wire() as wire:
+            exchange.run(source, target, device=CPU)
+        for key, (tensor, layout) in target.items():
+            assert same(tensor, part_of(key, layout)), f"pair {number}: {key}"
+        for key, (tensor, layout) in source.items():
+            assert same(tensor, part_of(key, layout)), f"pair {number}: {key} of the old side changed"
+        assert list(plan.bytes) == lower_bound(old, new)
+        assert sum(moved for _, moved in wire) == plan.sent[world.place.rank]
+        assert all(operation == "all_to_all" for operation, _ in wire)
+        assert wire == [] or plan.total_bytes
+        assert exchange.buffer_bytes <= 2 * exchange.limit
+        assert all(moved <= exchange.limit for _, moved in wire)
+        total += plan.bytes[world.place.rank]
+    return total
+
+
+def test_every_pair_arrives_bit_by_bit_and_no_byte_more_is_sent() -> None:
+    every = run_ranks(moves_all, RANKS, timeout=120)
+
+    assert sum(every) == sum(sum(lower_bound(old, new)) for old, new in pairs())
+
+
+class Memory:
+    """What the caller of an exchange in place holds: counts, and refuses at the `fails_at`-th tensor."""
+
+    def __init__(self, holding: dict[str, Layout], fails_at: int | None = None) -> None:
+        self.tensors = {key: part_of(key, layout) for key, layout in holding.items()}
+        self.mine = dict(self.tensors)
+        self.left = fails_at
+
+    def make(self, key: str, layout: Layout) -> Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no room for " + key)
+        return torch.full(layout.local, 77).to(MODEL[key][1])
+
+    def placed(self, key: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            del self.mine[key]
+        else:
+            self.mine[key] = tensor
+
+    def holds(self, holding: dict[str, Layout]) -> bool:
+        assert self.mine.keys() == self.tensors.keys() == holding.keys()
+        assert all(self.mine[key] is tensor for key, tensor in self.tensors.items())
+        return all(same(self.tensors[key], part_of(key, layout)) for key, layout in holding.items())
+
+
+def moves_in_place(world: Any) -> None:
+    for number, (old, new) in enumerate(pairs()[::3]):
+        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+        exchange = Exchange(plan, world.place.rank, limit=4096, in_place=True)
+        memory = Memory(old[world.place.rank])
+        untouched = {
+            key: memory.mine[key] for key in memory.mine if old[world.place.rank][key] == new[world.place.rank].get(key)
+        }
+        with Wire() as wire:
+            exchange.run_in_place(memory.tensors, make=memory.make, placed=memory.placed, device=CPU)
+        assert memory.holds(new[world.place.rank]), f"pair {number}"
+        assert all(memory.mine[key] is tensor for key, tensor in untouched.items())
+        assert sum(moved for operation, moved in wire if operation == "all_to_all") == plan.sent[world.place.rank]
+        rest = [moved for operation, moved in wire if operation != "all_to_all"]
+        assert rest == [8] * len(exchange.rounds)
+
+
+def fails_and_goes_back(world: Any) -> list[str]:
+    told = []
+    for number, (old, new) in enumerate(pairs()[::4]):
+        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+        changes = sum(old[2].get(key) != layout for key, layout in new[2].items())
+        memory = Memory(
+            old[world.place.rank], fails_at=max(1, changes * 2 // 3) if world.place.rank == 2 and changes else None
+        )
+        exchange = Exchange(plan, world.place.rank, limit=4096, in_place=True)
+        if not changes:
+            continue
+        try:
+            exchange.run_in_place(memory.tensors, make=memory.make, placed=memory.placed, device=CPU)
+        except TrainingError as error:
+            told.append(str(error))
+        assert memory.holds(old[world.place.rank]), f"pair {number}"
+    return told
+
+
+def test_in_place_every_part_is_let_go_when_it_has_moved() -> None:
+    run_ranks(moves_in_place, RANKS, timeout=120)
+
+
+def test_in_place_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
+    told = run_ranks(fails_and_goes_back, RANKS, timeout=120)
+
+    assert all(len(each) == len(told[0]) >= 5 for each in told)
+    assert all("rank 2: MemoryError: no room for" in line for line in told[2])
+    assert all("back at the old one" in line and "another rank" in line for line in told[0])
+
+
+def peak_memory(world: Any) -> tuple[int, int, int, int]:
+    """Of an exchange in place: bytes of tensors alive at most, with buffers; before; after; the plan's prediction."""
+    from nbkit.planner.rounds import peaks
+
+    shapes = {f"weight/{n}": (64, 1024) for n in range(32)}
+    old = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
+    new = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
+    plan = Plan.of(old, new, dict.fromkeys(shapes, 4))
+    exchange = Exchange(plan, world.place.rank, limit=1 << 20, in_place=True)
+    tensors = {key: torch.ones(layout.local) for key, layout in old[world.place.rank].items()}
+    alive = before = sum(t.nbytes for t in tensors.values())
+    most = alive
+    sizes = {key: t.nbytes for key, t in tensors.items()}
+
+    def make(key: str, layout: Layout) -> Tensor:
+        nonlocal alive, most
+        alive += 4 * layout.numel
+        most = max(most, alive)
+        return torch.empty(layout.local)
+
+    def placed(key: str, tensor: Tensor | None) -> None:
+        nonlocal alive
+        alive -= sizes[key]
+
+    exchange.run_in_place(tensors, make=make, placed=placed, device=CPU)
+    assert sum(t.nbytes for t in tensors.values()) == alive
+    return most, before, alive, peaks(plan, exchange.rounds)[world.place.rank]
+
+
+def test_in_place_memory_peaks_where_the_plan_says() -> None:
+    for most, before, after, predicted in run_ranks(peak_memory, RANKS, timeout=60):
+        assert most <= predicted <= max(before, after) + (10 << 20)
+
+
+def refuses(world: Any) -> list[str]:
+    old, new = sides("rows"), sides("columns")
+    plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+    told = []
+    stale, target = state_of(sides("replicated")[world.place.rank]), state_of(new[world.place.rank])
+    double = {k: (t.double() if k == "weight/0.up" else t, layout) for k, (t, layout) in target.items()}
+    for source, into in ((stale, target), (state_of(old[world.place.rank]), double), ({}, target)):
+        with pytest.raises(TrainingError) as error:
+            Exchange(plan, world.place.rank).run(source, into, device=CPU)
+        told.append(str(error.value))
+    lacking = {} if world.place.rank == 1 else state_of(old[world.place.rank])
+    with pytest.raises(TrainingError) as error:
+        plan_together(lacking, new[world.place.rank])
+    told.append(str(error.value))
+    unequal = {"a": (torch.zeros(4, dtype=torch.float16 if world.place.rank else torch.bfloat16), Layout.whole((4,)))}
+    with pytest.raises(TrainingError) as error:
+        plan_together(unequal, {"a": Layout.whole((4,))})
+    told.append(str(error.value))
+    return told
+
+
+def test_what_does_not_fit_the_plan_is_refused_before_anything_is_sent() -> None:
+    for stale, double, absent, lacking, unequal in run_ranks(refuses, RANKS):
+        assert "of the old side is not what the plan was made for" in stale
+        assert "'weight/0.up' of the new side" in double
+        assert "not there" in absent
+        assert "No rank holds" in lacking and "exp_avg/0.up[6:12" in lacking
+        assert "different dtypes" in unequal
+
+
+def alone(world: Any) -> None:
+    state = {"a": (torch.arange(6.0).view(2, 3), Layout.whole((2, 3)))}
+    plan = plan_together(state, {"a": Layout.whole((2, 3))})
+    target = {"a": (torch.zeros(2, 3), Layout.whole((2, 3)))}
+    with Wire() as wire:
+        Exchange(plan, 0).run(state, target, device=CPU)
+    assert wire == [] and torch.equal(target["a"][0], state["a"][0])
+
+
+def test_one_rank_is_the_same_code() -> None:
+    run_ranks(alone, 1)
