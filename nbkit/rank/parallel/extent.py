@@ -20,12 +20,12 @@ from types import MappingProxyType
 
 from nbkit.errors import TrainingError
 
-__all__ = ["KINDS", "Present", "extent", "extent_of", "gathered", "present", "restored"]
+__all__ = ["KINDS", "Present", "extent", "extent_of", "gathered", "place_of", "present", "restored"]
 
 KINDS = ("sequence", "head", "feature")
 
 Present = Mapping[str, tuple[tuple[int, int], ...]]
-"""kind -> (start, total) of every nested part, the innermost last; absolute, in elements of the whole."""
+"""kind -> (start, total) of every nested part, the innermost last; each counts in what is outside of it."""
 
 _present: ContextVar[Present] = ContextVar("extents", default=MappingProxyType({}))
 
@@ -44,10 +44,7 @@ def extent(kind: str, start: int, total: int) -> Iterator[None]:
             hint=f"kinds: {', '.join(KINDS)}; 0 <= start <= total",
         )
     now = _present.get()
-    around = now.get(kind, ())
-    # The whole is the outermost one: what is left of it inside a part is no longer than the part.
-    inner = (around[-1][0] + start, around[-1][1]) if around else (start, total)
-    token = _present.set({**now, kind: (*around, inner)})
+    token = _present.set({**now, kind: (*now.get(kind, ()), (start, total))})
     try:
         yield
     finally:
@@ -66,9 +63,15 @@ def gathered(kind: str) -> Iterator[None]:
 
 
 def extent_of(kind: str) -> tuple[int, int] | None:
-    """(start, total) of what tensors hold along `kind` here; None when they hold all of it."""
+    """(start, total) of the innermost part along `kind`, as `extent` was given them; None outside of all parts."""
     parts = _present.get().get(kind)
     return parts[-1] if parts else None
+
+
+def place_of(kind: str) -> tuple[int, int] | None:
+    """(start, total) of what tensors hold along `kind` here, in the whole of all ranks; None when they hold all."""
+    parts = _present.get().get(kind)
+    return (sum(start for start, _ in parts), parts[0][1]) if parts else None
 
 
 def present() -> Present:

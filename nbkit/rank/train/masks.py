@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.extent import KINDS, extent_of
+from nbkit.rank.parallel.extent import KINDS, place_of
 
 __all__ = ["coordinates", "dropped", "key_of"]
 
@@ -58,10 +58,10 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
             hint="expand it to (samples, ...) before the dropout; batch_first=True",
         )
     # A part of the heads may be a single one, of which the shape says nothing.
-    if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and extent_of("head"))):
+    if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and place_of("head"))):
         shape = [num, shape[0] // num, *shape[1:]]
     layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
-    if len(shape) not in _LAYOUTS and any(extent_of(kind) for kind in KINDS):
+    if len(shape) not in _LAYOUTS and any(place_of(kind) for kind in KINDS):
         raise TrainingError(
             "Dropout on a part of a tensor, and nothing says along which dim it is a part.",
             numbers=f"{len(shape)} dims; known are (B, D), (B, T, D) and (B, H, T, S)",
@@ -77,7 +77,7 @@ def _folded(rows: Tensor, fold: int) -> Tensor:
 
 
 def _along(kind: str, num: int, like: Tensor) -> Tensor:
-    start, total = (kind and extent_of(kind)) or (0, num)
+    start, total = (kind and place_of(kind)) or (0, num)
     if start + num > total:
         raise TrainingError(
             f"Dropout on a tensor that reaches beyond the {kind} it is a part of.",

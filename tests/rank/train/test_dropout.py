@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.extent import extent, extent_of, gathered
+from nbkit.rank.parallel.extent import extent, extent_of, gathered, place_of
 from nbkit.rank.train.dropout import KeyedDropout
 from nbkit.rank.train.masks import coordinates, dropped, key_of
 
@@ -206,8 +206,9 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
         with extent("sequence", 1, 4), extent("feature", 3, WIDTH):
             assert torch.equal(drop(hidden[:, 3:5, 3:]), whole[:, 3:5, 3:])
             assert torch.equal(drop(hidden[:, 3:5, 3:].flatten(0, 1)).view(ROWS, 2, -1), whole[:, 3:5, 3:])
+            assert extent_of("sequence") == (1, 4) and place_of("sequence") == (3, LENGTH)
             with gathered("sequence"):
-                assert extent_of("sequence") == (2, LENGTH)
+                assert extent_of("sequence") == place_of("sequence") == (2, LENGTH)
     with extent("head", 1, HEADS):
         assert torch.equal(drop(probs[:, 1:]), attention[:, 1:])
         assert torch.equal(drop(probs[:, 1:].flatten(0, 1)), attention[:, 1])
@@ -215,7 +216,7 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
             drop(probs)
         with pytest.raises(TrainingError, match="nothing says along which dim"):
             drop(probs[..., None])
-    assert extent_of("head") is None
+    assert extent_of("head") is place_of("head") is None
 
 
 def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
@@ -228,12 +229,18 @@ def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
         model(x)
     hook.remove()
     received, whole = seen
+    ones = torch.ones(ROWS, WIDTH)
+    with keyed.step(0, range(ROWS)):
+        outside = F.dropout(ones, 0.5)
+        more = F.dropout(ones, 0.5)
     with keyed.step(0, range(ROWS)):
         with pytest.raises(RuntimeError):
             model.blocks[0](received[..., :3])
         alone = model.blocks[1](received)
         again = model.blocks[1](received)
+        assert torch.equal(F.dropout(ones, 0.5), outside)
 
+    assert not torch.equal(more, outside)
     assert torch.equal(alone, whole)
     assert not torch.equal(again, alone)  # the second call of a module in one pass
 

@@ -1,0 +1,121 @@
+"""Context parallelism together with a pipeline's stages, with tensor parallelism, recomputation and dropout."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models_zoo import ZOO, gpt
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.mesh import Mesh
+from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.parallel.chain import find_chain
+from nbkit.rank.parallel.context import context_parallel
+from nbkit.rank.parallel.recompute import recompute
+from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.stages import Staged
+from nbkit.rank.parallel.tensor.split import tensor_parallel
+from nbkit.rank.train.batch import call
+from nbkit.rank.train.dropout import KeyedDropout
+
+
+def build(name: str) -> nn.Module:
+    if name != "gpt":
+        return ZOO[name].build(torch.float64)
+    model = gpt(dropout=0.2).double()
+    model.load_state_dict(ZOO["gpt"].build(torch.float64).state_dict())
+    return model
+
+
+def truth(name: str, value: Any, target: Any) -> dict[str, Tensor]:
+    """Gradients of one process, dropout included."""
+    model = build(name)
+    with KeyedDropout(model, 5).step(7, range(3)):
+        ZOO[name].loss(call(model, value), target).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def stages(world: Any) -> dict[str, float]:
+    """Two stages, one after the other on each rank, tensors and gradients passed by hand."""
+    axes, found = Axes.of(Mesh(cp=2), world.place.rank), {}
+    for name in ("gpt", "gpt_tied", "pairs"):
+        specimen = ZOO[name]
+        value, target = specimen.batch(3, dtype=torch.float64)
+        expected = truth(name, value, target)
+        model = build(name)
+        chain = find_chain(model, lambda model=model, value=value: call(model, value))
+        half, total = len(chain) // 2, dict.fromkeys(expected, torch.zeros(()))
+        parts = []
+        for lo, hi in ((0, half), (half, len(chain))):
+            staged = Staged(copy.deepcopy(model), chain, [(lo, hi)])
+            split = context_parallel(staged.module, axes, chain.blocks, held=chain.blocks[lo:hi])
+            recompute(staged.module, chain.blocks[lo:hi])
+            parts.append((staged, split, KeyedDropout(staged.module, 5)))
+        (first, _, keyed), (last, _, keyed_last) = parts
+        with keyed.step(7, range(3)):
+            sent = first.forward(0, value, ())
+        assert all(x.shape[1] == 8 for x in sent)
+        received = [x.detach().requires_grad_(x.is_floating_point()) for x in sent]
+        with keyed_last.step(7, range(3)):
+            loss = specimen.loss(last.forward(0, value, received), target)
+        loss.backward()
+        torch.autograd.backward(sent, [x.grad for x in received])
+        for staged, split, _ in parts:
+            for path, places in homes(staged.module).items():
+                param = places[0][0]._parameters[places[0][1]]
+                if path in split.partial:
+                    dist.all_reduce(param.grad, group=axes.group("cp"))
+                # A tied weight goes by the name of the first place that is held.
+                name_in_whole = path if path in staged.holds else next(iter(staged.holds - set(homes(staged.module))))
+                total[name_in_whole] = total[name_in_whole] + param.grad
+        found[name] = _difference({n: (total[n], g) for n, g in expected.items()})
+    return found
+
+
+def tensors(world: Any) -> dict[str, float]:
+    axes, found = Axes.of(Mesh(cp=2, tp=2), world.place.rank), {}
+    for name, sequence in (("gpt", False), ("gpt", True), ("llama_tied", True)):
+        specimen = ZOO[name]
+        value, target = specimen.batch(3, dtype=torch.float64)
+        expected, model = truth(name, value, target), build(name)
+        of_tp = tensor_parallel(model, axes, sequence=sequence)
+        of_cp = context_parallel(model, axes, specimen.blocks)
+        if sequence:
+            recompute(model, specimen.blocks)
+        with KeyedDropout(model, 5).step(7, range(3)):
+            specimen.loss(call(model, value), target).backward()
+        pairs = {}
+        for path, param in model.named_parameters():
+            for axis, partial in (("tp", of_tp.partial), ("cp", of_cp.partial)):
+                if path in partial:
+                    dist.all_reduce(param.grad, group=axes.group(axis))
+            pairs[path] = (param.grad, _local(expected[path], of_tp.layouts[path]))
+        found[f"{name} sequence={sequence}"] = _difference(pairs)
+    return found
+
+
+def _local(whole: Tensor, layout: Layout) -> Tensor:
+    local = whole.new_zeros(layout.local)
+    for here, there in layout.pieces:
+        local[here.slices] = whole[there.slices]
+    return local
+
+
+def _difference(pairs: dict[str, tuple[Tensor, Tensor]]) -> float:
+    wrong = sum(float((a - b).square().sum()) for a, b in pairs.values())
+    return (wrong / sum(float(b.square().sum()) for _, b in pairs.values())) ** 0.5
+
+
+def test_stages_of_a_pipeline_pass_parts_of_the_positions() -> None:
+    for found in run_ranks(stages, 2, timeout=170):
+        assert {name: wrong for name, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+def test_with_tensor_parallelism() -> None:
+    for found in run_ranks(tensors, 4, timeout=170):
+        assert {name: wrong for name, wrong in found.items() if not wrong <= 1e-12} == {}
