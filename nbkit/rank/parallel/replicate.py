@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 
-__all__ = ["ALIVE", "Replicas", "broadcast", "broadcast_from_first"]
+__all__ = ["ALIVE", "Replicas", "broadcast", "broadcast_from_first", "came_twice", "chunks", "refuse_sparse"]
 
 ALIVE = 2.0
 """What the canary of a finished reduction holds, in any dtype and for any number of ranks."""
@@ -36,8 +36,8 @@ class _Bucket:
     give 1, the others 0, so that it is ALIVE when the sum was made and 1 or 0 when it was broken off.
     """
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        self.params, self.group = params, group
         sizes = [p.numel() for p in params]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
         *pieces, self.used = self.flat.split([*sizes, len(sizes) + 1])
@@ -62,13 +62,13 @@ class _Bucket:
         """Start the all-reduce; a parameter without gradient takes part with zeros."""
         self.adopt()
         self.used.fill_(1)
-        if dist.get_rank() > 1:
+        if dist.get_rank(self.group) > 1:
             self.used[-1] = 0
         self.unused = [i for i, p in enumerate(self.params) if p.grad is None]
         for i in self.unused:
             self.used[i] = 0
             self.params[i].grad = self.views[i].zero_()
-        self.work = dist.all_reduce(self.flat, async_op=True)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def receive(self) -> None:
         """Order what follows behind the all-reduce. Only a rank that left a parameter unused looks at the counts."""
@@ -82,14 +82,14 @@ class _Bucket:
 
 
 class Replicas:
-    """Sums the gradients of `model` over all ranks.
+    """Sums the gradients of `model` over the ranks of a group: `world_size` of them, None is the world.
 
     A step: `reset`, then for every micro-batch but the last backward and `hold`, then `start`, backward, `finish`.
     On one rank it does nothing, and gradients stay where autograd puts them.
     """
 
-    def __init__(self, model: nn.Module, *, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, model: nn.Module, *, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.world_size, self.group = world_size, group
         self._every = [(name, p) for name, p in model.named_parameters()]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # The hooks live as long as the parameters, and those may be the user's: they must not hold the buckets.
@@ -115,7 +115,7 @@ class Replicas:
     def hold(self) -> None:
         """After a backward pass that another follows: autograd adds to the buckets in place from here on."""
         for i in self._home:
-            self._refuse_sparse(i, self._every[i][1])
+            refuse_sparse(*self._every[i])
         for bucket in self._buckets:
             bucket.adopt()
 
@@ -146,8 +146,8 @@ class Replicas:
         self._home: dict[int, _Bucket] = {}
         if self.world_size == 1:
             return
-        for numbers in _chunks([(i, self._every[i][1]) for i in order if self._trained[i]]):
-            bucket = _Bucket([self._every[i][1] for i in numbers])
+        for numbers in chunks([(i, self._every[i][1]) for i in order if self._trained[i]]):
+            bucket = _Bucket([self._every[i][1] for i in numbers], self.group)
             self._buckets.append(bucket)
             for i in numbers:
                 self._home[i] = bucket
@@ -164,27 +164,15 @@ class Replicas:
 
     def _arrive(self, number: int, param: Tensor) -> None:
         bucket = self._home[number]
-        self._refuse_sparse(number, param)
+        refuse_sparse(self._every[number][0], param)
         if bucket.missing == 0:
-            raise TrainingError(
-                f"The gradient of {self._every[number][0]!r} came twice in one backward pass.",
-                numbers="it had been sent to the other ranks already",
-                hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-            )
+            raise came_twice(self._every[number][0])
         bucket.missing -= 1
         if self._arrived is not None:
             self._arrived.append(number)
         # In order, so that every rank issues the same collectives whatever its autograd does first.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._send_next()
-
-    def _refuse_sparse(self, number: int, param: Tensor) -> None:
-        if param.grad is not None and param.grad.is_sparse:
-            raise TrainingError(
-                f"The gradient of {self._every[number][0]!r} is sparse; ranks sum dense ones.",
-                numbers=f"shape {tuple(param.shape)}",
-                hint="nn.Embedding(..., sparse=False)",
-            )
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -193,17 +181,36 @@ class Replicas:
         bucket.send()
 
     def _follow_arrival(self) -> None:
-        """After the first step, once: buckets in the order in which rank 0's gradients arrived."""
+        """After the first step, once: buckets in the order in which its first rank's gradients arrived."""
         if self._arrived is None or self.world_size == 1:
             return
         seen, self._arrived = self._arrived, None
         order = list(dict.fromkeys([*seen, *reversed(range(len(self._every)))]))
         agreed = torch.tensor(order, dtype=torch.int64, device=self._every[0][1].device)
-        dist.broadcast(agreed, src=0)
+        dist.broadcast(agreed, group_src=0, group=self.group)
         grads = [p.grad for _, p in self._every]
         self._build(agreed.tolist())
         for (_, p), grad in zip(self._every, grads, strict=True):
             p.grad = grad
+
+
+def refuse_sparse(name: str, param: Tensor) -> None:
+    """Raises TrainingError when the gradient of `param` is sparse."""
+    if param.grad is not None and param.grad.is_sparse:
+        raise TrainingError(
+            f"The gradient of {name!r} is sparse; ranks sum dense ones.",
+            numbers=f"shape {tuple(param.shape)}",
+            hint="nn.Embedding(..., sparse=False)",
+        )
+
+
+def came_twice(name: str) -> TrainingError:
+    """What to raise when a gradient arrives that has been sent."""
+    return TrainingError(
+        f"The gradient of {name!r} came twice in one backward pass.",
+        numbers="it had been sent to the other ranks already",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
 
 
 def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
@@ -211,7 +218,7 @@ def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
         hooks.pop().remove()
 
 
-def _chunks(params: list[tuple[int, nn.Parameter]]) -> Iterator[list[int]]:
+def chunks(params: list[tuple[int, nn.Parameter]]) -> Iterator[list[int]]:
     """Numbers of parameters, cut where dtype or device changes and where a bucket is full; the first one is small."""
     chunk: list[int] = []
     size, limit, last = 0, _FIRST_BYTES, None

@@ -161,6 +161,6 @@ def test_buckets_hold_every_parameter_once_and_split_by_dtype(monkeypatch: pytes
     monkeypatch.setattr(replicate, "_BUCKET_BYTES", 128)
     params = [nn.Parameter(torch.zeros(16, dtype=torch.bfloat16 if i == 5 else torch.float32)) for i in range(8)]
 
-    chunks = list(replicate._chunks(list(enumerate(params))))
+    chunks = list(replicate.chunks(list(enumerate(params))))
 
     assert chunks == [[0], [1, 2], [3, 4], [5], [6, 7]]

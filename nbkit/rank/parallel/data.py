@@ -1,0 +1,68 @@
+"""What every data axis offers, whatever it shards."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+
+__all__ = ["DataAxis", "fresh"]
+
+
+class DataAxis:
+    """A step: `reset`; for every micro-batch but the last forward, backward, `hold`; forward, `start`, backward,
+    `finish`; the optimizer's step; `after_step`. Gradients are sums over the ranks, in `.grad` of what is `held`.
+
+    held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
+    weights: name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, nn.Parameter] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.weights: dict[str, tuple[Tensor, Layout]] = {}
+
+    def _add(self, name: str, held: nn.Parameter, layout: Layout, weight: tuple[Tensor, Layout]) -> None:
+        self.held[name], self.layouts[name], self.weights[name] = held, layout, weight
+
+    def refresh(self) -> None:
+        """The weights were filled from outside."""
+
+    def begin_again(self) -> None:
+        """As at the beginning, on every rank alike, after a step that was broken off somewhere."""
+        raise NotImplementedError
+
+    def reset(self, *, passes: int = 1) -> None:
+        """A step begins; the one before may have been broken off anywhere.
+
+        passes: micro-batches of the rank that has most. One that has fewer, or none, makes up for them in `finish`.
+        """
+        raise NotImplementedError
+
+    def hold(self) -> None:
+        """After a backward pass that another follows."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Before the backward pass that completes the gradients."""
+        raise NotImplementedError
+
+    def finish(self) -> Tensor | None:
+        """After that pass; on a rank without rows, instead of it. Returns the canary: see Replicas.finish."""
+        raise NotImplementedError
+
+    def absent(self, *, backward: bool = False) -> None:
+        """This rank makes no forward (and no backward) where the others make one: it takes part in what they gather."""
+
+    def after_step(self) -> None:
+        """The optimizer has updated what is held."""
+
+    def close(self) -> None:
+        """Take the hooks off the module: it serves another strategy, or none."""
+
+
+def fresh(data: Tensor, old: nn.Parameter) -> nn.Parameter:
+    """A parameter over `data`, trained or frozen and marked as `old` is."""
+    param = nn.Parameter(data, requires_grad=old.requires_grad)
+    param.__dict__.update(old.__dict__)
+    return param

@@ -1,0 +1,48 @@
+"""The norm of all gradients of a job, of which each rank holds some, and several ranks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["clip", "grad_norm"]
+
+
+@torch.no_grad()
+def grad_norm(
+    held: Mapping[str, nn.Parameter],
+    replication: Mapping[str, int],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    world_size: int | None = None,
+) -> Tensor:
+    """The 2-norm of the gradients of a job, float64, 0-dimensional, on `device`; nothing waits for it. Collective.
+
+    replication: name -> how many ranks of `group` (None: the world) hold each element of this gradient, which counts
+    once. world_size: 1 sends nothing. The sum of squares / replication over the ranks, one all-reduce of one number.
+    """
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for name, p in held.items():
+        if p.grad is not None and p.grad.numel():
+            alike.setdefault((replication.get(name, 1), p.grad.dtype), []).append(p.grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, dtype), grads in alike.items():
+        # Of bfloat16, the norm would be rounded to bfloat16.
+        norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        total += torch.stack(norms).to(torch.float64).square().sum() / copies
+    if (dist.get_world_size(group) if world_size is None else world_size) > 1:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip(held: Mapping[str, nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients so that their norm, which was `norm`, is at most `max_norm`; nothing waits."""
+    grads = [p.grad for p in held.values() if p.grad is not None]
+    if grads:
+        # As torch.nn.utils.clip_grad_norm_ does it. A 0-dimensional factor changes no gradient's dtype.
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

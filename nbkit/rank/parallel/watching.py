@@ -1,0 +1,71 @@
+"""The hooks by which ZeRO 3 hears what runs: a block is called, a block returns, a gradient is made.
+
+They live as long as the module, and that may be the user's: they must not hold the axis, nor its memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nbkit.rank.parallel.units import Unit
+
+__all__ = ["watch", "weakly"]
+
+
+class _Hears(Protocol):
+    def before(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def after(self, number: int, output: Any) -> None: ...
+
+    def arrive(self, number: int, name: str, param: Tensor) -> None: ...
+
+
+def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Tell `axis` of what happens to unit `number`, which is blocks[number]."""
+    itself = weakref.ref(axis)
+    hooks: list[RemovableHandle] = []
+    for number, (unit, block) in enumerate(zip(units, blocks, strict=True)):
+        before, after = _around(itself, number)
+        hooks.append(block.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.append(block.register_forward_hook(after))
+        for slot in unit.slots:
+            if slot.whole.is_floating_point() or slot.whole.is_complex():
+                # Frozen ones too: they may be thawed.
+                slot.whole.requires_grad_(True)
+                hooks.append(slot.whole.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
+    return hooks
+
+
+def _around(itself: weakref.ref[_Hears], number: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if (axis := itself()) is None else axis.before(number, args, kwargs)
+
+    def after(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if (axis := itself()) is not None:
+            axis.after(number, output)
+
+    return before, after
+
+
+def _arriving(itself: weakref.ref[_Hears], number: int, name: str) -> Callable[[Tensor], None]:
+    def arrived(param: Tensor) -> None:
+        if (axis := itself()) is not None:
+            axis.arrive(number, name, param)
+
+    return arrived
+
+
+def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
+    """A hook for autograd that calls `method` with `unit`, as long as the axis that the method is of lives."""
+    itself = weakref.WeakMethod(method)
+
+    def call(*_: Any) -> None:
+        if (bound := itself()) is not None:
+            bound(unit)
+
+    return call

@@ -1,0 +1,134 @@
+"""What ZeRO holds at rest and while it computes, and what it sends, are what the paper says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.mesh import Mesh
+from nbkit.rank import groups
+from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.parallel.shard import data_axis
+from nbkit.rank.parallel.skeleton import skeleton_of
+
+WIDTH, LAYERS = 256, 6
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def num_bytes() -> int:
+    """Of all storages that tensors of this process have."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def measured(world: Any, zero: int) -> dict[str, Any]:
+    size = world.place.world_size
+    before = num_bytes()
+    with torch.device("meta"):
+        model = Stack()
+    num_params = sum(p.numel() for p in model.parameters())
+    module = skeleton_of(Stack())
+    layouts = {name: Layout.whole(p.shape) for name, p in model.named_parameters()}
+    axes = Axes.of(Mesh(dp=size), world.place.rank)
+    axis = data_axis(module, layouts, axes, zero=zero, units=list(module.blocks))
+    for tensor, _ in axis.weights.values():
+        tensor.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
+    axis.refresh()
+    optimizer = torch.optim.Adam(axis.held.values(), lr=1e-3)
+    sent: list[tuple[str, int]] = []
+    opened: list[int] = []
+    x = torch.ones(1, WIDTH)
+    for step in range(3):
+        optimizer.zero_grad()
+        axis.reset()
+        if step == 2:
+            groups.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
+            for block in module.blocks:
+
+                def look(*_: Any) -> None:
+                    opened.append(sum(one.shape[0] == WIDTH for one in (b[0].weight for b in module.blocks)))
+
+                block.register_forward_hook(look)
+                block.register_full_backward_hook(look)
+        output = module(x)
+        during_forward = len(sent)
+        axis.start()
+        output.sum().backward()
+        during_backward = len(sent)
+        axis.finish()
+        optimizer.step()
+        axis.after_step()
+    groups.listeners.clear()
+    del output
+    at_rest = num_bytes() - before
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    return {
+        "per parameter": at_rest / num_params,
+        "parameters": num_params,
+        "sent": sent,
+        "when": (during_forward, during_backward, len(sent)),
+        "opened": opened,
+        "shards": shapes == {name: tuple(p.shape) for name, p in axis.held.items()},
+    }
+
+
+def every_zero(world: Any) -> list[dict[str, Any]]:
+    return [measured(world, zero) for zero in range(4)]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def by_zero(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
+    return request.param, run_ranks(every_zero, request.param)[0]
+
+
+def test_bytes_at_rest_and_on_the_wire(by_zero: tuple[int, list[dict[str, Any]]]) -> None:
+    n, measurements = by_zero
+    for zero, found in enumerate(measurements):
+        formula = [16, 8 + 8 / n, 4 + 12 / n, 16 / n][zero]
+        assert found["per parameter"] == pytest.approx(formula, rel=0.005), zero
+        # all_reduce and reduce_scatter are told with what goes in whole, all_gather with this rank's part.
+        volume = 4 * found["parameters"]
+        told = {op: sum(b for o, b in found["sent"] if o == op) for op in {o for o, _ in found["sent"]}}
+        if zero == 0:
+            wanted = {"all_reduce": volume}
+        else:
+            root = volume / (LAYERS + 1)
+            gathered = (2 * volume - root) / n if zero == 3 else volume / n
+            wanted = {"reduce_scatter": volume, "all_gather": gathered}
+        assert told == pytest.approx(wanted, rel=0.005), zero
+        assert found["shards"] == (zero in (0, 3))
+
+
+def test_messages_go_while_backward_runs_and_zero_3_has_few_blocks_whole(by_zero: Any) -> None:
+    _, measurements = by_zero
+    for found in measurements[1:3]:
+        assert found["when"][1] >= 1
+    forward, backward, all_of_it = measurements[3]["when"]
+    assert forward == LAYERS + 1
+    # Every gather and all reductions but that of the root, which waits for `finish`.
+    assert backward == all_of_it - 1
+    # In forward and in backward: the block that runs, and never more than the one beside it.
+    assert len(measurements[3]["opened"]) == 2 * LAYERS and max(measurements[3]["opened"]) <= 2
