@@ -92,6 +92,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         (part, name, b, b.clone()) for part in module.modules() for name, b in part._buffers.items() if b is not None
     ]
     grads = [(p, p.grad) for p in module.parameters()]
+    cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
     devices = sorted(
         {p.device.index for p in module.parameters() if p.device.type == "cuda" and p.device.index is not None}
@@ -101,9 +102,12 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             config.use_cache = False  # type: ignore[union-attr]
         for p, _ in grads:
             p.grad = None
+        # A tied weight that autocast casts once would go around the cuts.
+        torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(cached)
             for config in configs.values():
                 config.use_cache = True  # type: ignore[union-attr]
             for p, grad in grads:
@@ -183,14 +187,8 @@ def _chain(flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]])
 
 
 def _uses(flow: Flow) -> dict[str, set[int]]:
-    """Parameter -> segments that use it. One that no operation used goes where its module or block is called."""
-    first = {id(p): name for name, p in flow.module.named_parameters()}
+    """Parameter -> segments that use it. What no operation uses goes with its block, else to the beginning."""
     uses = {name: set(segments) for name, segments in flow.uses.items()}
-    for path, part in flow.module.named_modules():
-        for p in part._parameters.values():
-            # Under autocast a tied weight is cast once, and the second use does not come by.
-            if p is not None and path:
-                uses[first[id(p)]] |= flow.callers.get(path, set())
     for name, segments in uses.items():
         if not segments:
             owners = [i for i, block in enumerate(flow.blocks) if block and name.startswith(f"{block}.")]

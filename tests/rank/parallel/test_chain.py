@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,6 +35,28 @@ def test_structure_alone_names_the_blocks_that_the_run_finds(name: str) -> None:
     assert pickle.loads(pickle.dumps(chain)) == chain
 
 
+def test_a_stem_a_head_and_wrappers_are_no_blocks() -> None:
+    def leaves(*widths: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+    parts = {"stem": leaves(6, 6, 6), "body": nn.ModuleList(leaves(6, 6, 6) for _ in range(3)), "head": leaves(6, 5, 5)}
+    assert structural_blocks(nn.ModuleDict({"model": nn.ModuleDict(parts)})) == [
+        "model.stem",
+        "model.body",
+        "model.head",
+    ]
+    net = nn.Module()
+    for name, part in parts.items():
+        net.add_module(name, part)
+    assert structural_blocks(nn.Sequential(net)) == ["0.body.0", "0.body.1", "0.body.2"]
+    del net.body
+    assert structural_blocks(net) == ["stem.0", "stem.1", "head.0", "head.1"]
+    bare = nn.Module()
+    bare.first, bare.between, bare.second = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+    assert structural_blocks(bare) == ["first", "second"] and structural_blocks(nn.Tanh()) == []
+    assert units(bare) == [("first", bare.first), ("second", bare.second)]
+
+
 def test_what_crosses_a_cut_and_what_is_used_where() -> None:
     model = ZOO["llama_tied"].build()
     chain = find_chain(model, lambda: call(model, ZOO["llama_tied"].batch(2)[0]))
@@ -52,7 +75,14 @@ def test_nothing_is_left_behind() -> None:
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     kinds, weights = [type(part) for part in model.modules()], [p.clone() for p in model.parameters()]
     state = torch.get_rng_state()
-    measure_costs(model, find_chain(model, lambda: model(IDS)), lambda: model(IDS).logits, repeats=1)
+    cached: list[bool] = []
+
+    def run() -> Any:
+        cached.append(model.config.use_cache)
+        return model(IDS)
+
+    measure_costs(model, find_chain(model, run), lambda: run().logits, repeats=1)
+    assert not any(cached)
     assert kinds == [type(part) for part in model.modules()] and model.training and model.config.use_cache
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
@@ -189,6 +219,26 @@ class Costly(nn.Module):
         return self.Work.apply(self.linear(x), self.seconds + self.extra)
 
 
+class Reminded(nn.Module):
+    """Gives every block the same memory; its front costs 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Costly(5)
+        self.blocks = nn.ModuleList(map(Recalling, (4, 12, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.front(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class Recalling(Costly):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + memory)
+
+
 def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "time", Clock)
     model = nn.Sequential(*map(Costly, (4, 12, 4, 8)))
@@ -203,6 +253,11 @@ def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytes
     model[0].linear.requires_grad_(False)
     model[1].linear.requires_grad_(False)
     assert measure_costs(model, chain, lambda: model(x), repeats=1) == (4, 12, 12, 24)
+    reminded = Reminded()
+    short = find_chain(reminded, lambda: reminded(x))
+    for part in (reminded.front, *reminded.blocks):
+        part.extra = 0.0
+    assert measure_costs(reminded, short, lambda: reminded(x), repeats=1) == (27, 36, 12)
     model.requires_grad_(False)
     with pytest.raises(StrategyError, match="does not depend on its parameters"):
         measure_costs(model, chain, lambda: model(x))

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_entropy, gpt, hf_llama, next_tokens
-from torch import Tensor, nn
+from models_zoo import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
+from staging import assert_equal, chained, partitions, staged
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nbkit.errors import StrategyError
-from nbkit.rank.models.gpt import Block, GPTConfig
-from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.models.gpt import Block
+from nbkit.rank.parallel.blocks import units
+from nbkit.rank.parallel.chain import find_chain
 from nbkit.rank.parallel.flow import tensors_in
 from nbkit.rank.parallel.gates import plain_attention
-from nbkit.rank.parallel.skeleton import homes, is_placeholder, replace, skeleton_of
 from nbkit.rank.parallel.stages import Staged
 from nbkit.rank.train.batch import call
-
-Stage = tuple[Staged, int]
-
-
-def staged(model: nn.Module, chain: Chain, ranges: Sequence[tuple[int, int]]) -> Staged:
-    """A rank's part, made as a strategy makes it: cut without memory, then given the weights that it holds."""
-    part = Staged(skeleton_of(model), chain, ranges)
-    weights = dict(model.named_parameters())
-    held = homes(part.module)
-    assert set(held) == part.holds == {name for name, _ in part.module.named_parameters()}
-    assert all(is_placeholder(p) for p in part.module.parameters() if p.numel() > 1)
-    for name, places in held.items():
-        replace(places, nn.Parameter(weights[name].detach().clone(), requires_grad=weights[name].requires_grad))
-    return part
-
-
-def chained(stages: Sequence[Stage], specimen: Specimen, value: Any, target: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(output, name -> gradient summed over the stages), hidden states and their gradients passed by hand."""
-    for part, _ in stages:
-        part.module.zero_grad()
-    sent: Any = ()
-    links: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-    for part, index in stages:
-        received = tuple(t.detach().requires_grad_(t.requires_grad) for t in sent)
-        links.append((sent, received))
-        sent = part.forward(index, value, received)
-    specimen.loss(sent, target).backward()
-    for out, received in reversed(links):
-        pairs = [(o, r.grad) for o, r in zip(out, received, strict=True) if o.requires_grad and r.grad is not None]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-    grads: dict[str, Tensor] = {}
-    for part in {id(part): part for part, _ in stages}.values():
-        for name, p in part.module.named_parameters():
-            if p.grad is not None:
-                grads[name] = grads[name] + p.grad if name in grads else p.grad.clone()
-    return sent, grads
-
-
-def assert_equal(found: tuple[Any, dict[str, Tensor]], whole: tuple[Any, dict[str, Tensor | None]]) -> None:
-    for a, b in zip(tensors_in(found[0]), tensors_in(whole[0]), strict=True):
-        assert (a - b).abs().max() <= 1e-12
-    expected = {name: g for name, g in whole[1].items() if g is not None}
-    assert found[1].keys() == expected.keys()
-    scale = max(float(g.abs().max()) for g in expected.values())
-    for name, grad in expected.items():
-        assert (found[1][name] - grad).abs().max() <= 1e-12 * scale, name
-
-
-def partitions(num: int, stages: int) -> list[list[tuple[int, int]]]:
-    return [list(pairwise((0, *inner, num))) for inner in combinations(range(1, num), stages - 1)]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -145,57 +93,17 @@ def test_the_classes_and_names_of_gated_modules_stay() -> None:
     part = staged(model, chain, [(1, 3)])
     assert all(isinstance(block, Block) and type(block).__name__ == "Block" for block in part.module.blocks)
     assert {name.split(".")[1] for name, _ in part.module.named_parameters()} == {"1", "2"}
+    assert [name for name, _ in units(part.module, chain)] == ["blocks.1", "blocks.2"]
     assert part.module.blocks[0].up.weight is None and part.module.head.weight is None
 
 
-class Careless(nn.Module):
-    """Changes what it is given in place, reads a table of the model, and keeps statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, table: Tensor, *, memory: Tensor) -> Tensor:
-        x.mul_(1.5)
-        return self.linear(self.norm(torch.relu_(x) + table + memory.mean(0)))
-
-
-class Decoder(nn.Module):
-    """Gives every block the same memory, from an encoder of its own, and a table that all of them use."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.front = nn.Linear(6, WIDTH)
-        self.table = nn.Parameter(torch.randn(WIDTH))
-        self.scale = nn.Parameter(torch.randn(layers))
-        self.blocks = nn.ModuleList(Careless() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = torch.tanh(self.front(x))
-        x = memory * 2
-        for scale, block in zip(self.scale, self.blocks, strict=True):
-            x = block(x, self.table, memory=memory) * scale
-        return self.head(x)
-
-
-def test_memory_for_all_blocks_shared_tables_parameters_between_blocks_and_changes_in_place() -> None:
-    specimen = Specimen(Decoder, ZOO["sequential"].sample, cross_entropy, ())
-    model = specimen.build(torch.float64)
-    value, target = specimen.batch(6, dtype=torch.float64)
-    buffers = copy.deepcopy(dict(model.named_buffers()))
-    chain = find_chain(model, lambda: model(value))
-    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
-    assert chain.entries[2].carried == ("[0][0]", "[1]['memory']") and chain.entries[2].written == {"[0][0]"}
-    assert chain.entries[2].kept == {"[1]['memory']": "[1]['memory']"}
-    parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(5), 2)}
-    whole = specimen.gradients(copy.deepcopy(model), value, target)
-    for num in (2, 3, 4):
-        for ranges in partitions(4, num):
-            assert all({"table", "scale"} <= parts[r].holds for r in ranges)
-            assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
-    assert torch.equal(parts[1, 2].module.blocks[0].norm.running_mean, buffers["blocks.0.norm.running_mean"])
+def test_a_cache_of_keys_and_values_is_not_kept() -> None:
+    model = hf_gpt2(use_cache=True).eval()
+    ids = next_tokens(2, torch.Generator())[0]
+    chain = find_chain(model, lambda: model(ids))
+    with torch.no_grad():
+        output = staged(model, chain, [(2, 4)]).forward(0, ids, (torch.randn(2, LENGTH, WIDTH),))
+    assert output.past_key_values is None and model(ids).past_key_values is not None
 
 
 def test_lora_on_a_llama_trains_only_its_adapters_through_frozen_stages() -> None:
@@ -242,32 +150,3 @@ def test_recomputed_blocks_and_frozen_ones() -> None:
     assert_equal(
         chained([(part, 0) for part in parts], specimen, value, target), specimen.gradients(model, value, target)
     )
-
-
-class Recomputes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(GPTConfig(width=WIDTH)) for _ in range(3))
-        self.skips = False
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks[: 1 if self.skips else 3]:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names() -> None:
-    model = Recomputes()
-    ids = next_tokens(2, torch.Generator())[0]
-    chain = find_chain(model, lambda: model(ids))
-    part = staged(model, chain, [(1, 3)])
-    output = part.forward(0, ids, (torch.randn(2, LENGTH, WIDTH, requires_grad=True),))
-    with pytest.raises(StrategyError, match=r"blocks\.\d is called outside of a stage's forward"):
-        output.sum().backward()
-    part.module.skips = True
-    with pytest.raises(StrategyError, match=r"did not come to blocks\.1"):
-        part.forward(0, ids, (torch.randn(2, LENGTH, WIDTH),))
-    part.module.skips = False
-    assert part.forward(0, ids, (torch.randn(2, LENGTH, WIDTH),)).shape == (2, LENGTH, WIDTH)

@@ -1,0 +1,163 @@
+"""Stages of models with habits: shared memory and weights, masks of their own, changes in place, own checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations
+
+import pytest
+import torch
+from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_entropy, next_tokens
+from staging import assert_equal, chained, partitions, staged
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nbkit.errors import StrategyError
+from nbkit.rank.models.gpt import Block, GPTConfig
+from nbkit.rank.parallel.chain import find_chain
+
+
+class Careless(nn.Module):
+    """Changes what it is given in place, reads a table of the model, keeps statistics, and has an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, table: Tensor, *, memory: Tensor) -> Tensor:
+        x.mul_(1.5)
+        return self.linear(self.norm(torch.relu_(x) + table + memory))
+
+
+class Decoder(nn.Module):
+    """Gives every block the same memory, from an encoder of its own, and a table that all of them use."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.front = nn.Linear(6, WIDTH)
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.scale = nn.Parameter(torch.randn(layers))
+        self.blocks = nn.ModuleList(Careless() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.tanh(self.front(x))
+        x = memory * 2
+        for scale, block in zip(self.scale, self.blocks, strict=True):
+            x = block(x, self.table, memory=memory) * scale
+        return self.head(x)
+
+
+def test_memory_for_all_blocks_shared_tables_parameters_between_blocks_and_changes_in_place() -> None:
+    specimen = Specimen(Decoder, ZOO["sequential"].sample, cross_entropy, ())
+    model = specimen.build(torch.float64)
+    value, target = specimen.batch(6, dtype=torch.float64)
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    chain = find_chain(model, lambda: model(value))
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert chain.entries[2].carried == ("[0][0]", "[1]['memory']") and chain.entries[2].written == {"[0][0]"}
+    assert chain.entries[2].kept == {"[1]['memory']": "[1]['memory']"}
+    parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(5), 2)}
+    whole = specimen.gradients(copy.deepcopy(model), value, target)
+    for num in (2, 3, 4):
+        for ranges in partitions(4, num):
+            assert all({"table", "scale"} <= parts[r].holds for r in ranges)
+            assert all({f"blocks.{i}.unused" for i in range(*r)} <= parts[r].holds for r in ranges)
+            assert sum("front.bias" in parts[r].holds for r in ranges) == 1
+            assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
+    assert torch.equal(parts[1, 2].module.blocks[0].norm.running_mean, buffers["blocks.0.norm.running_mean"])
+
+
+class Recomputes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(GPTConfig(width=WIDTH)) for _ in range(3))
+        self.numbers = (0, 1, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in (self.blocks[i] for i in self.numbers):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names() -> None:
+    model = Recomputes()
+    ids = next_tokens(2, torch.Generator())[0]
+    chain = find_chain(model, lambda: model(ids))
+    part = staged(model, chain, [(1, 3)])
+    output = part.forward(0, ids, (torch.randn(2, LENGTH, WIDTH, requires_grad=True),))
+    with pytest.raises(StrategyError, match=r"blocks\.\d is called outside of a stage's forward"):
+        output.sum().backward()
+    hidden = (torch.randn(2, LENGTH, WIDTH),)
+    for numbers in ((0,), (0, 2)):
+        part.module.numbers = numbers
+        with pytest.raises(StrategyError, match=r"did not come to blocks\.1"):
+            part.forward(0, ids, hidden)
+    part.module.numbers = (0, 1, 2)
+    assert part.forward(0, ids, hidden).shape == (2, LENGTH, WIDTH)
+
+
+class Front(nn.Module):
+    """Gives, beside what hangs on its parameters, a mask that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.start = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tokens(ids) + self.start, (ids > VOCAB // 2).to(self.start.dtype)[..., None]
+
+
+class Masked(nn.Module):
+    """Its front also masks; the last block is given what the first one gave; two blocks share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Front()
+        self.blocks = nn.ModuleList(Mix() for _ in range(6))
+        self.blocks[4].linear.weight = self.blocks[1].linear.weight
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.front(ids)
+        first = None
+        for i, block in enumerate(self.blocks):
+            x = block(x * mask, first if i == 3 else None)
+            first = x if first is None else first
+        return self.head(x)
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return torch.tanh(self.linear(x) if other is None else self.linear(x) + other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast: bool) -> None:
+    specimen = Specimen(Masked, next_tokens, cross_entropy, ())
+    dtype = torch.float32 if autocast else torch.float64
+    model = specimen.build(dtype)
+    value, target = specimen.batch(3, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        chain = find_chain(model, lambda: model(value))
+        assert chain.blocks == ("blocks.0", "blocks.3", "blocks.4", "blocks.5")
+        assert chain.entries[1].carried == ("[0][0]", "[0][1]")
+        assert "front" not in chain.skipped and "front.tokens" in chain.skipped
+        parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(5), 2)}
+        # As for every rank: casts that autocast has kept are not shared with what runs before.
+        torch.clear_autocast_cache()
+        whole = specimen.gradients(model, value, target)
+        for ranges in (r for num in (2, 3, 4) for r in partitions(4, num)):
+            found = chained([(parts[r], 0) for r in ranges], specimen, value, target)
+            if not autocast:
+                assert_equal(found, whole)
+            assert torch.equal(found[0], whole[0]) and found[1].keys() == whole[1].keys()
