@@ -20,7 +20,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from nbkit.rank.train.draws import DRAWS, Draw
 from nbkit.rank.train.masks import coordinates, dropped, key_of
@@ -75,7 +74,6 @@ class KeyedDropout:
         self.seed = seed
         self._module = module
         self._settings = _settings(module)
-        self._hooks: list[RemovableHandle] = []
         self._found = self._tried = False
 
     def step(self, step: int, rows: Tensor | Sequence[int]) -> AbstractContextManager[None]:
@@ -84,14 +82,15 @@ class KeyedDropout:
         Draws inside need it to be the only source of samples: dim 0 of what is dropped counts them.
         """
         if self._tried and not self._found and not any(_positive(of, name) for of, name in self._settings):
-            self.release()
+            if _followed(self._module):
+                self.release()
             return nullcontext()
         return self._keyed(step, rows)
 
     @contextmanager
     def _keyed(self, step: int, rows: Tensor | Sequence[int]) -> Iterator[None]:
-        if not self._hooks:
-            self._hooks = _follow(self._module)
+        if not _followed(self._module):
+            _follow(self._module)
         places = torch.as_tensor(rows, dtype=torch.int64).to(self._device(), non_blocking=True)
         mode = _Interception(self)
         # What is drawn outside of every module counts as the root's.
@@ -106,8 +105,7 @@ class KeyedDropout:
 
     def release(self) -> None:
         """Take the hooks out of the module, as when it passes to another owner. A later step puts them in again."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        _unfollow(self._module)
 
     def seen(self) -> None:
         """Something was dropped."""
@@ -158,30 +156,49 @@ class _Interception(TorchFunctionMode):
         return now.mask(shape, p)
 
 
-def _follow(module: nn.Module) -> list[RemovableHandle]:
-    """The hooks by which a pass knows the module that draws. They hold nothing, and are idle outside of a pass."""
+class _Enter:
+    """A module is called: from here on it is the one that draws."""
+
+    def __init__(self, path: str, sequence_first: bool) -> None:
+        self.path, self.sequence_first = crc32(path.encode()), sequence_first
+
+    def __call__(self, _: nn.Module, __: Any) -> None:
+        if (now := _passing.get()) is not None:
+            now.calls[self.path] = number = now.calls.get(self.path, -1) + 1
+            now.stack.append(_Call(self.path, number, self.sequence_first))
+
+
+def _leave(_: nn.Module, __: Any, ___: Any) -> None:
+    if (now := _passing.get()) is not None and len(now.stack) > 1:
+        now.stack.pop()
+
+
+def _follow(module: nn.Module) -> None:
+    """Hooks by which a pass knows the module that draws. They hold nothing, and are idle outside of a pass."""
+    # A copy of a followed module has its hooks, and two on one module would count every call twice.
+    _unfollow(module)
     sequence_first = tuple(
         f"{path.rpartition('.')[0]}."
         for path, part in module.named_modules()
         if isinstance(part, nn.MultiheadAttention) and not part.batch_first
     )
-    hooks: list[RemovableHandle] = []
     for path, part in module.named_modules():
-        number, turned = crc32(path.encode()), f"{path}.".startswith(sequence_first)
-
-        def enter(_: nn.Module, __: Any, number: int = number, turned: bool = turned) -> None:
-            if (now := _passing.get()) is not None:
-                now.calls[number] = count = now.calls.get(number, -1) + 1
-                now.stack.append(_Call(number, count, turned))
-
-        def leave(_: nn.Module, __: Any, ___: Any) -> None:
-            if (now := _passing.get()) is not None and len(now.stack) > 1:
-                now.stack.pop()
-
-        hooks.append(part.register_forward_pre_hook(enter, prepend=True))
+        part.register_forward_pre_hook(_Enter(path, f"{path}.".startswith(sequence_first)), prepend=True)
         # Exceptions leave a module too: a pipeline stage ends by one, and so does a recomputation that has enough.
-        hooks.append(part.register_forward_hook(leave, always_call=True))
-    return hooks
+        part.register_forward_hook(_leave, always_call=True)
+
+
+def _followed(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Enter) for hook in module._forward_pre_hooks.values())
+
+
+def _unfollow(module: nn.Module) -> None:
+    for part in module.modules():
+        for number in [n for n, hook in part._forward_pre_hooks.items() if isinstance(hook, _Enter)]:
+            del part._forward_pre_hooks[number]
+        for number in [n for n, hook in part._forward_hooks.items() if hook is _leave]:
+            del part._forward_hooks[number]
+            part._forward_hooks_always_called.pop(number, None)
 
 
 def _settings(module: nn.Module) -> list[tuple[Any, str]]:

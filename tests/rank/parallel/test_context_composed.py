@@ -17,7 +17,8 @@ from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.chain import find_chain
 from nbkit.rank.parallel.context import context_parallel
 from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.shard import data_axis
+from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.stages import Staged
 from nbkit.rank.parallel.tensor.split import tensor_parallel
 from nbkit.rank.train.batch import call
@@ -99,6 +100,41 @@ def tensors(world: Any) -> dict[str, float]:
     return found
 
 
+def shards(world: Any) -> dict[int, float]:
+    """dp=2 cp=2, a micro-batch per row, blocks recomputed; the weights of the whole model put into each shard."""
+    axes, specimen = Axes.of(Mesh(dp=2, cp=2), world.place.rank), ZOO["gpt"]
+    ids, target = specimen.batch(3, dtype=torch.float64)
+    expected, whole, found = truth("gpt", ids, target), build("gpt"), {}
+    for zero in (0, 2, 3):
+        model = skeleton_of(whole)
+        split = context_parallel(model, axes, specimen.blocks)
+        recompute(model, specimen.blocks)
+        layouts = {name: Layout.whole(p.shape) for name, p in model.named_parameters()}
+        blocks = [model.get_submodule(name) for name in specimen.blocks]
+        data = data_axis(model, layouts, axes, zero=zero, units=blocks)
+        for name, (held, layout) in data.weights.items():
+            held.data.copy_(_local(whole.get_parameter(name).detach(), layout))
+        data.refresh()
+        data.reset(passes=2)
+        rows = ([0, 1], [2])[axes.index("dp")]
+        for row in rows:
+            with KeyedDropout(model, 5).step(7, [row]):
+                loss = specimen.loss(model(ids[[row]]), target[[row]]) / 3
+            if row == rows[-1]:
+                data.start()
+            loss.backward()
+            if row != rows[-1]:
+                data.hold()
+        data.finish()
+        pairs = {}
+        for name, param in data.held.items():
+            if name in split.partial:
+                dist.all_reduce(param.grad, group=axes.group("cp"))
+            pairs[name] = (param.grad, _local(expected[name], data.layouts[name]))
+        found[zero] = _difference(pairs)
+    return found
+
+
 def _local(whole: Tensor, layout: Layout) -> Tensor:
     local = whole.new_zeros(layout.local)
     for here, there in layout.pieces:
@@ -119,3 +155,8 @@ def test_stages_of_a_pipeline_pass_parts_of_the_positions() -> None:
 def test_with_tensor_parallelism() -> None:
     for found in run_ranks(tensors, 4, timeout=170):
         assert {name: wrong for name, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+def test_with_a_sharded_data_axis() -> None:
+    for found in run_ranks(shards, 4, timeout=170):
+        assert {zero: wrong for zero, wrong in found.items() if not wrong <= 1e-12} == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -243,6 +244,20 @@ def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
     assert not torch.equal(more, outside)
     assert torch.equal(alone, whole)
     assert not torch.equal(again, alone)  # the second call of a module in one pass
+
+
+def test_a_copy_of_a_model_that_was_keyed_drops_the_same() -> None:
+    model, x = gpt()
+    with KeyedDropout(model, seed=1).step(0, range(ROWS)):
+        whole = model(x)
+    twin = copy.deepcopy(model)
+    other = KeyedDropout(model, seed=1)
+    for module, keyed in ((twin, KeyedDropout(twin, seed=1)), (model, other), (model, KeyedDropout(model, seed=1))):
+        with keyed.step(0, range(ROWS)):
+            assert torch.equal(module(x), whole)
+        keyed.release()
+    with other.step(0, range(ROWS)):  # another owner has taken the hooks out
+        assert torch.equal(model(x), whole)
 
 
 class Literal(nn.Module):
