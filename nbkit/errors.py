@@ -11,7 +11,8 @@
     ├── TransferError         push or pull refused
     ├── StrategyError         a strategy that does not fit                   (also a ValueError)
     ├── TrainingError         a job that cannot train as asked               (also a ValueError)
-    │   └── NotFinite         the loss became NaN or infinite: .step, .rank
+    │   ├── NotFinite         the loss became NaN or infinite: .step, .rank
+    │   └── SwitchError       a change of strategy that failed; the old one goes on
     └── BoardError            TensorBoard could not be started
 
     Stopped                   a KeyboardInterrupt: the user asked a training to stop, at a step boundary
@@ -36,6 +37,7 @@ __all__ = [
     "RankDied",
     "Stopped",
     "StrategyError",
+    "SwitchError",
     "TrainingError",
     "TransferError",
     "UsageError",
@@ -136,6 +138,10 @@ class NotFinite(TrainingError):
     def __init__(self, what: str, *, step: int, rank: int, numbers: str = "", hint: str = "") -> None:
         super().__init__(what, numbers=numbers, hint=hint)
         self.step, self.rank = step, rank
+
+
+class SwitchError(TrainingError):
+    """The strategy could not be changed; the old one is in force, and nothing has changed."""
 
 
 class BoardError(NbkitError):

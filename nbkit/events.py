@@ -11,7 +11,17 @@ from typing import Any, ClassVar
 
 from nbkit.errors import UsageError
 
-__all__ = ["Checkpointed", "Event", "LrChanged", "RunStarted", "RunStopped", "StepDone", "from_json", "to_json"]
+__all__ = [
+    "Checkpointed",
+    "Event",
+    "LrChanged",
+    "RunStarted",
+    "RunStopped",
+    "StepDone",
+    "Switched",
+    "from_json",
+    "to_json",
+]
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,27 @@ class Checkpointed(Event):
     action: str = "saved"
 
 
-_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed)}
+@dataclass(frozen=True)
+class Switched(Event):
+    """The strategy changed. moved_bytes: over all ranks. prepare_s: of the pause, before anything moved.
+
+    pause_s: how long no step could be made, without proof_s, the time that the proof took. identical: whether weights
+    and optimizer state are the same as before; None when that was not checked.
+    """
+
+    kind: ClassVar[str] = "switch"
+    old: str = ""
+    new: str = ""
+    moved_bytes: int = 0
+    prepare_s: float = 0.0
+    pause_s: float = 0.0
+    proof_s: float = 0.0
+    identical: bool | None = None
+
+
+_KINDS: dict[str, type[Event]] = {
+    cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed, Switched)
+}
 
 
 def to_json(event: Event) -> str:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.axes import Axes
 
 __all__ = ["check_buffers", "watched"]
 
@@ -18,18 +19,19 @@ def watched(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def check_buffers(model: nn.Module, names: list[str], *, world_size: int, device: torch.device) -> None:
-    """Compare the sums of the buffers `names` over the ranks. Collective.
+def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: torch.device) -> None:
+    """Compare the sums of the buffers `names` over the ranks that hold the same part of the model. Collective.
 
     Raises TrainingError, the same on every rank, naming the first that differs.
     """
-    if world_size == 1 or not names:
+    group = axes.group("dp")
+    if group is None or not names:
         return
     held = dict(model.named_buffers())
     none = torch.zeros((), device=device)
     sums = torch.stack([held.get(name, none).to(torch.float64).sum() for name in names])
-    gathered = [torch.empty_like(sums) for _ in range(world_size)]
-    dist.all_gather(gathered, sums)
+    gathered = [torch.empty_like(sums) for _ in range(axes.size("dp"))]
+    dist.all_gather(gathered, sums, group=group)
     everyone = torch.stack(gathered)
     same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
     drifted = [name for name, equal in zip(names, same, strict=True) if not equal]
@@ -37,6 +39,7 @@ def check_buffers(model: nn.Module, names: list[str], *, world_size: int, device
         shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
         raise TrainingError(
             f"The forward pass updates the buffer {drifted[0]!r} from this rank's rows alone: the ranks drift apart.",
-            numbers=f"its sum on ranks 0, 1, ...: {shown}{', ...' * (world_size > 4)}; {len(drifted)} such buffers",
+            numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; "
+            f"{len(drifted)} such buffers",
             hint="all-reduce it in forward; or track_running_stats=False; or one rank",
         )

@@ -56,7 +56,9 @@ def in_backward() -> bool:
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
     """Call `wanted` when backward comes to anything in what a module returns; False when it never will."""
-    waiting = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    # Logits that lie in parts over the tensor axis take a hook where their graph is.
+    parts = [getattr(tensor, "part", tensor) for tensor in _tensors(output)]
+    waiting = [tensor for tensor in parts if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)
         if tensor._base is not None and tensor._base.requires_grad:

@@ -28,7 +28,7 @@ from nbkit.rank.parallel.gather import ShardedParameters
 from nbkit.rank.parallel.replicate import Replicas
 from nbkit.rank.parallel.scatter import Links
 from nbkit.rank.parallel.sharded import ShardedOptimizer
-from nbkit.rank.parallel.skeleton import homes, replace
+from nbkit.rank.parallel.skeleton import homes, is_placeholder, replace
 
 __all__ = ["data_axis"]
 
@@ -63,9 +63,10 @@ class _Replicated(DataAxis):
     def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], axes: Axes) -> None:
         super().__init__()
         for name, places in homes(module).items():
-            old = getattr(*places[0])
-            param = fresh(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
-            replace(places, param)
+            param = getattr(*places[0])
+            if is_placeholder(param):  # else the module is the user's own, and trains as it is
+                param = fresh(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device), param)
+                replace(places, param)
             self._add(name, param, layouts[name], (param.data, layouts[name]))
         self._replicas = Replicas(module, world_size=axes.size("dp"), group=axes.group("dp"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nbkit.errors import TrainingError
+from nbkit.strategy import Strategy
 
 __all__ = ["Arithmetic"]
 
@@ -18,8 +19,12 @@ class Arithmetic:
     dp: int
 
     @classmethod
-    def of(cls, batch_size: int, *, dp: int, microbatch: int | None) -> Arithmetic:
-        """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest."""
+    def of(cls, batch_size: int, strategy: Strategy, *, microbatch: int | None) -> Arithmetic:
+        """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest.
+
+        A pipeline cuts what a rank gets into `strategy.microbatches`, whatever `microbatch` says.
+        """
+        dp = strategy.dp
         if batch_size < 1 or (microbatch is not None and microbatch < 1):
             raise TrainingError(
                 "batch_size and microbatch are at least 1.",
@@ -36,6 +41,8 @@ class Arithmetic:
                 hint=f"batch_size={above}" + (f" or {below}" if below else ""),
             )
         rows = batch_size // dp
+        if strategy.microbatches is not None:
+            return cls._in_pipeline(batch_size, rows, strategy)
         micro = rows if microbatch is None else microbatch
         if rows % micro:
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
@@ -47,6 +54,20 @@ class Arithmetic:
                 f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
             )
         return cls(total=batch_size, micro=micro, dp=dp)
+
+    @classmethod
+    def _in_pipeline(cls, batch_size: int, rows: int, strategy: Strategy) -> Arithmetic:
+        count = strategy.microbatches or 1
+        if rows % count:
+            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise TrainingError(
+                "The pipeline's micro-batches do not divide what a rank gets of the global batch.",
+                numbers=f"batch_size {batch_size} / dp {strategy.dp} = {rows} rows per rank, / microbatches {count} = "
+                f"{rows / count:g}",
+                hint=f"microbatches={min(fitting, key=lambda n: abs(n - count))}   "
+                f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
+            )
+        return cls(total=batch_size, micro=rows // count, dp=strategy.dp)
 
     @property
     def accum(self) -> int:

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.layout import bounds
 
 __all__ = [
     "Shard",
     "bounds",
     "call",
-    "cut",
     "fingerprint",
     "on_device",
     "pair",
     "rows_of",
+    "shapes_of",
     "shard_of",
     "take",
     "tokens_of",
@@ -45,13 +46,6 @@ class Shard:
     total: int
     indices: Sequence[int]
     fingerprint: int = 0
-
-
-def bounds(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First row and one past the last row of `rank`."""
-    rows, extra = divmod(total, ranks)
-    start = rank * rows + min(rank, extra)
-    return start, start + rows + (rank < extra)
 
 
 def rows_of(batch: Any) -> int:
@@ -127,13 +121,6 @@ def shard_of(batch: Any, *, ranks: int, rank: int) -> Shard:
     return Shard(own, stop - start, total, range(total), fingerprint(batch, total))
 
 
-def cut(batch: Any, rows: int, size: int) -> Iterator[tuple[Any, int, bool]]:
-    """(micro-batch, its rows, whether it is the last), each of at most `size` rows."""
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        yield take(batch, start, stop, rows=rows), stop - start, stop == rows
-
-
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch on `device`; the copy to a GPU does not wait for it."""
     if isinstance(batch, Tensor):
@@ -174,6 +161,11 @@ def call(model: nn.Module, value: Any) -> Any:
     if isinstance(value, Mapping):
         return model(**value)
     return model(*value) if isinstance(value, tuple | list) else model(value)
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """The shapes of all tensors in a batch: what tells micro-batches apart that need other buffers."""
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(batch))
 
 
 def tokens_of(value: Any, rows: int) -> int:

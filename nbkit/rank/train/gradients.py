@@ -1,14 +1,15 @@
-"""Forward and backward of one global batch: micro-batches, the loss's weights, the sum over the ranks.
+"""One step's gradients, whatever the strategy: equal to those of one process over the whole global batch.
 
-What comes out is the gradient of sum(loss) / sum(weight) over all micro-batches and ranks, however unevenly they are
-filled. A mean weighs its rows, which are known beforehand, so its share is in the loss that is backpropagated.
+A mean loss over equal batches would be a mean of means; here every row weighs the same wherever it lies. The divisor of
+a mean is known beforehand, so its share is in the loss that is backpropagated.
 The divisor of (sum, weight) is known when the last rank has done its last forward; it travels beside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,105 +18,162 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.buffers import check_buffers, watched
 from nbkit.rank.parallel.norms import check_level
-from nbkit.rank.parallel.replicate import Replicas
-from nbkit.rank.train.batch import Shard, call, cut, on_device, pair, tokens_of
-from nbkit.rank.train.loss import Loss, weigh
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.train.batch import Shard, bounds, on_device, pair, shapes_of, take, tokens_of
+from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.train.loss import weigh
 from nbkit.rank.train.reduction import StepReduction
+from nbkit.rank.train.setup import Setup
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Micro"]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: its data, how many rows, and which of the global batch the first one is."""
+
+    data: Any
+    rows: int
+    first: int
+
+
+@dataclass
+class _Sums:
+    """What a step's forwards add up to on this rank."""
+
+    loss: Tensor
+    weight: Tensor | float = 0.0
+    tokens: int = 0
+    weighted: bool = False
 
 
 class Gradients:
-    """Makes the gradients of `model`. microbatch: rows per forward, None for all of them."""
+    """Makes the gradients of a side. microbatch: rows per forward without a pipeline, None for all of them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss: Loss,
-        inputs: Sequence[str] | None,
-        bf16: bool,
-        microbatch: int | None,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        self.model, self.loss, self.inputs, self.microbatch = model, loss, inputs, microbatch
+    def __init__(self, side: Side, setup: Setup, *, rank: int, world_size: int, device: torch.device) -> None:
+        self.side, self.loss, self.inputs, self.microbatch = side, setup.loss, setup.inputs, setup.microbatch
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._bf16 = bf16
-        self._params = list(model.parameters())
-        self._replicas = Replicas(model, world_size=world_size)
-        self._watched, self._drift_unknown = watched(model), True
-        self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        self._bf16 = setup.precision == "bf16"
+        self._dropout = KeyedDropout(side.module, setup.seed)
+        self._watched, self._drift_unknown = watched(side.module), True
+        self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in side.module.modules())
+        # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
+        self._weighted: bool | None = None
 
     def begin_again(self) -> None:
         """What is done once, in the first step, is done again, on every rank alike."""
-        self._replicas.begin_again()
+        self.side.begin_again()
         self._drift_unknown = True
 
-    def forward(self, batch: Any, rows: int) -> tuple[Tensor, Tensor | float, bool, int]:
-        """(value, weight, weighted, tokens) of rows on any device: see `weigh`."""
-        value, target = pair(on_device(batch, self.device), self.inputs)
-        # enabled=False would switch off an autocast of the caller's own.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext():
-            result = self.loss(call(self.model, value), target)
-        return (*weigh(result, rows), tokens_of(value, rows))
+    def cut(self, shard: Shard) -> list[Micro]:
+        """The micro-batches of a shard: `strategy.microbatches` of them in a pipeline, else of `microbatch` rows."""
+        first, _ = bounds(shard.total, self.side.axes.size("dp"), self.side.axes.index("dp"))
+        rows = shard.rows
+        if (count := self.side.strategy.microbatches) is not None:
+            cuts = [bounds(rows, min(count, rows), i) for i in range(min(count, rows))]
+        else:
+            size = self.microbatch or max(rows, 1)
+            cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
+        return [Micro(take(shard.data, start, stop, rows=rows), stop - start, first + start) for start, stop in cuts]
 
-    def cut(self, shard: Shard) -> Any:
-        """(micro-batch, rows, whether it is the last) of a shard."""
-        return cut(shard.data, shard.rows, self.microbatch or max(shard.rows, 1))
-
-    def backward(self, shard: Shard, *, asked: Callable[[], int], seconds: Callable[[], float]) -> StepReduction:
+    def backward(
+        self, shard: Shard, *, step: int, asked: Callable[[], int], seconds: Callable[[], float]
+    ) -> StepReduction:
         """Fill every parameter's gradient; the numbers of the step are under way in what it returns.
 
         asked: 1 when this rank holds the request asked about; seconds: since the last step. Both are called at launch.
         """
+        side, micros = self.side, self.cut(shard)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        weight: Tensor | float = 0.0
-        tokens, weighted = 0, False
-        self._replicas.reset()
+        sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
+        side.data.reset(passes=self._passes(shard))
         if self._coupled:
-            check_level(shard.total, ranks=self.world_size, microbatch=self.microbatch)
+            check_level(shard.total, ranks=side.axes.size("dp"), microbatch=self.microbatch)
 
         def launch() -> None:
+            counts = side.counts
             reduction.launch(
-                loss_sum,
-                weight,
-                weighted=weighted,
+                sums.loss if counts else torch.zeros_like(sums.loss),
+                sums.weight if counts else 0.0,
+                weighted=sums.weighted,
                 requests=asked(),
-                tokens=tokens,
+                tokens=sums.tokens if counts else 0,
                 seconds=seconds(),
                 fingerprint=shard.fingerprint,
             )
-            self._replicas.start()
 
-        for micro, rows, last in self.cut(shard):
-            part, part_weight, weighted, part_tokens = self.forward(micro, rows)
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            micro = micros[number]
+            with self._computing(micro, step):
+                value, target = pair(on_device(micro.data, self.device), self.inputs)
+                output = side.stage(stage, value, received)
+                if stage != side.last_stage:
+                    return output  # type: ignore[no-any-return]
+                part, weight, sums.weighted = weigh(self.loss(output, target), micro.rows)
             if not part.requires_grad:
                 raise TrainingError(
                     "The loss does not depend on the model's parameters.",
                     numbers="requires_grad is False",
                     hint="compute it from the model's output, without .detach(), .item() or torch.no_grad()",
                 )
-            loss_sum += part.detach() * (1 if weighted else rows)
-            weight, tokens = weight + part_weight, tokens + part_tokens
-            if last:
-                # Before the backward pass, which hides it.
-                launch()
-            (part if weighted else part * (rows / shard.total)).backward()
-            if not last:
-                self._replicas.hold()
-        if not shard.rows:
-            launch()
-        reduction.finish(self._replicas.finish())
-        # A rank without rows has not seen what the loss function returns; only there is anything waited for.
-        if weighted if shard.rows else reduction.read().weighted:
-            grads = [p.grad for p in self._params if p.grad is not None]
+            sums.loss = sums.loss + part.detach() * (1 if sums.weighted else micro.rows)
+            sums.weight = sums.weight + weight
+            sums.tokens += tokens_of(value, micro.rows)
+            return (part if sums.weighted else part * (micro.rows / shard.total),)
+
+        canary = side.backward(len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch)
+        reduction.finish(canary)
+        if micros and side.gives_output:
+            self._weighted = sums.weighted
+        elif self._weighted is None:
+            # Waited for once: a loss function keeps to one form.
+            self._weighted = reduction.read().weighted
+        if self._weighted:
+            grads = [p.grad for p in side.held.values() if p.grad is not None]
             # A 0-dimensional factor changes no gradient's dtype, and is rounded to none.
             torch._foreach_mul_(grads, reduction.inverse_weight)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
-            check_buffers(self.model, self._watched, world_size=self.world_size, device=self.device)
+            check_buffers(side.module, self._watched, axes=side.axes, device=self.device)
             self._drift_unknown = False
         return reduction
+
+    @torch.no_grad()
+    def evaluate(self, shard: Shard) -> Tensor:
+        """(summed loss, weight) of this rank's rows, zeros where another rank's count. The module is in eval mode."""
+        micros = self.cut(shard)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            micro = micros[number]
+            with self._autocast():
+                value, target = pair(on_device(micro.data, self.device), self.inputs)
+                output = self.side.stage(stage, value, received)
+                if stage != self.side.last_stage:
+                    return output  # type: ignore[no-any-return]
+                return (weigh(self.loss(output, target), micro.rows),)
+
+        found = self.side.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
+        for _ in range(self._passes(shard) - len(micros)):
+            self.side.data.absent()
+        for micro, (part, weight, weighted) in zip(micros, found, strict=False):
+            if self.side.counts:
+                sums[0] += part if weighted else part * micro.rows
+                sums[1] += weight
+        return sums
+
+    def _passes(self, shard: Shard) -> int:
+        """Micro-batches of the rank that has most."""
+        _, most = bounds(shard.total, self.side.axes.size("dp"), 0)
+        if (count := self.side.strategy.microbatches) is not None:
+            return min(count, most)
+        return -(-most // (self.microbatch or max(most, 1)))
+
+    @contextmanager
+    def _computing(self, micro: Micro, step: int) -> Iterator[None]:
+        with self._autocast(), self._dropout.step(step, range(micro.first, micro.first + micro.rows)):
+            yield
+
+    def _autocast(self) -> Any:
+        # enabled=False would switch off an autocast of the caller's own.
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -13,6 +13,8 @@ __all__ = ["OptimizerHandle"]
 class OptimizerHandle(torch.optim.Optimizer):
     """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it."""
 
+    inner: torch.optim.Optimizer
+
     # Optimizer.__init__ would build groups and hooks of its own; everything lives in `inner`.
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Records(list[dict[str, Any]]):
 class History:
     """Finished records, the steps whose numbers are under way, and who is told of them."""
 
-    def __init__(self, *, strategy: str, world_size: int) -> None:
+    def __init__(self, *, world_size: int) -> None:
         self.records = Records()
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
@@ -37,7 +37,7 @@ class History:
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
         self._torn = False
-        self._strategy, self._world_size = strategy, world_size
+        self._world_size = world_size
         self._first = self._total = 0
         self._pace = 0.0
 
@@ -65,7 +65,7 @@ class History:
             numbers = self.check(pending)
             if numbers.requests == self._world_size:
                 self.agreed = pending.asked
-            record = pending.record(numbers, self._strategy)
+            record = pending.record(numbers)
             self.records.append(record)
             self._report(record)
             with self.clock.stopped():

@@ -10,36 +10,34 @@ for batch in job.batches(loader):       # global batches, the same on every rank
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor
 
 from nbkit.errors import NotFinite, Stopped, TrainingError
 from nbkit.events import RunStarted, RunStopped
-from nbkit.rank.parallel.norms import synchronised
-from nbkit.rank.parallel.replicate import broadcast_from_first
+from nbkit.rank.parallel.norm import clip
+from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import boundary, verdict
 from nbkit.rank.train.agreement import become_one
 from nbkit.rank.train.batch import Shard, shard_of
+from nbkit.rank.train.blueprint import Blueprint, Model, Optimizer
 from nbkit.rank.train.gradients import Gradients
 from nbkit.rank.train.handle import OptimizerHandle
 from nbkit.rank.train.history import History
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.pending import Pending
-from nbkit.rank.train.randomness import SHARED, build, seed_step
+from nbkit.rank.train.randomness import SHARED, seed_step
+from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.underway import sent
 from nbkit.rank.world import World
 from nbkit.strategy import Strategy
 
 __all__ = ["Job", "Result", "prepare"]
-
-Model = nn.Module | Callable[[], nn.Module]
-Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -59,78 +57,67 @@ def prepare(
     inputs: Sequence[str] | None = None,
     precision: str | None = None,
     microbatch: int | None = None,
+    example: Any = None,
+    stages: Sequence[str] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    checkpoint: bool = False,
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
     a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
     names of what the model takes of a dict batch, loss gets (output, batch). precision: None or "bf16".
-    microbatch: rows per rank and forward, None for all at once.
+    microbatch: rows per rank and forward, None for all at once. example: a small batch, by which the model's blocks are
+    found: pipelines and context parallelism need it. stages, tp_plan, checkpoint: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
-    return Job(
-        model,
-        optimizer,
-        loss=loss,
-        strategy=strategy,
-        seed=seed,
-        inputs=inputs,
-        precision=precision,
-        microbatch=microbatch,
-    )
+    setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint)
+    return Job(model, optimizer, setup, strategy=strategy)
 
 
 class Job:
     """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life."""
 
-    def __init__(
-        self,
-        model: Model,
-        optimizer: Optimizer,
-        *,
-        loss: Loss,
-        strategy: str,
-        seed: int,
-        inputs: Sequence[str] | None,
-        precision: str | None,
-        microbatch: int | None,
-    ) -> None:
-        if precision not in (None, "bf16"):
-            raise TrainingError(f"There is no precision {precision!r}.", numbers="None, 'bf16'", hint="precision=None")
-        verdict.check_counts(microbatch=microbatch)
+    def __init__(self, model: Model, optimizer: Optimizer, setup: Setup, *, strategy: str) -> None:
         place = World.join_from_env().place
         self.rank, self.world_size = place.rank, place.world_size
-        self.strategy = Strategy.parse(strategy, self.world_size)
+        chosen = Strategy.parse(strategy, self.world_size)
         cuda = place.device == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.seed = seed
-        module = build(model, seed=seed, device=self.device)
-        self.model = synchronised(module, world_size=self.world_size, device=self.device)
-        broadcast_from_first(self.model, world_size=self.world_size)
-        self.gradients = Gradients(
-            self.model,
-            loss=loss,
-            inputs=inputs,
-            bf16=precision == "bf16",
-            microbatch=microbatch,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
+        self.setup, self.seed = setup, setup.seed
+        self.blueprint = Blueprint(
+            model, optimizer, setup, rank=self.rank, world_size=self.world_size, device=self.device
         )
-        self._params = list(self.model.parameters())
-        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self.model)
-        verdict.check_optimizer(inner, self.model)
+        side, inner = self.blueprint.first(chosen)
+        self.model = self.blueprint.module
         self.optimizer = OptimizerHandle(
             inner, before_step=self._before_step, after_step=self._after_step, after_zero=self._after_zero
         )
-        self.ledger = History(strategy=str(self.strategy), world_size=self.world_size)
+        self.adopt(side, inner)
+        self.ledger = History(world_size=self.world_size)
         # Where this rank stands after an interrupt: a step was begun and not finished; the weights are half updated.
         self.broken_off = self.half_way = False
         # Of whoever feeds the job: its position in the data, carried when ranks have to become one again.
         self.position: Callable[[], Any] = lambda: None
         self.go_to: Callable[[Any], None] = lambda position: None
+        # Of the same: refuses a strategy that does not fit, and cuts the data anew after a switch.
+        self.check_switch: Callable[[Strategy], Any] = lambda strategy: None
+        self.recut: Callable[[], None] = lambda: None
         self._reduced = self._running = False
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def adopt(self, side: Side, inner: torch.optim.Optimizer) -> None:
+        """Compute with `side` and update with `inner` from now on."""
+        self.side = side
+        self.optimizer.inner = inner
+        self.model.__dict__ = side.module.__dict__
+        self._known = {id(p) for p in self.model.parameters()}
+        self.gradients = Gradients(side, self.setup, rank=self.rank, world_size=self.world_size, device=self.device)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.side.strategy
 
     @property
     def step(self) -> int:
@@ -194,14 +181,21 @@ class Job:
             raise
 
     def _backward(self, batch: Any) -> Result:
-        shard = batch if isinstance(batch, Shard) else shard_of(batch, ranks=self.world_size, rank=self.rank)
-        seed_step(self.seed, self.step, self.rank)
+        axes = self.side.axes
+        if not isinstance(batch, Shard):
+            batch = shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"))
+        shard: Shard = batch
+        # Ranks that work on the same rows draw the same.
+        seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
         reduction = self.gradients.backward(
-            shard, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+            shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
         )
         self._reduced = True
-        pending = Pending(self.step + 1, reduction, asked, shard.total, shard.indices, sent(self._lr()))
+        strategy = self.strategy
+        pending = Pending(
+            self.step + 1, reduction, asked, shard.total, shard.indices, sent(self._lr()), strategy.mesh, str(strategy)
+        )
         if self.device.type == "cpu":
             self.ledger.check(pending)
         self.ledger.pending.append(pending)
@@ -210,12 +204,12 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
         norm = self.grad_norm()
-        clip_grads_with_norm_(self._params, max_norm, norm)
+        clip(self.side.held, max_norm, norm)
         return norm
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
-        norm = get_total_norm([p.grad for p in self._params if p.grad is not None])
+        norm = self.side.grad_norm(self.device)
         self.log(grad_norm=norm)
         return norm
 
@@ -240,7 +234,7 @@ class Job:
                 numbers=f"it has made {boundary.training().step} steps",
                 hint="wait, or stop it",
             )
-        verdict.check_parameters(self.optimizer, self.model, known=self._params)
+        verdict.check_parameters(self.optimizer, self.model, known=self._known, held=self.side.held.values())
         become_one(self)
         reason = "error"
         try:
@@ -280,7 +274,8 @@ class Job:
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
-        seed_step(self.seed, self.step, self.world_size + 1 + self.rank if own else SHARED)
+        axes = self.side.axes
+        seed_step(self.seed, self.step, self.world_size + 1 + axes.index("dp") if own else SHARED)
 
     def _leave_loop(self) -> None:
         if self._loop is not None and (loop := self._loop()) is not None:
@@ -291,6 +286,7 @@ class Job:
         self.half_way = True
 
     def _after_step(self) -> None:
+        self.side.data.after_step()
         self.half_way = False
         self.ledger.made()
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nbkit.errors import TrainingError
+from nbkit.mesh import Mesh
 from nbkit.rank.train.reduction import StepNumbers, StepReduction
 from nbkit.rank.train.underway import Underway, arrived, sent
 
@@ -21,7 +22,8 @@ _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
 class Pending:
     """A step whose numbers are under way.
 
-    asked: the number of the request its reduction asked about. made: the optimizer took the step.
+    mesh, strategy: those the step was made under. asked: the number of the request its reduction asked about.
+    made: the optimizer took the step.
     """
 
     step: int
@@ -30,6 +32,8 @@ class Pending:
     samples: int
     indices: Sequence[int]
     lr: float | Underway
+    mesh: Mesh
+    strategy: str
     extra: dict[str, float | Underway] = field(default_factory=dict)
     made: bool = False
 
@@ -48,13 +52,13 @@ class Pending:
                 )
             self.extra[name] = sent(value)
 
-    def record(self, numbers: StepNumbers, strategy: str) -> dict[str, Any]:
+    def record(self, numbers: StepNumbers) -> dict[str, Any]:
         """The entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""
         return {
             "step": self.step,
             "loss": numbers.loss,
             "lr": arrived(self.lr),
-            "strategy": strategy,
+            "strategy": self.strategy,
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,

@@ -58,7 +58,10 @@ class StepReduction:
         seconds: float,
         fingerprint: int,
     ) -> None:
-        """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by."""
+        """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
+
+        Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
+        """
         slots = [0.0] * (_SHARED + 3 * self.world_size)
         slots[_WEIGHTED], slots[_REQUESTS], slots[_TOKENS] = weighted, requests, tokens
         at = _SHARED + 3 * self.rank

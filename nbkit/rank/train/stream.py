@@ -26,12 +26,17 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Stream(Protocol):
-    """Shards without end, and where it stands. own: each rank reads other samples, not all the same stream."""
+    """Shards without end, and where it stands. own: each rank reads other samples, not all the same stream.
+
+    rank, ranks: which part of each global batch is read; may change between batches.
+    """
 
     epoch: int
     offset: int
     seed: int
     own: bool
+    rank: int
+    ranks: int
 
     def next(self) -> Shard: ...
     def seek(self, epoch: int, offset: int) -> None: ...

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,21 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.events import Checkpointed, Event, LrChanged, StepDone
+from nbkit.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
 from nbkit.rank.train import checkpoint
 from nbkit.rank.train.arithmetic import Arithmetic
+from nbkit.rank.train.blueprint import Model, Optimizer
 from nbkit.rank.train.evaluate import evaluate
+from nbkit.rank.train.generate import generate
 from nbkit.rank.train.history import Records
-from nbkit.rank.train.job import Job, Model, Optimizer
+from nbkit.rank.train.job import Job
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
-from nbkit.rank.train.stream import is_map_style, open_stream
+from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
+from nbkit.rank.train.stream import open_stream
+from nbkit.rank.train.switch import switch
 from nbkit.rank.train.verdict import check_counts
 from nbkit.strategy import Strategy
 
@@ -43,7 +46,9 @@ class Trainer:
     eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
     (default: checkpoint.pt in the run's directory). callbacks: called as f(trainer, record) with each finished
     record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
-    TensorBoard directory, None for none; name: the run's. progress: print the moving line.
+    TensorBoard directory, None for none; name: the run's. progress: print the moving line. stages: names of the modules
+    that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism splits it; both
+    only where nbkit does not find out by itself. checkpoint: recompute activations in the backward pass.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -75,31 +80,26 @@ class Trainer:
         log_dir: str | None = "runs",
         name: str | None = None,
         progress: bool = True,
+        stages: Sequence[str] | None = None,
+        tp_plan: Mapping[str, str] | None = None,
+        checkpoint: bool = False,
     ) -> None:
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_every)
-        _warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
+        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
         if save_every and save_path is None and log_dir is None:
             raise TrainingError(
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model.pt'"
             )
-        self.job = Job(
-            model,
-            optimizer,
-            loss=loss,
-            strategy=strategy,
-            seed=seed,
-            inputs=inputs,
-            precision=precision,
-            microbatch=microbatch,
-        )
-        self.arithmetic = Arithmetic.of(batch_size, dp=self.strategy.dp, microbatch=microbatch)
+        setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), stages, tp_plan, checkpoint)
+        self.job = Job(model, optimizer, setup, strategy=strategy)
+        self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch=microbatch)
         self._stream = open_stream(
             data,
             batch_size=batch_size,
-            rank=self.job.rank,
-            ranks=self.job.world_size,
+            rank=self.job.side.axes.index("dp"),
+            ranks=self.strategy.dp,
             seed=seed,
             shuffle=shuffle is not False,
             drop_last=drop_last,
@@ -118,6 +118,7 @@ class Trainer:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         self.job.position, self.job.go_to = self._position, self._go_to
+        self.job.check_switch, self.job.recut = self._cut_for, self._recut
 
     @property
     def model(self) -> nn.Module:
@@ -169,6 +170,12 @@ class Trainer:
                 self.job.at_boundary()
         return Records(record for record in self.history if record["step"] > first)
 
+    def switch(self, strategy: str) -> Switched:
+        """Train on under another strategy, from the next step on: see nbkit.rank.train.switch. Collective."""
+        with self.job.ledger.clock.stopped():
+            self.job.ledger.settle(keep=1)
+            return switch(self.job, strategy)
+
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
         data = self._eval_data if data is None else data
@@ -176,6 +183,22 @@ class Trainer:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
         with self.job.ledger.clock.stopped():
             return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
+
+    def generate(
+        self, prompt: str | bytes | Tensor, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
+    ) -> bytes | Tensor:
+        """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.train.generate."""
+        check_counts(tokens=tokens)
+        with self.job.ledger.clock.stopped():
+            return generate(
+                self.job.side,
+                prompt,
+                tokens,
+                inputs=self.job.setup.inputs,
+                temperature=temperature,
+                seed=seed,
+                device=self.job.device,
+            )
 
     def save(self, path: str | Path) -> None:
         """Write model, optimizer, step, position in the data, history and seed to `path`."""
@@ -238,6 +261,14 @@ class Trainer:
         if self._save_every and job.step % self._save_every == 0:
             self.save(self._save_path or (self.run_dir or Path()) / "checkpoint.pt")
 
+    def _cut_for(self, strategy: Strategy) -> Arithmetic:
+        return Arithmetic.of(self.arithmetic.total, strategy, microbatch=self.job.setup.microbatch)
+
+    def _recut(self) -> None:
+        axes = self.job.side.axes
+        self.arithmetic = self._cut_for(self.strategy)
+        self._stream.rank, self._stream.ranks = axes.index("dp"), axes.size("dp")
+
     def _position(self) -> dict[str, Any]:
         return {"epoch": self._stream.epoch, "offset": self._stream.offset, "base_lr": self._rate.base}
 
@@ -254,19 +285,3 @@ class Trainer:
     def __repr__(self) -> str:
         kind = type(self.model).__name__
         return f"Trainer({kind}, strategy {self.strategy}, {self.arithmetic}, step {self.step}, lr {self.lr:g})"
-
-
-def _warn_without_effect(
-    data: Any, shuffle: bool | None, eval_data: Any, eval_every: int | None, save_every: int | None, save_path: Any
-) -> None:
-    without = [
-        (
-            shuffle is not None and not is_map_style(data),
-            "shuffle= has no effect on data that can only be iterated: it comes in its own order",
-        ),
-        (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
-        (save_path is not None and save_every is None, "save_path= has no effect without save_every="),
-    ]
-    for applies, message in without:
-        if applies:
-            warnings.warn(message, stacklevel=3)

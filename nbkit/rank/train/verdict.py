@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.rank.train.batch import bounds
+from nbkit.layout import bounds
 from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.reduction import StepNumbers
 
@@ -47,10 +47,9 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
     """Raises NotFinite, the same on every rank. steps_since: optimizer steps made with or after these gradients."""
     if not numbers.not_finite:
         return
-    world_size = len(numbers.seconds)
     where = []
     for rank in numbers.not_finite[:4]:
-        start, stop = bounds(pending.samples, world_size, rank)
+        start, stop = bounds(pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
         shown = ", ".join(map(str, pending.indices[start:stop][:16])) + ", ..." * (stop - start > 16)
         where.append(f"rank {rank}: samples {shown}")
     ranks = ", ".join(map(str, numbers.not_finite))
@@ -90,15 +89,15 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raises TrainingError when `optimizer` is none, or holds other tensors than the model's."""
+def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
+    """Raises TrainingError when `optimizer` is none, or holds other tensors than those of `models`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
             numbers=f"got {type(optimizer).__name__}",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for model in models for p in model.parameters()}
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise TrainingError(
@@ -108,13 +107,14 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def check_parameters(optimizer: Any, model: nn.Module, *, known: Sequence[nn.Parameter]) -> None:
+def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int], held: Iterable[nn.Parameter]) -> None:
     """Raises TrainingError when model or optimizer hold parameters that came after the job was built.
 
-    known: those it was built with. Others would never be summed over the ranks.
+    known: ids of the parameters that the model had then; held: what the optimizer was given. Others would never be
+    summed over the ranks.
     """
-    own = {id(p) for p in known}
-    new = [name for name, p in model.named_parameters() if id(p) not in own]
+    own = {id(p) for p in held}
+    new = [name for name, p in model.named_parameters() if id(p) not in known]
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if new or strange:
         raise TrainingError(

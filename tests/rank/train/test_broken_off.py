@@ -100,7 +100,7 @@ def test_an_unfinished_reduction_that_is_seen_in_time_spares_the_weights() -> No
 def canaries(world: Any) -> Any:
     trainer = quiet(batch_size=9)
     trainer.fit(1)
-    replicas = trainer.job.gradients._replicas
+    replicas = trainer.job.side.data
     replicas.reset()
     replicas.start()
     canary = replicas.finish()

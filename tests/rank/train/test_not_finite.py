@@ -10,6 +10,7 @@ from jobs import flat, mean_loss, order, points, quiet, weighted_loss
 from ranks import run_ranks
 
 from nbkit.errors import NotFinite
+from nbkit.mesh import Mesh
 from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.reduction import StepNumbers, StepReduction
 from nbkit.rank.train.verdict import check_finite
@@ -61,7 +62,7 @@ def numbers(**changed: Any) -> StepNumbers:
 
 def test_read_late_as_on_gpus_it_says_how_many_steps_the_weights_took() -> None:
     reduction = StepReduction(rank=0, world_size=4, device=torch.device("cpu"))
-    pending = Pending(5, reduction, 1, 8, range(40, 48), 0.1)
+    pending = Pending(5, reduction, 1, 8, range(40, 48), 0.1, Mesh(dp=4), "dp=4")
 
     check_finite(numbers(), pending, steps_since=2)
     with pytest.raises(NotFinite) as raised:

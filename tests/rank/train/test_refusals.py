@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.train.arithmetic import Arithmetic
+from nbkit.strategy import Strategy
 
 
 class Running(nn.Module):
@@ -46,7 +47,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no data": ({"data": 3}, ["neither map-style nor iterable", "int"]),
     "no optimizer": ({"optimizer": lambda model: None}, ["no torch optimizer", "NoneType"]),
     "optimizer of another": ({"optimizer": lambda model: Recording(net())}, ["not this model's", "4 of 4"]),
-    "strategy": ({"strategy": "zero3"}, ["'zero3' is not in this release", "ddp"]),
+    "strategy": ({"strategy": "tp=3"}, ["the world", "2"]),
     "precision": ({"precision": "fp8"}, ["no precision 'fp8'"]),
     "clip": ({"clip_norm": 0}, ["clip_norm", "0"]),
     "schedule": ({"lr_schedule": lambda optimizer: optimizer.lr}, ["not a function of the step", "AttributeError"]),
@@ -184,5 +185,5 @@ def test_settings_without_effect_are_named() -> None:
 
 
 def test_the_arithmetic_is_said_in_one_line() -> None:
-    assert str(Arithmetic.of(64, dp=4, microbatch=8)) == "global 64 = micro 8 x accum 2 x dp 4"
-    assert str(Arithmetic.of(64, dp=4, microbatch=None)) == "global 64 = micro 16 x accum 1 x dp 4"
+    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch=8)) == "global 64 = micro 8 x accum 2 x dp 4"
+    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch=None)) == "global 64 = micro 16 x accum 1 x dp 4"

@@ -1,0 +1,100 @@
+"""What every side of a job is made from: the model's shapes, its blocks, the optimizer's groups, the user's wishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbkit.errors import NbkitError
+from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.parallel.costs import measure_costs
+from nbkit.rank.parallel.fill import fill_state, fill_weights
+from nbkit.rank.parallel.parallelize import Wishes, parallelize
+from nbkit.rank.parallel.replicate import broadcast_from_first
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.train.batch import call, on_device, pair
+from nbkit.rank.train.randomness import build
+from nbkit.rank.train.setup import Setup
+from nbkit.rank.train.template import Template
+from nbkit.strategy import Strategy
+
+__all__ = ["Blueprint", "Model", "Optimizer"]
+
+Model = nn.Module | Callable[[], nn.Module]
+Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Blueprint:
+    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        setup: Setup,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        """Collective. Raises TrainingError when a rank built another model than rank 0."""
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.module: nn.Module = build(model, seed=setup.seed, device=device)
+        broadcast_from_first(self.module, world_size=world_size)
+        self.skeleton = skeleton_of(self.module)
+        self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
+        chain, costs, why = self._find_chain(setup)
+        self.wishes = Wishes(chain, why, costs, setup.tp_plan, setup.checkpoint)
+
+    def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
+        """The side that a job starts with, and its optimizer. The whole model is let go of."""
+        side, optimizer = self.side(strategy, own=self.module)
+        fill_weights(side, self.module)
+        fill_state(side, optimizer, self.template.state)
+        # The user's own object shows from now on what this rank holds, and the whole weights are free.
+        self.module.__dict__ = side.module.__dict__
+        self.template.state.clear()
+        return side, optimizer
+
+    def side(
+        self, strategy: Strategy, *, own: nn.Module | None = None, like: torch.optim.Optimizer | None = None
+    ) -> tuple[Side, torch.optim.Optimizer]:
+        """A side whose weights are to be filled, and an optimizer without state. like: whose settings it takes."""
+        if strategy.zero or strategy.tp > 1:
+            self.template.check_elementwise(str(strategy))
+        side = parallelize(self.skeleton, strategy, rank=self.rank, wishes=self.wishes, device=self.device, own=own)
+        return side, self.template.build(side.held, like)
+
+    def _find_chain(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str]:
+        """On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals."""
+        if setup.example is None:
+            return None, (), ""
+        found: list[Any] = [None, (), ""]
+        if self.rank == 0:
+            try:
+                found[:2] = self._probe(setup)
+            except Exception as error:
+                found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+        if self.world_size > 1:
+            dist.broadcast_object_list(found, src=0, device=self.device)
+        return found[0], found[1], found[2]
+
+    def _probe(self, setup: Setup) -> tuple[Chain, tuple[float, ...]]:
+        value, _ = pair(on_device(setup.example, self.device), setup.inputs)
+
+        def run() -> Any:
+            return call(self.module, value)
+
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()
+        try:
+            chain = find_chain(self.module, run, stages=setup.stages)
+            return chain, measure_costs(self.module, chain, run)
+        finally:
+            for part, mode in modes:
+                part.training = mode

@@ -1,0 +1,83 @@
+"""Everything a rank holds of a job's state, under names that mean the same on every rank and in every strategy.
+
+"weight/NAME", "KEY/NAME" for what the optimizer keeps per element of a parameter (exp_avg, momentum_buffer, ...), and,
+apart, the numbers it keeps per parameter (step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbkit.layout import Layout
+from nbkit.rank.parallel.side import Side
+
+__all__ = ["allocate", "buffers", "per_element", "scalars", "weights"]
+
+Held = dict[str, tuple[Tensor, Layout]]
+
+
+def weights(side: Side) -> Held:
+    """The weights of a side, by "weight/NAME"."""
+    return {f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in side.data.weights.items()}
+
+
+def buffers(side: Side) -> Held:
+    """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
+    kept = side.module.state_dict().keys()
+    return {
+        f"buffer/{name}": (buffer, Layout.whole(buffer.shape))
+        for name, buffer in side.module.named_buffers()
+        if name in kept and side.runs(name)
+    }
+
+
+def per_element(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+    """What the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
+    found: Held = {}
+    for name, param in side.held.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            if _follows(value, param):
+                found[f"{key}/{name}"] = (value, side.data.layouts[name])
+    return found
+
+
+def scalars(side: Side, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """name -> {key: value} of what the optimizer keeps once per parameter, as plain numbers or small CPU tensors."""
+    return {
+        name: {
+            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state.get(param, {}).items()
+            if not _follows(value, param)
+        }
+        for name, param in side.held.items()
+    }
+
+
+def allocate(
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    kinds: dict[str, dict[str, torch.dtype]],
+    numbers: dict[str, dict[str, Any]],
+) -> None:
+    """Give `optimizer` empty state for what `side` holds. kinds: name -> {key: dtype}; numbers: see `scalars`."""
+    # Fused and capturable optimizers keep their counters beside the parameters.
+    beside = {
+        id(p)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for p in group["params"]
+    }
+    for name, param in side.held.items():
+        state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
+        for key, dtype in kinds.get(name, {}).items():
+            state[key] = torch.empty(param.shape, dtype=dtype, device=param.device)
+        for key, value in numbers.get(name, {}).items():
+            device = param.device if id(param) in beside else "cpu"
+            state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _follows(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.ndim > 0

@@ -1,0 +1,65 @@
+"""What a job is asked to do beside its model, optimizer and strategy; the same under every strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train import verdict
+from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.stream import is_map_style
+
+__all__ = ["Setup", "example_of", "warn_without_effect"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """See `prepare` for what each means. Raises TrainingError for a precision or a count that does not exist."""
+
+    loss: Loss
+    seed: int = 0
+    inputs: Sequence[str] | None = None
+    precision: str | None = None
+    microbatch: int | None = None
+    example: Any = None
+    stages: Sequence[str] | None = None
+    tp_plan: Mapping[str, str] | None = None
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in (None, "bf16"):
+            raise TrainingError(
+                f"There is no precision {self.precision!r}.", numbers="None, 'bf16'", hint="precision=None"
+            )
+        verdict.check_counts(microbatch=self.microbatch)
+
+
+def warn_without_effect(
+    data: Any, shuffle: bool | None, eval_data: Any, eval_every: int | None, save_every: int | None, save_path: Any
+) -> None:
+    """Name every setting of a Trainer that means nothing beside the others."""
+    without = [
+        (
+            shuffle is not None and not is_map_style(data),
+            "shuffle= has no effect on data that can only be iterated: it comes in its own order",
+        ),
+        (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
+        (save_path is not None and save_every is None, "save_path= has no effect without save_every="),
+    ]
+    for applies, message in without:
+        if applies:
+            warnings.warn(message, stacklevel=3)
+
+
+def example_of(data: Any, collate: Callable[[list[Any]], Any]) -> Any:
+    """Two rows to find the model's blocks with; None where reading them would use up the data."""
+    if not is_map_style(data) or not len(data):
+        return None
+    with suppress(Exception):
+        # Whatever is wrong with the data is said, in full, where it is read to train.
+        return collate([data[i] for i in range(min(2, len(data)))])
+    return None

@@ -1,0 +1,161 @@
+"""Changing the strategy of a live job: the new side is built and filled beside the old one, or nothing has happened.
+
+Between two steps: build the new side (groups, module, placeholders), tell each other what everyone holds and will hold,
+move exactly the boxes that are missing, check that every box is filled, and only then compute with it. An error on any
+rank before that lets go of the new side on all of them, and the old strategy trains on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import SwitchError
+from nbkit.events import Switched
+from nbkit.layout import Layout
+from nbkit.planner.exchange import Plan
+from nbkit.rank.parallel.digest import digest
+from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.train import holdings
+from nbkit.rank.train.holdings import Held
+from nbkit.rank.train.job import Job
+from nbkit.strategy import Strategy
+
+__all__ = ["Prepared", "switch"]
+
+
+@dataclass
+class Prepared:
+    """A side that could take over, with its optimizer, and the exchange that fills it."""
+
+    side: Side
+    inner: torch.optim.Optimizer
+    exchange: Exchange
+    target: Held
+
+
+def switch(job: Job, text: str | Strategy, *, verify: bool = True) -> Switched:
+    """Train on under another strategy. Collective, between two steps; the global batch stays what it is.
+
+    verify: compare a digest of weights and optimizer state before and after; its time is told apart from the pause.
+    Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank: either
+    way the old strategy is in force, and nothing has changed.
+    """
+    old = job.strategy
+    new = Strategy.parse(text, job.world_size)
+    job.check_switch(new)
+    if new == old:
+        return Switched(job.step, old=str(old), new=str(new), identical=True)
+    began = time.perf_counter()
+    before = _state(job.side, job.optimizer.inner)
+    prepared = prepare_switch(job, new, before)
+    ready = time.perf_counter()
+    with _all_or_none(job, "moving the state"):
+        prepared.exchange.run(before, prepared.target, device=job.device)
+        prepared.side.data.refresh()
+    proof = time.perf_counter()
+    plan = prepared.exchange.plan
+    identical = _digest(job, before, plan.old) == _digest(job, prepared.target, plan.new) if verify else None
+    proven = time.perf_counter()
+    if identical is False:
+        raise SwitchError(
+            f"The state under {new} is not the one under {old}.",
+            numbers="the digests of weights and optimizer state differ",
+            hint=f"{old} goes on; please report this",
+        )
+    job.adopt(prepared.side, prepared.inner)
+    job.recut()
+    event = Switched(
+        job.step,
+        old=str(old),
+        new=str(new),
+        moved_bytes=plan.total_bytes,
+        prepare_s=ready - began,
+        pause_s=time.perf_counter() - began - (proven - proof),
+        proof_s=proven - proof,
+        identical=identical,
+    )
+    job.ledger.emit(event)
+    return event
+
+
+def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
+    """The new side with empty weights and state, and the plan that fills it. Collective."""
+    with _all_or_none(job, "building the new side"):
+        side, inner = job.blueprint.side(new, like=job.optimizer.inner)
+    own = {
+        "old": {key: layout for key, (_, layout) in before.items()},
+        "kinds": {key: tensor.dtype for key, (tensor, _) in before.items()},
+        "numbers": holdings.scalars(job.side, job.optimizer.inner),
+        "held": side.data.layouts,
+        "weights": {key: layout for key, (_, layout) in (holdings.weights(side) | holdings.buffers(side)).items()},
+    }
+    everyone: list[Any] = [own]
+    if job.world_size > 1:
+        everyone = [None] * job.world_size
+        dist.all_gather_object(everyone, own)
+    kinds = {key: dtype for one in everyone for key, dtype in one["kinds"].items()}
+    numbers = {name: values for one in everyone for name, values in one["numbers"].items()}
+    with _all_or_none(job, "making room for the new side"):
+        holdings.allocate(side, inner, _by_name(kinds), numbers)
+        target = _state(side, inner)
+        after = [_planned(one["weights"], one["held"], kinds) for one in everyone]
+        plan = Plan.of([one["old"] for one in everyone], after, {key: dtype.itemsize for key, dtype in kinds.items()})
+    return Prepared(side, inner, Exchange(plan, job.rank), target)
+
+
+def _state(side: Side, inner: torch.optim.Optimizer) -> Held:
+    return holdings.weights(side) | holdings.buffers(side) | holdings.per_element(side, inner)
+
+
+def _digest(job: Job, held: Held, holdings: Sequence[Mapping[str, Layout]]) -> str:
+    return digest(held, holdings, rank=job.rank, device=job.device)
+
+
+def _by_name(kinds: dict[str, torch.dtype]) -> dict[str, dict[str, torch.dtype]]:
+    """name -> {key: dtype} of the optimizer's state."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for key, dtype in kinds.items():
+        kind, _, name = key.partition("/")
+        if kind not in ("weight", "buffer"):
+            found.setdefault(name, {})[kind] = dtype
+    return found
+
+
+def _planned(weights: dict[str, Layout], held: dict[str, Layout], kinds: dict[str, torch.dtype]) -> dict[str, Layout]:
+    """What a rank must hold under the new strategy."""
+    states = {
+        key: held[name]
+        for key in kinds
+        for kind, _, name in [key.partition("/")]
+        if kind not in ("weight", "buffer") and name in held
+    }
+    return weights | states
+
+
+@contextmanager
+def _all_or_none(job: Job, doing: str) -> Iterator[None]:
+    """What is done inside has worked on every rank, or SwitchError is raised on every rank."""
+    failure = ""
+    try:
+        yield
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = error
+    failures = [failure]
+    if job.world_size > 1:
+        failures = [""] * job.world_size
+        dist.all_gather_object(failures, failure)
+    if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
+        raise SwitchError(
+            f"The switch failed while {doing}; {job.strategy} goes on, unchanged.",
+            numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
+            hint="%strategy shows what can be picked",
+        ) from (cause if failure else None)

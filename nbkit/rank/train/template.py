@@ -1,0 +1,112 @@
+"""The user's optimizer, made once over the whole model's shapes; from it, one over what a rank holds.
+
+Groups are those the user's own code formed, by original names and global shapes, whatever part of a parameter is here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train import verdict
+
+__all__ = ["Template"]
+
+
+class Template:
+    """Which parameter is in which group, by name, and everything else that the optimizer holds."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        module: nn.Module,
+        skeleton: nn.Module,
+    ) -> None:
+        """optimizer: a callable given the skeleton, or an optimizer of `module`'s parameters.
+
+        Raises TrainingError when it is no optimizer, or holds other tensors than the model's.
+        """
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(skeleton)
+        verdict.check_optimizer(made, module, skeleton)
+        names = {id(p): name for model in (module, skeleton) for name, p in model.named_parameters()}
+        self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
+        # What an optimizer that trained before remembers, by parameter.
+        self.state = {names[id(p)]: dict(held) for p, held in made.state.items() if id(p) in names}
+        self._made = made
+
+    def build(self, held: Mapping[str, nn.Parameter], like: torch.optim.Optimizer | None = None) -> Any:
+        """An optimizer over `held`, without state. like: take the groups' settings from this one, not the first."""
+        return _clone(
+            self._made,
+            (like or self._made).param_groups,
+            [[held[name] for name in names if name in held] for names in self.groups],
+        )
+
+    def check_elementwise(self, strategy: str) -> None:
+        """Raises TrainingError when an update of half a parameter is not half the update of the whole one.
+
+        Tried on a small matrix: under a strategy that splits parameters such an optimizer would train otherwise.
+        """
+        torch_state = torch.get_rng_state()
+        draw = torch.Generator().manual_seed(0)
+        weight, grads = torch.randn(4, 6, generator=draw), [torch.randn(4, 6, generator=draw) for _ in range(2)]
+        try:
+            whole = self._tried([weight], [[grad] for grad in grads])[0]
+            halves = self._tried([weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
+            same = torch.allclose(whole, torch.cat(halves), rtol=1e-6, atol=1e-8)
+            found = f"largest difference {(whole - torch.cat(halves)).abs().max().item():.3g} after two updates"
+        except Exception as error:
+            same, found = False, f"{type(error).__name__}: {error}"
+        torch.set_rng_state(torch_state)
+        if not same:
+            raise TrainingError(
+                f"{type(self._made).__name__} does not update each element by itself, and {strategy} splits parameters "
+                "over ranks: it would train otherwise than one process.",
+                numbers=found,
+                hint="strategy='ddp', or an optimizer such as AdamW or SGD",
+            )
+
+    def _tried(self, weights: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        params = [nn.Parameter(weight.clone()) for weight in weights]
+        settings = {**self._made.param_groups[0]}
+        if not settings.get("lr"):
+            settings["lr"] = 0.1
+        optimizer = _clone(self._made, [settings], [params])
+        for step in grads:
+            for p, grad in zip(params, step, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        return [p.detach() for p in params]
+
+
+def _clone(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
+    """An optimizer of the same kind and attributes over other parameters.
+
+    By hand: copying one with `copy` keeps only what Optimizer itself knows of, and a subclass may hold more.
+    """
+    clone = object.__new__(type(made))
+    clone.__dict__.update(
+        {
+            name: copy.copy(value) if isinstance(value, OrderedDict) else value
+            for name, value in made.__dict__.items()
+            # Wrappers that an LR scheduler put on this very object would update the old parameters.
+            if name != "step"
+        }
+    )
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {**{key: _own(value) for key, value in group.items() if key != "params"}, "params": own}
+        for group, own in zip(settings, params, strict=True)
+    ]
+    return clone
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
