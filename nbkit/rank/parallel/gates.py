@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.flow import Entry
+from nbkit.rank.parallel.paths import look, put
 
 __all__ = ["Gates", "plain_attention"]
 
@@ -107,11 +108,8 @@ class Gates:
                 raise self._missed(self._at + 1)
             self._at = number
         if number == self._hi:
-            entry = self.entries[number]
-            leaves = _leaves(args, kwargs)
-            self._sent = tuple(
-                self._given.get(entry.kept.get(path, ""), leaves[path]) for path in self._expected(number, leaves)
-            )
+            arrived = self._arrived(number, args, kwargs)
+            self._sent = tuple(arrived[path] for path in self.entries[number].carried)
             raise _Reached
         if self._at < self._lo:
             return proceed(*args, **kwargs) if shapes is None else shapes.zeros(args, kwargs)
@@ -129,29 +127,31 @@ class Gates:
         )
 
     def _exchange(self, number: int, args: Any, kwargs: Any) -> Any:
+        """(args, kwargs) with what the stage before has sent, and with what the caller has only an idle copy of."""
         entry = self.entries[number]
-        leaves = _leaves(args, kwargs)
-        paths = self._expected(number, leaves)
+        arrived = self._arrived(number, args, kwargs)
+        changed = entry.kept
         if number == self._lo:
-            fresh = dict(zip(paths, self._received, strict=True))
-            # What arrived is a leaf of autograd, and those must not change in place.
-            given = {path: t.clone() if path in entry.written else t for path, t in fresh.items()}
-        else:
-            given = {path: self._given.get(entry.kept.get(path, ""), leaves[path]) for path in paths}
-        self._given = given
-        return pytree.tree_map_with_path(
-            lambda key, leaf: given.get(pytree.keystr(key), leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+            changed = dict.fromkeys(entry.carried, "")
+            for path, tensor in zip(entry.carried, self._received, strict=True):
+                # What was received is a leaf of autograd, and those must not change in place.
+                arrived[path] = tensor.clone() if path in entry.written else tensor
+        self._given = arrived
+        for path in changed:
+            args, kwargs = put((args, kwargs), path, arrived[path])
+        return args, kwargs
 
-    def _expected(self, number: int, leaves: dict[str, Any]) -> tuple[str, ...]:
-        carried = self.entries[number].carried
-        if missing := [path for path in carried if not isinstance(leaves.get(path), Tensor)]:
+    def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        """What comes into a block, by path; what the caller gives to several blocks is what the last one was given."""
+        entry = self.entries[number]
+        arrived = {path: look((args, kwargs), path) for path in entry.carried}
+        if missing := [path for path, leaf in arrived.items() if not isinstance(leaf, Tensor)]:
             raise StrategyError(
                 f"{self.blocks[number]} is not called with the arguments with which the stages were made.",
                 numbers=f"no tensor at {', '.join(missing)} of (args, kwargs)",
                 hint="call the model in one way, or stages=[...] with other modules",
             )
-        return carried
+        return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
 
 
 class _Gate:
@@ -175,18 +175,18 @@ class _Shapes:
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
         """The output, all zeros; not even that is computed when it is known."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, *map(_kind, leaves))
+        key = (_kind(args), _kind(kwargs))
         if key not in self.known:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             onto = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(onto, spec)
             with _no_modes(), torch.device("meta"), torch.no_grad():
                 self.known[key] = pytree.tree_flatten(self.twin(*args, **kwargs))
         outputs, spec = self.known[key]
-        return pytree.tree_unflatten(
-            [torch.zeros(o.shape, dtype=o.dtype, device=self.device) if isinstance(o, Tensor) else o for o in outputs],
-            spec,
-        )
+        blank = [
+            torch.zeros(o.shape, dtype=o.dtype, device=self.device) if isinstance(o, Tensor) else o for o in outputs
+        ]
+        return blank[0] if spec.is_leaf() else pytree.tree_unflatten(blank, spec)
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
@@ -199,14 +199,15 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
 
 
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, int | float | str | None) else type(leaf)
-
-
-def _leaves(args: Any, kwargs: Any) -> dict[str, Any]:
-    return {pytree.keystr(key): leaf for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]}
+def _kind(value: Any) -> Any:
+    """What shapes depend on, hashable."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, tuple | list):
+        return tuple([_kind(part) for part in value])
+    if isinstance(value, dict):
+        return tuple([(key, _kind(part)) for key, part in value.items()])
+    return value if isinstance(value, int | float | str | None) else type(value)
 
 
 @contextmanager
