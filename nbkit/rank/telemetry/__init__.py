@@ -1,1 +1,10 @@
-"""What is measured while a job trains, and where it is written."""
+"""What is measured while a job trains, and where it is written.
+
+In a cell: `from nbkit.rank import telemetry; telemetry.recent()` lists the newest collectives of this rank, and
+`with telemetry.phase("data"):` says what a loop of one's own is doing.
+"""
+
+from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.telemetry.record import mode, recent, set_mode
+
+__all__ = ["clock", "mode", "phase", "recent", "set_mode"]
