@@ -250,4 +250,4 @@ def _short(value: Any) -> Any:
     # Small numbers, learning rates among them, keep their digits; a second needs no picoseconds.
     if not isinstance(value, float) or value != value:
         return value
-    return round(value, 7) if 1e-3 <= abs(value) < 1e6 else float(f"{value:.6g}")
+    return round(value, 7) if abs(value) >= 1e-3 else float(f"{value:.6g}")

@@ -19,7 +19,7 @@ DETAIL = records.Detail(
     pipeline=(records.PipelineOp("F", 0, 1, 2, 3),),
 )
 EVERY: list[Record] = [
-    Header(3, 4, 0, host="a", clock="cuda", strategy="dp=4", clock_ns=10**15 + 1, offset_ns=-5, unix_s=1.5),
+    Header(3, 4, 0, host="a", clock="cuda", strategy="dp=4", clock_ns=10**15 + 1, offset_ns=-5, unix_s=1795170000.125),
     Group("dp 1 [0,1]", "dp", (0, 1)),
     StepRecord(
         7, start_ns=10**15 + 3, seconds=0.5, parts={"compute": 0.5}, traffic=(ROW,), numbers={"loss": 1.25, "lr": 1e-9}
