@@ -106,8 +106,8 @@ class Channels:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, edges: Edges | None = None) -> None:
-        self.group, self.device, self.edges = group, device, edges or {}
-        self.members = dist.get_process_group_ranks(group) if group is not None else []
+        self.device, self.edges = device, edges or {}
+        self._ends = _ends(group, self.edges) if group is not None else {}
         self._left_over: list[_Posted | _Sent] = []
         self.begin_again()
 
@@ -223,28 +223,22 @@ class Channels:
 
     def _isend(self, sent: _Sent, peer: int, tensor: Tensor) -> None:
         if tensor.numel():
-            group, tag = self._channel("to", peer)
-            work = dist.isend(tensor, self.members[peer], group=group, tag=tag)
-            assert work is not None
-            sent.works.append(work)
+            group, end, tag = self._next("to", peer)
+            sent.works.append(group.send([tensor], end, tag))
             sent.tensors.append(tensor)
 
     def _irecv(self, peer: int, tensors: list[Tensor]) -> _Posted:
         posted = _Posted([], tensors)
         for tensor in tensors:
             if tensor.numel():
-                group, tag = self._channel("from", peer)
-                work = dist.irecv(_raw(tensor), self.members[peer], group=group, tag=tag)
-                assert work is not None
-                posted.works.append(work)
+                group, end, tag = self._next("from", peer)
+                posted.works.append(group.recv([_raw(tensor)], end, tag))
         return posted
 
-    def _channel(self, direction: str, peer: int) -> tuple[dist.ProcessGroup | None, int]:
-        """The group and the tag of the next message to, or from, `peer`."""
+    def _next(self, direction: str, peer: int) -> tuple[dist.ProcessGroup, int, int]:
+        """The group of the channel to, or from, `peer`; the peer's rank in it; the tag of the next message."""
         number = self._numbers[direction, peer] = self._numbers.get((direction, peer), -1) + 1
-        me, other = dist.get_rank(), self.members[peer]
-        edge = (me, other) if direction == "to" else (other, me)
-        return self.edges.get(edge, self.group), self._turn * _PER_TURN + number
+        return *self._ends[direction, peer], self._turn * _PER_TURN + number
 
     def _release(self, peer: int, made_at: int) -> None:
         """Let go of what `peer` has used: all that its operations up to the place `made_at` needed."""
@@ -253,6 +247,17 @@ class Channels:
             if sent.used_at <= made_at:
                 sent.wait()
         self._outbox[peer] = [sent for sent in waiting if sent.used_at > made_at]
+
+
+def _ends(group: dist.ProcessGroup, edges: Edges) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
+    """For each direction and peer of `group`, the group to use and the peer's rank in it."""
+    members, me = dist.get_process_group_ranks(group), dist.get_rank()
+    ends = {}
+    for peer, other in enumerate(members):
+        for direction, edge in (("to", (me, other)), ("from", (other, me))):
+            own = edges.get(edge, group)
+            ends[direction, peer] = own, dist.get_group_rank(own, other) if other != me else peer
+    return ends
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -184,7 +184,4 @@ class _Run:
             if kind == "I":
                 self.deferred[stage, micro] = Deferred([])
         # A tensor that the stage did not use has no gradient; the stage before waits for one.
-        produced = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received]
-        for leaf in kept.received:
-            leaf.grad = None
-        return produced
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received]
