@@ -30,6 +30,7 @@ from nbkit.rank.train.gradients import Gradients
 from nbkit.rank.train.handle import OptimizerHandle
 from nbkit.rank.train.history import History
 from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.newest import note
 from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.setup import Setup
@@ -105,6 +106,7 @@ class Job:
         self.recut: Callable[[], None] = lambda: None
         self._reduced = self._running = False
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+        note(self)
 
     def adopt(self, side: Side, inner: torch.optim.Optimizer) -> None:
         """Compute with `side` and update with `inner` from now on."""

@@ -22,6 +22,7 @@ from nbkit.rank.train.generate import generate
 from nbkit.rank.train.history import Records
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
@@ -119,6 +120,7 @@ class Trainer:
         self.job.ledger.listeners.append(self._call_back)
         self.job.position, self.job.go_to = self._position, self._go_to
         self.job.check_switch, self.job.recut = self._cut_for, self._recut
+        note(self)
 
     @property
     def model(self) -> nn.Module:
