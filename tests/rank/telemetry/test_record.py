@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from pathlib import Path
@@ -205,10 +206,11 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         ]
         assert step.parts["data"] >= 0.005
         # The collective is communication, not the forward pass in which it stands.
-        assert step.parts["exposed"] == pytest.approx(step.traffic[0].blocked, abs=2e-4)
+        assert step.parts["exposed"] >= step.traffic[0].blocked - 1e-6 > 0
         assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-6)
         assert step.own_seconds > 0 and step.cpu_seconds > 0 and step.lost == 0
-    assert sum(step.seconds for step in steps) < sum(step.parts["data"] for step in steps) + 4 * 0.02
+    for one, following in itertools.pairwise(steps):
+        assert (following.start_ns - one.start_ns) / 1e9 >= one.seconds + 0.02  # what ran outside is in no step
     outside = [one for one in rest if isinstance(one, records.Outside)]
     assert sum(row.bytes for one in outside for row in one.traffic) == 8 + 4 * 64 + 12
     details = [one for one in rest if isinstance(one, records.Detail)]
@@ -217,5 +219,5 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         assert all(first[2] == second[1] for first, second in zip(detail.laps, detail.laps[1:], strict=False))
         (call,) = detail.calls
         assert call.waited is not None and call.done is not None
-        assert call.issued <= call.waited <= call.done
+        assert call.issued <= call.waited and call.issued <= call.done
     assert len(recordfile.read_overview(paths[1])) == 4
