@@ -43,7 +43,7 @@ class ShardedParameters(DataAxis):
         super().__init__()
         self.keep, self._armed = keep, False
         self._running = self._forwarded = self._kept = False
-        self._next = self._made = 0
+        self._next = self._made = self._entry = 0
         blocks, parents = nested(module, units)
         self._units = units_of(module, blocks, layouts, links)
         self._root = self._units[0]
@@ -117,8 +117,11 @@ class ShardedParameters(DataAxis):
     # Forward.
 
     def before(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called: its parameters are there when this returns. Gives the inputs to call it with, or None."""
-        unit = self._units[number]
+        """A block is called: its parameters are there when this returns. Gives the inputs to call it with, or None.
+
+        number: of the unit; -1, -2, ... of what the root wraps.
+        """
+        unit = self._units[max(number, 0)]
         if in_backward():
             self._need(unit)  # recomputation of a checkpointed part
             return None
@@ -128,7 +131,9 @@ class ShardedParameters(DataAxis):
             self._open_all()
             return None
         if unit is self._root:
-            self._begin_forward()
+            if self._running and number < self._entry:
+                return None
+            self._begin_forward(number)
         for other in [other for other in self._done if other is not unit]:
             other.close()
             self._done.remove(other)
@@ -151,8 +156,8 @@ class ShardedParameters(DataAxis):
 
     def after(self, number: int, output: Any) -> None:
         """A block returns."""
-        unit = self._units[number]
-        if in_backward() or self._kept:
+        unit = self._units[max(number, 0)]
+        if in_backward() or self._kept or (unit is self._root and number != self._entry):
             return
         if torch.is_grad_enabled() and unit.calls:
             told = unit.calls.pop()
@@ -166,10 +171,10 @@ class ShardedParameters(DataAxis):
         elif not self._running:
             unit.close()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, number: int) -> None:
         if self._running:
             self._rest()  # the forward before was broken off
-        self._running, self._next = True, int(self._root.here)
+        self._running, self._entry, self._next = True, number, int(self._root.here)
 
     def _gather_next(self) -> None:
         self._units[self._next].gather()

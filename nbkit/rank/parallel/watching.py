@@ -26,19 +26,33 @@ class _Hears(Protocol):
 
 
 def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Tell `axis` of what happens to unit `number`, which is blocks[number]."""
+    """Tell `axis` of what happens to unit `number`, which is blocks[number]; -1, -2, ... is what the root wraps."""
     itself = weakref.ref(axis)
     hooks: list[RemovableHandle] = []
-    for number, (unit, block) in enumerate(zip(units, blocks, strict=True)):
+    wrapped = [(-depth, inner) for depth, inner in enumerate(_wrapped(units, blocks), start=1)]
+    for number, block in [*enumerate(blocks), *wrapped]:
         before, after = _around(itself, number)
         hooks.append(block.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         hooks.append(block.register_forward_hook(after))
+    for number, unit in enumerate(units):
         for slot in unit.slots:
             if slot.whole.is_floating_point() or slot.whole.is_complex():
                 # Frozen ones too: they may be thawed.
                 slot.whole.requires_grad_(True)
                 hooks.append(slot.whole.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
     return hooks
+
+
+def _wrapped(units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The model in a wrapper (of adapters, say), in another ...: what holds all parameters may be called by itself."""
+    needed = {id(part) for unit in units for slot in unit.slots for part, _ in slot.places} | set(map(id, blocks[1:]))
+    inner, found = blocks[0], []
+    while (
+        inside := next((child for child in inner.children() if needed <= set(map(id, child.modules()))), None)
+    ) is not None and not any(inside is block for block in blocks):
+        inner = inside
+        found.append(inner)
+    return found
 
 
 def _around(itself: weakref.ref[_Hears], number: int) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -35,6 +35,7 @@ class Odd(nn.Module):
         self.unused = nn.Linear(3, 3)
         self.head = nn.Linear(6, 7)
         self.head.weight = self.embed.weight
+        self.blocks[3][0].weight = self.blocks[1][0].weight
         self.blocks[0][0].requires_grad_(False)
         self.blocks[2].unused = nn.Parameter(torch.ones(5))
 
@@ -110,11 +111,9 @@ def one_process(model: str, optimizer: str, rows: int) -> tuple[dict[str, Tensor
     return first, {n: p.detach() for n, p in module.named_parameters()}
 
 
-def prepared(world: Any, module: Any, zero: int, shard: int | None = None, **kwargs: Any) -> tuple[Any, DataAxis]:
-    size = world.place.world_size
+def prepared(axes: Axes, module: Any, zero: int, **kwargs: Any) -> tuple[Any, DataAxis]:
     skeleton = skeleton_of(module)
     layouts = {name: Layout.whole(p.shape) for name, p in module.named_parameters()}
-    axes = Axes.of(Mesh(dp=size), world.place.rank, shard=shard)
     axis = data_axis(skeleton, layouts, axes, zero=zero, units=skeleton.units(), **kwargs)
     source = dict(module.named_parameters())
     for name, (tensor, layout) in axis.weights.items():
@@ -141,10 +140,14 @@ def far(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30)) if wanted.numel() else 0.0
 
 
-def train(world: Any, model: str, optimizer: str, zero: int, shard: int | None, micro: int, **kwargs: Any) -> list[str]:
-    rank, size, rows = world.place.rank, world.place.world_size, 7
+def train(
+    world: Any, model: str, optimizer: str, zero: int, shard: int | None, micro: int, tp: int = 1, **kwargs: Any
+) -> list[str]:
+    # Ranks along tp hold the same here: their sums must not meet.
+    axes = Axes.of(Mesh(dp=world.place.world_size // tp, tp=tp), world.place.rank, shard=shard)
+    rank, size, rows = axes.index("dp"), axes.size("dp"), 7
     grads, weights = one_process(model, optimizer, rows)
-    module, axis = prepared(world, built(model), zero, shard, **kwargs)
+    module, axis = prepared(axes, built(model), zero, **kwargs)
     made = OPTIMIZERS[optimizer](axis.held.values())
     wrong = []
     mine = rows_of(rank, size, rows)
@@ -215,6 +218,7 @@ CASES = {
         *(("odd", "foreach", zero, None, 2, {}) for zero in range(4)),
         *(("odd", "sgd", zero, 2, 2, {}) for zero in range(4)),
         *(("gpt", "fused", zero, 2, 9, {}) for zero in range(1, 4)),
+        *(("odd", "fused", zero, None, 2, {"tp": 2}) for zero in range(4)),
         ("odd", "fused", 3, 1, 9, {}),
         ("gpt", "foreach", 3, None, 2, {"keep": True}),
         ("odd", "foreach", 3, 2, 1, {"keep": True}),

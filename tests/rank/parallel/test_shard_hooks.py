@@ -26,10 +26,12 @@ D = 6
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+        self.one, self.two, self.view = nn.Linear(D, D), nn.Linear(D, D), False
 
     def forward(self, x: Tensor, *, gate: Tensor | None = None) -> dict[str, Any]:
         y = self.two(torch.tanh(self.one(x)))
+        if self.view:
+            return {"y": torch.sin(y).view(-1, 2, D // 2)}
         return {"y": y if gate is None else y * gate, "rest": (x.sum(), None)}
 
 
@@ -46,6 +48,7 @@ class Net(nn.Module):
             self.requires_grad_(False)
             for block in self.blocks:
                 block.one.bias.requires_grad_(True)
+                block.two.weight.requires_grad_(True)
         if how == "nested":
             self.blocks[1].inner = Block()
             self.blocks[1].other = Block()
@@ -73,7 +76,8 @@ class Net(nn.Module):
             return x
         if self.how == "in place":
             for block in self.blocks:
-                x = block(x)["y"].view(-1, 2, D // 2)
+                block.view = True
+                x = block(x)["y"]
                 x += 1
                 x = x.flatten(1)
             return x
@@ -166,6 +170,43 @@ def test_gradients_are_right_however_the_blocks_are_used() -> None:
         assert {how: off for how, off in found.items() if off > 1e-12} == {}
 
 
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def wrapped(world: Any) -> list[float]:
+    """As adapters do it: a model in a wrapper in a wrapper, called at any of the three."""
+    rank, ranks = world.place.rank, world.place.world_size
+    net = reference("", ranks)
+    module, axis = prepared(world, Wrapper(Wrapper(net)), units=lambda module: list(module.inner.inner.blocks))
+    found = []
+    for entry in (module, module.inner, module.inner.inner):
+        heard: list[str] = []
+        groups.listeners.append(lambda op, group, nbytes, heard=heard: heard.append(op))
+        step(axis, entry, rank)
+        groups.listeners.clear()
+        assert heard.count("all_gather") == 5 + 4
+        found.append(gap(axis, Wrapper(Wrapper(net))))
+        for p in axis.held.values():
+            p.grad = None
+    # A block by itself, as when somebody looks into a model: on every rank alike.
+    with torch.no_grad():
+        alone = module.inner.inner.blocks[1](data(0)[0])["y"]
+        assert all(p is axis.held[name] for name, p in module.named_parameters())
+        found.append(float((alone - net.blocks[1](data(0)[0])["y"]).abs().max()))
+    return found
+
+
+def test_a_wrapped_model_may_be_called_at_any_depth() -> None:
+    for found in run_ranks(wrapped, 2):
+        assert max(found) < 1e-12
+
+
 def pipelined(world: Any) -> list[Any]:
     """All forwards before all backwards, the order of a pipeline."""
     rank, ranks = world.place.rank, world.place.world_size
@@ -205,15 +246,24 @@ def lively(world: Any) -> dict[int, Any]:
     rank, ranks = world.place.rank, world.place.world_size
     found = {}
     net = built("")
-    net.blocks[2].requires_grad_(False)
+    net.blocks[1:3].requires_grad_(False)
     for other in range(ranks):
         net(data(other)[0]).square().sum().backward()
     for zero in range(4):
-        module, axis = prepared(world, built(""), zero=zero)
+        # One is frozen from the beginning, the other one later.
+        whole = built("")
+        whole.blocks[1].requires_grad_(False)
+        module, axis = prepared(world, whole, zero=zero)
         module.blocks[2].requires_grad_(False)
+        seen: list[bool] = []
+        look = module.blocks[2].one.register_forward_hook(
+            lambda part, *_, seen=seen: seen.append(part.weight.requires_grad)
+        )
         step(axis, module, rank)
+        look.remove()
+        assert seen == [False] and not axis.held["blocks.2.one.weight"].requires_grad
         frozen = gap(axis, net)
-        module.blocks[2].requires_grad_(True)
+        module.blocks[1:3].requires_grad_(True)
         for p in axis.held.values():
             p.grad = None
         axis.reset()

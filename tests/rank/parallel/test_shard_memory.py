@@ -60,6 +60,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
     optimizer = torch.optim.Adam(axis.held.values(), lr=1e-3)
     sent: list[tuple[str, int]] = []
     opened: list[int] = []
+    by_then: list[int] = []
     x = torch.ones(1, WIDTH)
     for step in range(3):
         optimizer.zero_grad()
@@ -69,6 +70,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
             for block in module.blocks:
 
                 def look(*_: Any) -> None:
+                    by_then.append(len(sent))
                     opened.append(sum(one.shape[0] == WIDTH for one in (b[0].weight for b in module.blocks)))
 
                 block.register_forward_hook(look)
@@ -91,6 +93,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         "sent": sent,
         "when": (during_forward, during_backward, len(sent)),
         "opened": opened,
+        "by then": by_then,
         "shards": shapes == {name: tuple(p.shape) for name, p in axis.held.items()},
     }
 
@@ -127,6 +130,8 @@ def test_messages_go_while_backward_runs_and_zero_3_has_few_blocks_whole(by_zero
     for found in measurements[1:3]:
         assert found["when"][1] >= 1
     forward, backward, all_of_it = measurements[3]["when"]
+    # When a block of forward is done, the next one is on its way.
+    assert measurements[3]["by then"][:LAYERS] == [min(i + 3, LAYERS + 1) for i in range(LAYERS)]
     assert forward == LAYERS + 1
     # Every gather and all reductions but that of the root, which waits for `finish`.
     assert backward == all_of_it - 1
