@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.connect import Connections
 from nbkit.rank.parallel.data import DataAxis
+from nbkit.rank.parallel.gates import plain_attention
 from nbkit.rank.parallel.norm import grad_norm
 from nbkit.rank.parallel.pipeline import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.stages import Staged
@@ -28,21 +30,23 @@ __all__ = ["Side"]
 
 @dataclass
 class Side:
-    """partial: parameters whose gradients are parts of a sum over the axes named. ties: (group, names) of parameters
-    that several pipeline stages hold. replication: ranks of the world that hold the same elements of a gradient.
-    notes: what a user may want to know about how the model was split.
+    """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
+    about how the model was split.
     """
 
     strategy: Strategy
-    axes: Axes
+    connections: Connections
     module: nn.Module
     data: DataAxis
     staged: Staged | None = None
     pipeline: Pipeline | None = None
     partial: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    ties: Sequence[tuple[dist.ProcessGroup, tuple[str, ...]]] = ()
-    replication: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+    @property
+    def axes(self) -> Axes:
+        """Groups, degrees and places of this rank."""
+        return self.connections.axes
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
@@ -132,7 +136,7 @@ class Side:
         for axis, names in by_axis.items():
             if (group := self.axes.group(axis)) is not None:
                 self._sum(names, group)
-        for group, tied in self.ties:
+        for group, tied in self.connections.ties:
             self._sum(tied, group)
 
     @torch.no_grad()
@@ -152,7 +156,7 @@ class Side:
         """The 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
         # Where every rank holds every gradient there is nothing to ask the others.
         size = 1 if self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero else self.strategy.mesh.size
-        copies: Mapping[str, int] = {} if size == 1 else self.replication
+        copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
         return grad_norm(self.held, copies, device=device, world_size=size)
 
     @contextmanager
@@ -161,7 +165,8 @@ class Side:
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
-            with torch.no_grad():
+            # Torch's fast path for encoders gives other numbers at padding than the layers that train.
+            with torch.no_grad(), plain_attention():
                 yield
         finally:
             for module, mode in modes:

@@ -66,7 +66,7 @@ def _carry(job: Job, source: int) -> None:
             "optimizer": job.optimizer.state_dict(),
             "step": job.step,
             "history": list(job.ledger.records),
-            "position": job.position(),
+            "position": job.feed.position(),
         }
         torch.save(state, file)
         held = [file.getvalue()]
@@ -76,4 +76,4 @@ def _carry(job: Job, source: int) -> None:
         job.optimizer.load_state_dict(state["optimizer"])
         job.step = state["step"]
         job.ledger.records[:] = state["history"]
-        job.go_to(state["position"])
+        job.feed.go_to(state["position"])

@@ -11,12 +11,15 @@ from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
 from nbkit.rank.parallel.fill import fill_state, fill_weights
-from nbkit.rank.parallel.parallelize import Wishes, parallelize
+from nbkit.rank.parallel.outline import Outlines
+from nbkit.rank.parallel.parallelize import parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
@@ -50,10 +53,11 @@ class Blueprint:
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         chain, costs, why = self._find_chain(setup)
         self.wishes = Wishes(chain, why, costs, setup.tp_plan, setup.checkpoint)
+        self.outlines = Outlines(self.skeleton, self.wishes)
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
-        side, optimizer = self.side(strategy, own=self.module)
+        side, optimizer = self.side(strategy, self.connect(strategy), own=self.module)
         fill_weights(side, self.module)
         fill_state(side, optimizer, self.template.state)
         # The user's own object shows from now on what this rank holds, and the whole weights are free.
@@ -62,13 +66,28 @@ class Blueprint:
         return side, optimizer
 
     def side(
-        self, strategy: Strategy, *, own: nn.Module | None = None, like: torch.optim.Optimizer | None = None
+        self,
+        strategy: Strategy,
+        connections: Connections,
+        *,
+        own: nn.Module | None = None,
+        like: torch.optim.Optimizer | None = None,
     ) -> tuple[Side, torch.optim.Optimizer]:
-        """A side whose weights are to be filled, and an optimizer without state. like: whose settings it takes."""
+        """A side whose weights are to be filled, and an optimizer without state. Sends nothing.
+
+        own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
+        """
+        side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
+        return side, self.template.build(side.held, like)
+
+    def connect(self, strategy: Strategy) -> Connections:
+        """The groups of `strategy`. Collective.
+
+        Raises StrategyError or TrainingError, before that and on every rank alike, for what it cannot split.
+        """
         if strategy.zero or strategy.tp > 1:
             self.template.check_elementwise(str(strategy))
-        side = parallelize(self.skeleton, strategy, rank=self.rank, wishes=self.wishes, device=self.device, own=own)
-        return side, self.template.build(side.held, like)
+        return connect(strategy, self.outlines.of(strategy), self.rank)
 
     def _find_chain(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str]:
         """On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals."""

@@ -60,6 +60,10 @@ class Gradients:
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
         self._weighted: bool | None = None
 
+    def release(self) -> None:
+        """Take what follows the modules out of the side, which may serve again later."""
+        self._dropout.release()
+
     def begin_again(self) -> None:
         """What is done once, in the first step, is done again, on every rank alike."""
         self.side.begin_again()

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nbkit.layout import Layout
 from nbkit.rank.parallel.side import Side
 
-__all__ = ["allocate", "buffers", "per_element", "scalars", "weights"]
+__all__ = ["allocate", "buffers", "bytes_per_element", "per_element", "scalars", "weights"]
 
 Held = dict[str, tuple[Tensor, Layout]]
 
@@ -77,6 +77,18 @@ def allocate(
         for key, value in numbers.get(name, {}).items():
             device = param.device if id(param) in beside else "cpu"
             state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def bytes_per_element(side: Side, optimizer: torch.optim.Optimizer, skeleton: nn.Module) -> dict[str, dict[str, int]]:
+    """name -> {"weight" or key of the optimizer's state: bytes of an element}, for every parameter of the model.
+
+    What an optimizer keeps of one parameter, it is taken to keep of all that train.
+    """
+    keys = {key.partition("/")[0]: tensor.element_size() for key, (tensor, _) in per_element(side, optimizer).items()}
+    return {
+        name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
+        for name, p in skeleton.named_parameters()
+    }
 
 
 def _follows(value: Any, param: Tensor) -> bool:

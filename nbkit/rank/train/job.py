@@ -10,7 +10,7 @@ for batch in job.batches(loader):       # global batches, the same on every rank
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import NotFinite, Stopped, TrainingError
-from nbkit.events import RunStarted, RunStopped
+from nbkit.events import RunStarted, RunStopped, Switched
 from nbkit.rank.parallel.norm import clip
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import boundary, verdict
 from nbkit.rank.train.agreement import become_one
 from nbkit.rank.train.batch import Shard, shard_of
 from nbkit.rank.train.blueprint import Blueprint, Model, Optimizer
+from nbkit.rank.train.feed import Feed
 from nbkit.rank.train.gradients import Gradients
 from nbkit.rank.train.handle import OptimizerHandle
 from nbkit.rank.train.history import History
@@ -92,24 +93,27 @@ class Job:
         side, inner = self.blueprint.first(chosen)
         self.model = self.blueprint.module
         self.optimizer = OptimizerHandle(
-            inner, before_step=self._before_step, after_step=self._after_step, after_zero=self._after_zero
+            inner,
+            before_step=lambda: setattr(self, "half_way", True),
+            after_step=self._after_step,
+            after_zero=self._after_zero,
         )
-        self.adopt(side, inner)
+        self._take(side, inner)
         self.ledger = History(world_size=self.world_size)
         # Where this rank stands after an interrupt: a step was begun and not finished; the weights are half updated.
         self.broken_off = self.half_way = False
-        # Of whoever feeds the job: its position in the data, carried when ranks have to become one again.
-        self.position: Callable[[], Any] = lambda: None
-        self.go_to: Callable[[Any], None] = lambda position: None
-        # Of the same: refuses a strategy that does not fit, and cuts the data anew after a switch.
-        self.check_switch: Callable[[Strategy], Any] = lambda strategy: None
-        self.recut: Callable[[], None] = lambda: None
+        self.feed = Feed()
+        self.switches: list[Switched] = []
         self._reduced = self._running = False
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         note(self)
 
     def adopt(self, side: Side, inner: torch.optim.Optimizer) -> None:
         """Compute with `side` and update with `inner` from now on."""
+        self.gradients.release()
+        self._take(side, inner)
+
+    def _take(self, side: Side, inner: torch.optim.Optimizer) -> None:
         self.side = side
         self.optimizer.inner = inner
         self.model.__dict__ = side.module.__dict__
@@ -120,6 +124,11 @@ class Job:
     def strategy(self) -> Strategy:
         """The strategy in force."""
         return self.side.strategy
+
+    @property
+    def previous(self) -> str | None:
+        """The strategy before the last switch."""
+        return self.switches[-1].old if self.switches else None
 
     @property
     def step(self) -> int:
@@ -283,9 +292,6 @@ class Job:
         if self._loop is not None and (loop := self._loop()) is not None:
             loop.close()
         self._loop = None
-
-    def _before_step(self) -> None:
-        self.half_way = True
 
     def _after_step(self) -> None:
         self.side.data.after_step()

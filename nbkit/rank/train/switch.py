@@ -7,8 +7,9 @@ rank before that lets go of the new side on all of them, and the old strategy tr
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
-__all__ = ["Prepared", "switch"]
+__all__ = ["Prepared", "switch", "try_out", "undo"]
 
 
 @dataclass
@@ -41,16 +42,17 @@ class Prepared:
     target: Held
 
 
-def switch(job: Job, text: str | Strategy, *, verify: bool = True) -> Switched:
+def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = False) -> Switched:
     """Train on under another strategy. Collective, between two steps; the global batch stays what it is.
 
     verify: compare a digest of weights and optimizer state before and after; its time is told apart from the pause.
+    keep: somebody keeps the old side, to take it up again.
     Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank: either
     way the old strategy is in force, and nothing has changed.
     """
     old = job.strategy
     new = Strategy.parse(text, job.world_size)
-    job.check_switch(new)
+    job.feed.fits(new)
     if new == old:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
     began = time.perf_counter()
@@ -70,8 +72,11 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True) -> Switched:
             numbers="the digests of weights and optimizer state differ",
             hint=f"{old} goes on; please report this",
         )
+    left = job.side
     job.adopt(prepared.side, prepared.inner)
-    job.recut()
+    job.feed.recut()
+    if not keep:
+        left.data.close()
     event = Switched(
         job.step,
         old=str(old),
@@ -82,14 +87,59 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True) -> Switched:
         proof_s=proven - proof,
         identical=identical,
     )
+    job.switches.append(event)
     job.ledger.emit(event)
     return event
 
 
+def undo(job: Job) -> Switched:
+    """Back to the strategy before the last switch, with the weights as they are now. Collective."""
+    if job.previous is None:
+        raise SwitchError("There is no switch to undo.", numbers=f"strategy {job.strategy} since step 0")
+    return switch(job, job.previous)
+
+
+def try_out(job: Job, text: str | Strategy, steps: int, make_step: Callable[[], None]) -> dict[str, Any]:
+    """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
+
+    make_step: makes one step of the training. Takes the memory of both sides. Returns strategy, steps, and the median
+    seconds of a step there (the first left out, which makes what later ones reuse) and here before.
+    """
+    job.ledger.settle()
+    side, inner, step, position = job.side, job.optimizer.inner, job.step, job.feed.position()
+    records, switches = len(job.ledger.records), len(job.switches)
+    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
+    event = switch(job, text, keep=True)
+    try:
+        job.ledger.clock.restart()
+        for _ in range(steps):
+            make_step()
+        job.ledger.settle()
+        seconds = [record["seconds"] for record in job.ledger.records[records:]]
+    finally:
+        job.optimizer.zero_grad()
+        tried = job.side
+        job.adopt(side, inner)
+        if tried is not side:
+            tried.data.close()
+        job.step = step
+        del job.ledger.records[records:], job.switches[switches:]
+        job.feed.recut()
+        job.feed.go_to(position)
+    return {
+        "strategy": event.new,
+        "steps": steps,
+        "step_s": statistics.median(seconds[1:] or seconds),
+        "before_step_s": statistics.median(before) if before else None,
+        "switch_s": event.pause_s,
+    }
+
+
 def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
-    """The new side with empty weights and state, and the plan that fills it. Collective."""
+    """The new side with empty weights and state, and the exchange that fills it. Collective."""
+    connections = job.blueprint.connect(new)
     with _all_or_none(job, "building the new side"):
-        side, inner = job.blueprint.side(new, like=job.optimizer.inner)
+        side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
     own = {
         "old": {key: layout for key, (_, layout) in before.items()},
         "kinds": {key: tensor.dtype for key, (tensor, _) in before.items()},
@@ -105,10 +155,10 @@ def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
     numbers = {name: values for one in everyone for name, values in one["numbers"].items()}
     with _all_or_none(job, "making room for the new side"):
         holdings.allocate(side, inner, _by_name(kinds), numbers)
-        target = _state(side, inner)
         after = [_planned(one["weights"], one["held"], kinds) for one in everyone]
         plan = Plan.of([one["old"] for one in everyone], after, {key: dtype.itemsize for key, dtype in kinds.items()})
-    return Prepared(side, inner, Exchange(plan, job.rank), target)
+        exchange = Exchange(plan, job.rank)
+    return Prepared(side, inner, exchange, _state(side, inner))
 
 
 def _state(side: Side, inner: torch.optim.Optimizer) -> Held:

@@ -18,6 +18,7 @@ from nbkit.rank.train import checkpoint
 from nbkit.rank.train.arithmetic import Arithmetic
 from nbkit.rank.train.blueprint import Model, Optimizer
 from nbkit.rank.train.evaluate import evaluate
+from nbkit.rank.train.feed import Feed
 from nbkit.rank.train.generate import generate
 from nbkit.rank.train.history import Records
 from nbkit.rank.train.job import Job
@@ -27,7 +28,7 @@ from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
-from nbkit.rank.train.switch import switch
+from nbkit.rank.train.switch import switch, try_out, undo
 from nbkit.rank.train.verdict import check_counts
 from nbkit.strategy import Strategy
 
@@ -118,8 +119,7 @@ class Trainer:
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        self.job.position, self.job.go_to = self._position, self._go_to
-        self.job.check_switch, self.job.recut = self._cut_for, self._recut
+        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut)
         note(self)
 
     @property
@@ -177,6 +177,18 @@ class Trainer:
         with self.job.ledger.clock.stopped():
             self.job.ledger.settle(keep=1)
             return switch(self.job, strategy)
+
+    def undo(self) -> Switched:
+        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        with self.job.ledger.clock.stopped():
+            self.job.ledger.settle(keep=1)
+            return undo(self.job)
+
+    def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
+        """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective."""
+        check_counts(steps=steps)
+        with self.job.ledger.clock.stopped():
+            return try_out(self.job, strategy, steps, self._make_step)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""

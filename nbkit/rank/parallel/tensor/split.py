@@ -28,7 +28,7 @@ from nbkit.rank.parallel.tensor.link import Link, Team, become
 from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence import Chain, chains, why_not_split
 
-__all__ = ["TensorSplit", "tensor_parallel"]
+__all__ = ["TensorSplit", "parts_of", "tensor_parallel"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,15 @@ def tensor_parallel(
         return TensorSplit(layouts, frozenset(), (), ())
     team = Team(group, axes.size("tp"), axes.index("tp"))
     chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
-    surgery = _Surgery(module, team, chosen)
-    rows = tuple(chosen.describe(module))
+    surgery, rows = _Surgery(module, team, chosen), tuple(chosen.describe(module))
     surgery.apply(sequence, starts)
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
+
+
+def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int) -> dict[str, Layout]:
+    """What rank `index` of `size` would hold of every parameter; sends nothing. `module`, a skeleton, is used up."""
+    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(False, ())  # type: ignore[arg-type]
+    return surgery.layouts
 
 
 class _Surgery:

@@ -1,0 +1,99 @@
+"""What every rank would hold under a strategy, without building it: layouts alone, on one rank, sending nothing.
+
+The same functions decide here and where a side is built: stages by `partition`, parts by the tensor plan, shards by
+`Layout.part`. A side that is built holds what its outline says (the tests compare them).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from torch import nn
+
+from nbkit.layout import Layout
+from nbkit.planner.partition import partition
+from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.tensor.choose import plan_of
+from nbkit.rank.parallel.tensor.split import parts_of
+from nbkit.rank.parallel.wishes import Wishes, need_chain
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+__all__ = ["Outline", "Outlines"]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """By rank: name -> layout of the weights between steps, and of what the optimizer updates."""
+
+    weights: tuple[dict[str, Layout], ...]
+    held: tuple[dict[str, Layout], ...]
+
+
+class Outlines:
+    """Outlines of one model; those asked for once are kept. Layouts are shared, so that plans tell them by identity."""
+
+    def __init__(self, skeleton: nn.Module, wishes: Wishes) -> None:
+        self.skeleton, self.wishes = skeleton, wishes
+        self._known: dict[Strategy, Outline] = {}
+        self._parts: dict[tuple[int, int], dict[str, Layout]] = {}
+        self._shards: dict[tuple[Layout, int, int], Layout] = {}
+
+    def of(self, strategy: Strategy) -> Outline:
+        """Raises StrategyError for what cannot be split, with the reason."""
+        if strategy not in self._known:
+            self._known[strategy] = self._made(strategy)
+        return self._known[strategy]
+
+    def _made(self, strategy: Strategy) -> Outline:
+        need_chain(self.wishes, strategy)
+        mesh = strategy.mesh
+        weights, held = [], []
+        stages = self._stages(strategy)
+        for rank in range(mesh.size):
+            at = mesh.index(rank)
+            names = stages[at["pp"]] if stages else None
+            mine = {
+                name: layout
+                for name, layout in self._split(strategy.tp, at["tp"]).items()
+                if names is None or name in names
+            }
+            shards = {
+                name: self._shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
+            }
+            weights.append(shards if strategy.zero == 3 else mine)
+            held.append(shards if strategy.zero else mine)
+        return Outline(tuple(weights), tuple(held))
+
+    def _stages(self, strategy: Strategy) -> list[set[str]]:
+        """Names of the parameters on each rank of the pipeline; [] without one."""
+        chain: Chain | None = self.wishes.chain
+        if strategy.pp == 1 or chain is None:
+            return []
+        # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
+        schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
+        ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
+        return [
+            set().union(*(chain.holds(*ranges[stage]) for stage in schedule.stages_of(rank)))
+            for rank in range(strategy.pp)
+        ]
+
+    def _split(self, size: int, index: int) -> dict[str, Layout]:
+        if (size, index) not in self._parts:
+            module = copy.deepcopy(self.skeleton)
+            self._parts[size, index] = (
+                {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
+                if size == 1
+                else parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index)
+            )
+        return self._parts[size, index]
+
+    def _shard(self, layout: Layout, shards: int, index: int) -> Layout:
+        if not layout.local or shards == 1:
+            return layout
+        key = (layout, shards, index)
+        if key not in self._shards:
+            self._shards[key] = layout.part(0, shards, index)
+        return self._shards[key]

@@ -1,0 +1,162 @@
+"""Strategies changed while a job trains: the losses are those of a job that was never switched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn import functional as F
+
+from nbkit.errors import SwitchError
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train import preview
+from nbkit.rank.train import switch as switching
+from nbkit.rank.train.trainer import Trainer
+from nbkit.strategy import Strategy
+
+THROUGH = (
+    "zero1",
+    "zero3",
+    "tp",
+    "pp microbatches=4",
+    "dp=2 tp=2",
+    "dp=2 pp=2 schedule=zbv",
+    "tp=2 pp=2",
+    "cp=2 tp=2",
+    "hsdp",
+    "ddp",
+)
+EACH = 2
+
+
+def trainer(**changed: Any) -> Trainer:
+    draw = torch.Generator().manual_seed(1)
+    data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
+
+    def model() -> GPT:
+        made = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=4, width=16, dropout=0.1)).double()
+        made.head.weight = made.tokens.weight  # tied, so that stages share it
+        return made
+
+    asked: dict[str, Any] = {
+        "model": model,
+        "loss": lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "data": data,
+        "batch_size": 16,
+        "clip_norm": 1.0,
+        "seed": 3,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | changed))
+
+
+def losses(job: Trainer) -> list[float]:
+    return [record["loss"] for record in job.history]
+
+
+def never_switched(world: Any) -> tuple[list[float], list[int]]:
+    job = trainer()
+    job.fit(EACH * (len(THROUGH) + 1))
+    return losses(job), job.generate(torch.tensor([1, 2, 3]), 4).tolist()
+
+
+def through_all(world: Any) -> dict[str, Any]:
+    job = trainer()
+    job.fit(EACH)
+    said = []
+    for text in THROUGH:
+        new = Strategy.parse(text, 4)
+        predicted, _ = preview.moved_bytes(job.job, new)
+        outline = job.job.blueprint.outlines.of(new)
+        done = job.switch(text)
+        held = {name: layout.local for name, layout in job.job.side.data.layouts.items()}
+        said.append(
+            {
+                "strategy": str(new),
+                "identical": done.identical,
+                "bytes": (predicted, done.moved_bytes),
+                "outline": {name: layout.local for name, layout in outline.held[world.place.rank].items()} == held,
+            }
+        )
+        job.fit(EACH)
+    return {
+        "losses": losses(job),
+        "strategies": [record["strategy"] for record in job.history],
+        "said": said,
+        "generated": job.generate(torch.tensor([1, 2, 3]), 4).tolist(),
+        "options": preview.table(job.job)["options"],
+    }
+
+
+def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened() -> None:
+    expected, generated = run_ranks(never_switched, 1)[0]
+    found = run_ranks(through_all, 4, timeout=150)
+
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["generated"] == generated
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=True)) <= 1e-10
+        assert [each["identical"] for each in rank["said"]] == [True] * len(THROUGH)
+        assert [each["strategy"] for each in rank["said"] if not each["outline"]] == []
+        assert [each for each in rank["said"] if each["bytes"][0] != each["bytes"][1]] == []
+    assert found[0]["strategies"][EACH * 3] == "tp=4"
+    options = {option["strategy"]: option for option in found[0]["options"]}
+    assert options["tp=4"]["ok"] and options["tp=4"]["step_s"] > 0 and options["tp=4"]["moved_bytes"] == 0
+    assert options["dp=4 zero=2"]["step_s"] is None
+
+
+def undone_tried_and_failed(world: Any) -> dict[str, Any]:
+    job = trainer(strategy="zero3")
+    job.fit(2)
+    job.switch("tp")
+    back = job.undo()
+    tried = job.try_out("dp=2 pp=2", steps=3)
+    job.fit(2)
+    messages = []
+    for stage in ("parallelize", "allocate", "run"):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.place.rank == 1:
+                _break(patch, stage)
+            try:
+                job.switch("pp microbatches=4")
+            except SwitchError as error:
+                messages.append(str(error))
+        job.fit(1)
+    return {
+        "losses": losses(job),
+        "back": (back.new, back.identical),
+        "tried": (tried["strategy"], tried["steps"], tried["step_s"] > 0),
+        "messages": messages,
+        "strategy": str(job.strategy),
+    }
+
+
+def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"planted in {stage}")
+
+    from nbkit.rank.train import blueprint, holdings
+
+    if stage == "parallelize":
+        patch.setattr(blueprint, "parallelize", broken)
+    elif stage == "allocate":
+        patch.setattr(holdings, "allocate", broken)
+    else:
+        patch.setattr(switching, "Exchange", broken)
+
+
+def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_was() -> None:
+    expected, _ = run_ranks(never_switched, 1)[0]
+    found = run_ranks(undone_tried_and_failed, 4, timeout=150)
+
+    for rank in found:
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-10
+        assert len(rank["losses"]) == 7
+        assert rank["back"] == ("dp=4 zero=3", True)
+        assert rank["tried"] == ("dp=2 pp=2 schedule=1f1b microbatches=4", 3, True)
+        assert len(rank["messages"]) == 3 and all("rank 1: RuntimeError: planted" in text for text in rank["messages"])
+        assert rank["strategy"] == "dp=4 zero=3"
