@@ -1,18 +1,89 @@
-"""The one spelling of every TensorBoard tag: whoever writes or reads one takes it from here."""
+"""The one spelling of every TensorBoard tag: whoever writes or reads one takes it from here.
+
+Of the whole job, in the run's own directory: train/, eval/, speed/ and logged/. Of one rank, in a directory below it
+(rank0, rank1, ...): step/, communication/ and memory/.
+"""
 
 from __future__ import annotations
 
-__all__ = ["EVAL_LOSS", "EVENTS", "GRAD_NORM", "LOSS", "LR", "STEP_SECONDS", "TOKENS_PER_SECOND", "logged"]
+from typing import Any
+
+__all__ = [
+    "BUBBLE",
+    "EVAL_LOSS",
+    "EVENTS",
+    "GRAD_NORM",
+    "LOSS",
+    "LR",
+    "MEASURING",
+    "MFU",
+    "RANK_SECONDS",
+    "SAMPLES_PER_SECOND",
+    "STEP_SECONDS",
+    "TOKENS_PER_SECOND",
+    "layout",
+    "logged",
+    "memory",
+    "moved",
+    "part",
+]
 
 LOSS = "train/loss"
 EVAL_LOSS = "eval/loss"
 GRAD_NORM = "train/grad_norm"
 LR = "train/lr"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
+SAMPLES_PER_SECOND = "speed/samples_per_second"
 STEP_SECONDS = "speed/step_seconds"
+MFU = "speed/mfu"
 EVENTS = "events"
+
+RANK_SECONDS = "step/seconds"
+BUBBLE = "step/bubble_share"
+MEASURING = "step/measuring_share"
 
 
 def logged(name: str) -> str:
     """The tag of a number that the user logs under `name`."""
     return f"logged/{name}"
+
+
+def part(name: str) -> str:
+    """Seconds of a step that a rank spent in a part of it: compute, exposed, bubble, data, optimizer, other."""
+    return f"step/{name}_seconds"
+
+
+def moved(op: str, axis: str, what: str) -> str:
+    """Of one operation on one axis in a step. what: bytes, calls, call_seconds, algbw, busbw (bytes/s), overlap."""
+    return f"communication/{axis}/{op}/{what}"
+
+
+def memory(name: str) -> str:
+    """Bytes of a rank: parameters, gradients, optimizer, buffers, now, peak."""
+    return f"memory/{name}"
+
+
+def layout() -> dict[str, Any]:
+    """The first page of the tab "Custom Scalars": category -> title -> [kind, expressions for tags].
+
+    TensorBoard draws a line for each tag and run that match, so that ranks are compared in one chart.
+    """
+    parts = "compute|exposed|bubble|data|optimizer|other"
+    return {
+        "At a glance": {
+            "loss": ["Multiline", [f"^{LOSS}$", f"^{EVAL_LOSS}$"]],
+            "tokens a second": ["Multiline", [f"^{TOKENS_PER_SECOND}$"]],
+            "seconds of a step, by rank: the spread is the skew": ["Multiline", [f"^{RANK_SECONDS}$"]],
+            "learning rate and gradient norm": ["Multiline", [f"^{LR}$", f"^{GRAD_NORM}$"]],
+        },
+        "Where a step goes": {
+            "seconds of each part": ["Multiline", [f"^step/({parts})_seconds$"]],
+            "share of the pipeline's bubble, and of measuring": ["Multiline", [f"^{BUBBLE}$", f"^{MEASURING}$"]],
+        },
+        "Communication": {
+            "bytes of a step": ["Multiline", ["^communication/.*/bytes$"]],
+            "seconds of a call": ["Multiline", ["^communication/.*/call_seconds$"]],
+            "bus bandwidth, bytes/s": ["Multiline", ["^communication/.*/busbw$"]],
+        },
+        "Memory": {"bytes of a rank": ["Multiline", ["^memory/"]]},
+    }

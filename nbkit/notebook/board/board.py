@@ -157,10 +157,15 @@ class Board:
     def _repr_html_(self) -> str:
         if not self.is_alive():
             return f"<code>{escape(repr(self))}</code>"
-        url = escape(f"{self.url}?pinnedCards={quote(json.dumps(_PINNED))}#timeseries", quote=True)
+        page = f"?pinnedCards={quote(json.dumps(_PINNED))}#timeseries"
+        if address.in_colab(os.environ):
+            return address.colab_html(self.port, self.height, page)
+        url = escape(self.url + page, quote=True)
+        tab = escape(f"{self.url}#communication", quote=True)
         return (
             "<div style='font-size:var(--jp-ui-font-size1,13px);margin:4px 0'>"
             f"<a href='{url}' target='_blank' rel='noopener'>Open TensorBoard in a tab</a>"
+            f" · <a href='{tab}' target='_blank' rel='noopener'>Communication</a>"
             f" · runs in <code>{escape(str(self.logdir))}</code>"
             f"<br>From another machine: <code>{escape(address.ssh_line(self.port))}</code>, then open "
             f"<code>http://127.0.0.1:{self.port}/</code></div>"

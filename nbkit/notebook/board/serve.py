@@ -1,6 +1,6 @@
 """TensorBoard as a process of its own: `python -m nbkit.notebook.board.serve PARENT_PID LOGDIR`.
 
-It loads TensorBoard's own plugins only: a third-party plugin that cannot be imported would end TensorBoard at
+It loads TensorBoard's own plugins and ours only: a third-party plugin that cannot be imported would end TensorBoard at
 start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
 """
 
@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 WATCH_SECONDS = 0.5
 
@@ -19,7 +20,13 @@ def main(parent: int, logdir: str) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     from tensorboard import default, program
 
-    board = program.TensorBoard(plugins=default.get_static_plugins())
+    from nbkit.notebook.board.live import following
+    from nbkit.notebook.board.plugin.plugin import CommunicationPlugin
+
+    def server(app: Any, flags: Any) -> Any:
+        return program.create_port_scanning_werkzeug_server(following(app), flags)
+
+    board = program.TensorBoard(plugins=[*default.get_static_plugins(), CommunicationPlugin], server_class=server)
     board.configure(
         logdir=logdir,
         host="127.0.0.1",

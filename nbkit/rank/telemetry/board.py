@@ -19,7 +19,13 @@ __all__ = ["BoardWriter", "new_run_dir"]
 
 Queue = queue.SimpleQueue[Event | threading.Event | None]
 
-_TAGS = {"loss": tags.LOSS, "eval_loss": tags.EVAL_LOSS, "grad_norm": tags.GRAD_NORM, "lr": tags.LR}
+_TAGS = {
+    "loss": tags.LOSS,
+    "eval_loss": tags.EVAL_LOSS,
+    "grad_norm": tags.GRAD_NORM,
+    "lr": tags.LR,
+    "mfu": tags.MFU,
+}
 _SPOKEN_FOR = {*_TAGS, "step", "seconds", "tokens", "samples", "strategy"}
 
 
@@ -102,7 +108,9 @@ def _open(path: Path) -> Any:
     # Imported here, in the thread: it takes half a second that the first step need not wait for.
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(path))
+    writer = SummaryWriter(str(path))
+    writer.add_custom_scalars(tags.layout())
+    return writer
 
 
 def _write(writer: Any, item: Event | threading.Event) -> None:
@@ -121,4 +129,6 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     scalars[tags.STEP_SECONDS] = record["seconds"]
     if record["seconds"] > 0:
         scalars[tags.TOKENS_PER_SECOND] = record["tokens"] / record["seconds"]
+        if "samples" in record:
+            scalars[tags.SAMPLES_PER_SECOND] = record["samples"] / record["seconds"]
     return scalars | {tags.logged(key): value for key, value in record.items() if key not in _SPOKEN_FOR}

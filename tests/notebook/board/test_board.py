@@ -180,6 +180,7 @@ def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
 
     assert f"<iframe src='http://127.0.0.1:{board.port}/?" in page
     assert f"<a href='http://127.0.0.1:{board.port}/?" in page
+    assert f"<a href='http://127.0.0.1:{board.port}/#communication'" in page
     assert f"ssh -L {board.port}:127.0.0.1:{board.port} " in page
     assert f"http://127.0.0.1:{board.port}/" in text
     assert f"ssh -L {board.port}:127.0.0.1:{board.port} " in text
@@ -192,12 +193,28 @@ def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
         ({}, "", "http://127.0.0.1:6007/"),
         ({}, "/lab-of-ann/", "/lab-of-ann/proxy/6007/"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"}, "", "/user/ann/proxy/6007/"),
+        ({"VSCODE_PROXY_URI": "https://x.example/proxy/{{port}}"}, "", "https://x.example/proxy/6007/"),
+        (
+            {"CODESPACE_NAME": "blue-tree", "GITHUB_CODESPACES_PORT_FORWARDING_DOMAIN": "app.example"},
+            "",
+            "https://blue-tree-6007.app.example/",
+        ),
+        ({"CODESPACE_NAME": "blue-tree"}, "", "http://127.0.0.1:6007/"),
         ({"TENSORBOARD_PROXY_URL": "https://x.example/p/%PORT%"}, "", "https://x.example/p/6007/"),
         ({"TENSORBOARD_PROXY_URL": "/p/%PORT%/", "JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"}, "", "/p/6007/"),
     ],
 )
 def test_behind_a_server_the_address_goes_through_it(environment: dict[str, str], base_url: str, url: str) -> None:
     assert address.browser_url(6007, environment, base_url) == url
+
+
+def test_in_colab_the_page_asks_colab_for_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not address.in_colab({})
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
+    page = Board.start(tmp_path)._repr_html_()
+
+    assert "google.colab.kernel.proxyPort(" in page and "#timeseries" in page
+    assert "127.0.0.1" not in page
 
 
 def test_the_servers_base_url_is_read_from_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

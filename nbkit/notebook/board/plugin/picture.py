@@ -1,0 +1,139 @@
+"""One step of a run as the page draws it: numbers only, each measured unless its name says modelled or formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from nbkit import forecast
+from nbkit.notebook.board.plugin import moments
+from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin.timeline import PARTS
+from nbkit.readings import Bar, Row, bars, late_rank, mean_bars, reading, table, traffic_matrix
+from nbkit.records import StepRecord
+
+__all__ = ["lateness", "picture"]
+
+_MEAN_OF = 5
+
+
+def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
+    """What there is to see of a step. Empty but for "step" when no rank has a record of it.
+
+    replica: which of the pipelines is drawn, where there are several.
+    """
+    steps = run.picture_of(step)
+    if not steps:
+        return {"step": step, "ranks": []}
+    first = steps[min(steps)]
+    strategy = str(first.numbers.get("strategy") or run.headers[min(run.headers)].strategy if run.headers else "")
+    of, rows = bars(steps, run.members), table(steps, run.members)
+    predicted = forecast.in_force(forecast.read(run.folder), step)
+    return {
+        "step": first.step,
+        "asked": step,
+        "span": first.span,
+        "strategy": strategy,
+        "numbers": {key: short(value) for key, value in first.numbers.items()},
+        "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
+        "seconds": short(_mean(record.seconds for record in steps.values())),
+        "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
+        "missing": sorted(set(range(run.world_size)) - set(steps)),
+        "reading": reading(_around(run, step) or of, rows),
+        "late": _late(of),
+        "table": [_row(row, predicted) for row in rows],
+        "formula": predicted is not None and bool(predicted.traffic),
+        "traffic": _traffic(run, steps),
+        "memory": _memory(run, step, predicted),
+        "moments": moments.of_step(run, step, strategy, replica=replica),
+        "own": short(_mean(record.own_seconds for record in steps.values())),
+        "lost": sum(record.lost for record in steps.values()),
+    }
+
+
+def lateness(run: Run) -> dict[str, Any]:
+    """Which ranks the others waited for, in the newest steps: rank, in how many, seconds, cause; the most first."""
+    found: dict[int, list[Any]] = {}
+    for late in run.late:
+        if late is not None:
+            found.setdefault(late.rank, []).append(late)
+    rows = [
+        {
+            "rank": rank,
+            "steps": len(those),
+            "seconds": short(median(late.seconds for late in those)),
+            "cause": those[-1].cause,
+        }
+        for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+    return {"of": len(run.late), "rows": rows[:8]}
+
+
+def short(value: Any) -> Any:
+    """Five digits are more than anyone sees."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _around(run: Run, step: int) -> list[Bar]:
+    """A sentence on one step alone would change with each."""
+    near = [run.steps[one] for one in range(step - _MEAN_OF + 1, step + 1) if one in run.steps]
+    return mean_bars(near, run.members)
+
+
+def _late(of: list[Bar]) -> dict[str, Any] | None:
+    late = late_rank(of)
+    return None if late is None else {"rank": late.rank, "seconds": short(late.seconds), "cause": late.cause}
+
+
+def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
+    values = {name: short(getattr(row, name)) for name in Row.__dataclass_fields__}
+    # What one rank sends another receives.
+    op = "send" if row.op == "recv" else row.op
+    terms = predicted.traffic if predicted is not None else ()
+    same = [round(term.bytes) for term in terms if (term.op, term.axis) == (op, row.axis)]
+    values["bytes"], values["formula_bytes"] = round(row.bytes), same[0] if same else None
+    return values
+
+
+def _traffic(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any]:
+    matrix = traffic_matrix(steps, run.members, run.world_size)
+    return {
+        "world": run.world_size,
+        "sent": _cells(matrix.sent),
+        "modelled": _cells(matrix.modelled),
+    }
+
+
+def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[float]]:
+    """[from, to, bytes] where there are any: most ranks talk to few others."""
+    return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
+
+
+def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[dict[str, Any]]:
+    made = []
+    for rank in sorted(run.memory):
+        record = run.memory_of(rank, step)
+        if record is None:
+            continue
+        header = run.headers.get(rank)
+        formula = predicted.memory[rank] if predicted is not None and rank < len(predicted.memory) else None
+        made.append(
+            {
+                "rank": rank,
+                "step": record.step,
+                "parameters": record.parameters,
+                "gradients": record.gradients,
+                "optimizer": record.optimizer,
+                "buffers": record.buffers,
+                "rest": record.rest(header.base_bytes if header else 0),
+                "source": record.source,
+                "formula": None if formula is None else [formula.parameters, formula.gradients, formula.optimizer],
+            }
+        )
+    return made
+
+
+def _mean(values: Any) -> float:
+    every = list(values)
+    return sum(every) / len(every) if every else 0.0

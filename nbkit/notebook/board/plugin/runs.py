@@ -1,0 +1,130 @@
+"""Which runs there are under a log directory, and what each came to, for choosing and comparing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin.picture import short
+from nbkit.notebook.board.plugin.timeline import PARTS, point_of
+from nbkit.readings import bars, mean_bars, members_of
+from nbkit.recordfile import overview_of, rank_files, read_head
+from nbkit.records import Group, StepRecord, from_line
+
+__all__ = ["Runs"]
+
+_DEPTH = 4
+_LOOK_S = 2.0
+_LIVE_S = 15.0
+_OPEN_AT_MOST = 4
+_MEAN_OF = 8
+_TAIL_BYTES = 128 << 10
+
+
+class Runs:
+    """The runs under `logdir` (None: nowhere), by their paths in it. For one thread at a time."""
+
+    def __init__(self, logdir: Path | None) -> None:
+        self.logdir = logdir
+        self._folders: dict[str, Path] = {}
+        self._written: list[Path] = []
+        self._looked = float("-inf")
+        self._open: dict[str, Run] = {}
+        self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def open(self, name: str) -> Run | None:
+        """The run of that name; None when there is none. The longest unused of several open ones is closed."""
+        self._look()
+        if name not in self._folders:
+            return None
+        run = self._open.pop(name, None) or Run(self._folders[name])
+        self._open[name] = run
+        while len(self._open) > _OPEN_AT_MOST:
+            del self._open[next(iter(self._open))]
+        return run
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """One line for each run, the newest first: its last steps, and whether it is written to just now."""
+        self._look()
+        found = []
+        for name, folder in self._folders.items():
+            files = rank_files(folder)
+            changed = max((_changed(path) for path in files.values()), default=0.0)
+            known = self._summaries.get(name)
+            # The ranks of a live run need not all be asked each time.
+            if known is None or changed > known[0] + 1.0:
+                known = changed, _summary(files)
+                self._summaries[name] = known
+            live = time.time() - changed < _LIVE_S
+            found.append({"name": name, "live": live, "changed": round(changed, 1), **known[1]})
+        return sorted(found, key=lambda one: -float(one["changed"]))
+
+    def newest(self) -> str:
+        """Another word whenever something has been written for TensorBoard's own tabs."""
+        self._look()
+        return f"{len(self._written)} {max((_changed(path) for path in self._written), default=0.0)}"
+
+    def _look(self) -> None:
+        if self.logdir is None or time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        found, written = {}, []
+        top = len(self.logdir.parts)
+        for folder, below, files in os.walk(self.logdir):
+            path = Path(folder)
+            written += [path / name for name in files if ".tfevents." in name]
+            if "telemetry" in below:
+                if rank_files(path):
+                    # TensorBoard calls the log directory itself "." too.
+                    found[path.relative_to(self.logdir).as_posix()] = path
+                below.remove("telemetry")
+            if len(path.parts) - top >= _DEPTH:
+                below.clear()
+        self._folders, self._written = found, written
+
+
+def _summary(files: dict[int, Path]) -> dict[str, Any]:
+    steps: dict[int, dict[int, StepRecord]] = {}
+    groups: list[Group] = []
+    for rank, path in files.items():
+        for record in _tail(overview_of(path)):
+            steps.setdefault(record.step, {})[rank] = record
+        groups += [one for one in read_head(path) if isinstance(one, Group)]
+    complete = [those for _, those in sorted(steps.items()) if len(those) == len(files)]
+    made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0)}
+    if not complete:
+        return made | {"seconds": None, "parts": [], "rate": None, "loss": None, "strategy": ""}
+    members = members_of(groups)
+    of = mean_bars(complete, members)
+    last = point_of(complete[-1], bars(complete[-1], members))
+    count = max(len(of), 1)
+    return made | {
+        "seconds": short(sum(bar.seconds for bar in of) / count) if of else last[2],
+        "parts": [short(sum(getattr(bar, part) for bar in of) / count) for part in PARTS] if of else [],
+        "rate": last[-3],
+        "loss": last[-2],
+        "strategy": last[-1],
+        "bytes": sum(row.bytes for record in complete[-1].values() for row in record.traffic if row.op != "recv"),
+    }
+
+
+def _tail(path: Path) -> list[StepRecord]:
+    """The last lines of an overview."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()[-_MEAN_OF:]
+    except FileNotFoundError:
+        return []
+    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,212 @@
+// The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
+
+import { COLOURS, MEMORY, PARTS, SPOKEN, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+
+const LEFT = 58;
+
+function axis(picture, top, y0, y1, spoken) {
+  for (const value of ticks(top)) {
+    const y = y1 - ((y1 - y0) * value) / top;
+    picture.line(LEFT, y, picture.width - 8, y, rule());
+    picture.words(spoken(value), LEFT - 6, y, { align: "right" });
+  }
+}
+
+// points: as the server's timeline has them. chosen: the step that is shown below.
+export function drawTimeline(picture, points, events, { window: only, chosen, pick }) {
+  const shown = only ? points.slice(-only) : points;
+  const width = picture.begin(230);
+  picture.canvas.dataset.points = shown.length;
+  if (!shown.length) {
+    picture.words("no finished step yet", LEFT, 40);
+    return;
+  }
+  const [y0, y1] = [34, 196];
+  const first = shown[0][0] - shown[0][1];
+  const last = shown[shown.length - 1][0];
+  const x = (step) => LEFT + ((width - LEFT - 10) * (step - first)) / Math.max(last - first, 1);
+  // A first step of compilation must not flatten all the others.
+  const sorted = shown.map((p) => p[2]).sort((a, b) => a - b);
+  const top = Math.min(sorted[sorted.length - 1], 2.2 * sorted[Math.floor(sorted.length * 0.9)]) * 1.05 || 1e-9;
+  axis(picture, top, y0, y1, seconds);
+  const pen = picture.pen;
+  pen.save();
+  pen.beginPath();
+  pen.rect(LEFT, y0 - 2, width - LEFT, y1 - y0 + 4);
+  pen.clip();
+  for (const point of shown) {
+    const [x0, x1] = [Math.round(x(point[0] - point[1])), Math.round(x(point[0]))];
+    let y = y1;
+    const measured = PARTS.some((_, i) => point[3 + i] > 0);
+    for (let i = 0; i < PARTS.length; i += 1) {
+      const h = ((y1 - y0) * (measured ? point[3 + i] : i === PARTS.length - 1 ? point[2] : 0)) / top;
+      picture.box(x0, y - h, Math.max(x1 - x0, 1), h, COLOURS[PARTS[i]]);
+      y -= h;
+    }
+    const text = () => [
+      point[1] > 1 ? `steps ${point[0] - point[1] + 1} to ${point[0]}, mean` : `step ${point[0]}`,
+      point[point.length - 1],
+      `${seconds(point[2])} a step, mean over ranks`,
+      ...PARTS.map((part, i) => [part, point[3 + i]]).filter(([, v]) => v > 0)
+        .map(([part, v]) => `  ${SPOKEN[part]}: ${seconds(v)} (${percent(v / point[2])})`),
+      point[3 + PARTS.length] === null ? "" : `${number(point[3 + PARTS.length])} tokens/s`,
+      point[4 + PARTS.length] === null ? "" : `loss ${point[4 + PARTS.length]}`,
+    ].filter(Boolean).join("\n");
+    picture.spot(x0, y0 - 4, Math.max(x1 - x0, 1), y1 - y0 + 8, text, () => pick(point[0]));
+  }
+  pen.restore();
+  drawChanges(picture, shown, x, y1);
+  drawEvents(picture, events.filter((e) => e.step >= first && e.step <= last), x, y0, y1);
+  for (const value of ticks(last - first, 8)) picture.words(`${Math.round(first + value)}`, x(first + value), y1 + 24, { align: "center" });
+  picture.words("step", LEFT - 6, y1 + 24, { align: "right" });
+  if (chosen > first && chosen <= last) {
+    const at = x(chosen - 0.5);
+    picture.line(at, y0 - 4, at, y1 + 3, ink(), { width: 1.5 });
+    picture.words("▲", at, y1 + 8, { colour: ink(), align: "center", size: 9 });
+  }
+}
+
+const STRIPS = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
+
+// A strip below, coloured by strategy.
+function drawChanges(picture, shown, x, y1) {
+  const names = [...new Set(shown.map((p) => p[p.length - 1]))];
+  picture.canvas.dataset.strategies = names.filter(Boolean).length;
+  let start = 0;
+  for (let i = 1; i <= shown.length; i += 1) {
+    const name = shown[start][shown[start].length - 1];
+    if (i < shown.length && shown[i][shown[i].length - 1] === name) continue;
+    const [x0, x1] = [x(shown[start][0] - shown[start][1]), x(shown[i - 1][0])];
+    if (name) {
+      picture.box(x0, y1 + 3, x1 - x0, 4, STRIPS[names.indexOf(name) % STRIPS.length]);
+      const [from, to] = [shown[start][0] - shown[start][1] + 1, shown[i - 1][0]];
+      picture.spot(x0, y1, x1 - x0, 10, () => `${name}\nsteps ${from} to ${to}`);
+    }
+    start = i;
+  }
+}
+
+const MARKS = {
+  switch: ["⇄", "#9467bd"], checkpoint: ["▾", "#59a89c"], failure: ["✕", "#e15759"], repair: ["✚", "#59a89c"],
+  run_started: ["▸", "#8d99a6"], run_stopped: ["■", "#8d99a6"], lr_changed: ["lr", "#c9a227"],
+};
+
+const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in" };
+
+function drawEvents(picture, events, x, y0, y1) {
+  picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
+  let free = 0;
+  for (const event of events) {
+    const [sign, colour] = MARKS[event.kind] || ["•", faint()];
+    const at = Math.max(x(event.step), LEFT + 2);
+    picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
+    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n` + Object.entries(event)
+      .filter(([key, value]) => !["kind", "step"].includes(key) && value !== "" && typeof value !== "object")
+      .map(([key, value]) => `  ${EVENT[key] || key}: ${key.endsWith("_bytes") ? bytes(value) : key.endsWith("_s") ? seconds(value) : value}`).join("\n");
+    const name = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : sign;
+    const w = Math.min(name.length * 6.2 + 6, 180);
+    if (at >= free) {
+      picture.words(name, Math.min(at, picture.width - w - 4), y0 - 18, { colour, bold: true });
+      free = at + w;
+    }
+    picture.spot(at - 5, y0 - 26, Math.max(10, at >= free - w ? w : 10), 22, text);
+    picture.spot(at - 2, y0 - 4, 4, y1 - y0, text);
+  }
+}
+
+// One bar per rank on a common axis; many ranks make thin ones.
+export function drawBars(picture, ranks, late) {
+  const many = ranks.length > 16;
+  const row = many ? Math.max(5, Math.min(14, Math.floor(420 / ranks.length))) : 24;
+  const width = picture.begin(ranks.length * row + 30);
+  picture.canvas.dataset.rows = ranks.length;
+  if (!ranks.length) return;
+  const top = Math.max(...ranks.map((r) => r[1]), 1e-9);
+  const right = width - 70;
+  const x = (value) => LEFT + ((right - LEFT) * value) / top;
+  const bottom = ranks.length * row + 8;
+  for (const value of ticks(top, 5)) {
+    picture.line(x(value), 0, x(value), bottom, rule());
+    picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
+  }
+  ranks.forEach((values, i) => {
+    const [rank, total] = values;
+    const y = i * row + 4;
+    const slow = late && late.rank === rank;
+    if (!many || i % 8 === 0 || slow) {
+      picture.words(`rank ${rank}`, LEFT - 6, y + row / 2, { align: "right", colour: slow ? COLOURS.exposed : faint(), bold: slow });
+    }
+    let at = 0;
+    PARTS.forEach((part, p) => {
+      picture.box(x(at), y + 1, x(at + values[2 + p]) - x(at), row - (many ? 1 : 5), COLOURS[part]);
+      at += values[2 + p];
+    });
+    if (!many) picture.words(seconds(total), x(total) + 6, y + row / 2);
+    if (slow) picture.words(many ? "◀ late" : "", x(total) + 6, y + row / 2, { colour: COLOURS.exposed, bold: true });
+    const text = () => [
+      `rank ${rank}: ${seconds(total)}`,
+      ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),
+      slow ? `the others wait ${seconds(late.seconds)} for it (${late.cause})` : "",
+    ].filter(Boolean).join("\n");
+    picture.spot(0, y, width, row, text);
+  });
+}
+
+export function drawMemory(picture, rows) {
+  const names = Object.keys(MEMORY);
+  const many = rows.length > 16;
+  const row = many ? Math.max(5, Math.min(14, Math.floor(420 / rows.length))) : 26;
+  const width = picture.begin(rows.length * row + 30);
+  picture.canvas.dataset.rows = rows.length;
+  if (!rows.length) return;
+  const total = (r) => names.reduce((sum, name) => sum + r[name], 0);
+  const whole = (r) => (r.formula ? r.formula.reduce((a, b) => a + b, 0) : 0);
+  const top = Math.max(...rows.map((r) => Math.max(total(r), whole(r))), 1);
+  const x = (value) => LEFT + ((width - 80 - LEFT) * value) / top;
+  const bottom = rows.length * row + 8;
+  for (const value of memoryTicks(top)) {
+    picture.line(x(value), 0, x(value), bottom, rule());
+    picture.words(bytes(value), x(value), bottom + 12, { align: "center" });
+  }
+  rows.forEach((r, i) => {
+    const y = i * row + 4;
+    if (!many || i % 8 === 0) picture.words(`rank ${r.rank}`, LEFT - 6, y + row / 2, { align: "right" });
+    let at = 0;
+    for (const name of names) {
+      picture.box(x(at), y + 1, x(at + r[name]) - x(at), row - (many ? 1 : 6), MEMORY[name]);
+      at += r[name];
+    }
+    if (!many) picture.words(bytes(at), x(at) + 6, y + row / 2);
+    if (r.formula) {
+      picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), paper(), { width: 4 });
+      picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), ink(), { width: 2 });
+    }
+    const formula = r.formula || [];
+    const text = () => [
+      `rank ${r.rank}, counted in step ${r.step}`,
+      ...["parameters", "gradients", "optimizer"].map((name, k) =>
+        `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k])}` : ""}`),
+      `  buffers: ${bytes(r.buffers)}`,
+      `  activations and other, at the peak: ${bytes(r.rest)}`,
+    ].join("\n");
+    picture.spot(0, y, width, row, text);
+  });
+}
+
+function memoryTicks(top) {
+  const unit = 1024 ** Math.floor(Math.log(top) / Math.log(1024));
+  return ticks(top / unit, 4).map((value) => value * unit);
+}
+
+// One bar for each run, on a common axis of seconds a step.
+export function drawRun(picture, run, top) {
+  const width = picture.begin(16);
+  if (!run.seconds) return;
+  let at = 0;
+  run.parts.forEach((value, i) => {
+    const w = (width * value) / top;
+    picture.box(at, 2, w, 12, COLOURS[PARTS[i]]);
+    picture.spot(at, 0, w, 16, () => `${SPOKEN[PARTS[i]]}: ${seconds(value)} (${percent(value / run.seconds)})`);
+    at += w;
+  });
+}

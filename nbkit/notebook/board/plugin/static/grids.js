@@ -1,0 +1,130 @@
+// The pictures of two dimensions: who sends what to whom, and the inside of a step.
+
+import { COLOURS, bytes, faint, ink, paper, percent, rule, seconds, shade, ticks } from "./paint.js";
+
+// traffic: {world, sent, modelled} with [from, to, bytes]; hosts: of each rank, for the borders of nodes.
+export function drawTraffic(picture, traffic, hosts) {
+  const n = traffic.world;
+  const left = 46;
+  const width = picture.begin(Math.min(440, 44 * n + 34));
+  const cell = Math.max(3, Math.min((picture.height - 34) / n, (width - left - 8) / n, 44));
+  const cells = new Map();
+  for (const [kind, rows] of [["sent", traffic.sent], ["modelled", traffic.modelled]]) {
+    for (const [from, to, size] of rows) {
+      const key = from * n + to;
+      cells.set(key, { from, to, sent: 0, modelled: 0, ...cells.get(key), [kind]: size });
+    }
+  }
+  const most = Math.max(1, ...[...cells.values()].map((c) => c.sent + c.modelled));
+  picture.canvas.dataset.cells = cells.size;
+  picture.canvas.dataset.world = n;
+  const gap = cell > 8 ? 1 : 0;
+  const at = (i) => 22 + i * cell;
+  picture.frame(left - 1, at(0) - 1, n * cell + 2, n * cell + 2, rule());
+  for (let i = 0; i < n; i += 1) {
+    picture.box(left + i * cell, at(i), cell - gap, cell - gap, rule());
+    if (n <= 16 || i % 8 === 0) {
+      picture.words(`${i}`, left - 6, at(i) + cell / 2, { align: "right" });
+      picture.words(`${i}`, left + (i + 0.5) * cell, 13, { align: "center" });
+    }
+  }
+  picture.words("from ↓ to →", 0, 4, { size: 9 });
+  for (const c of cells.values()) {
+    const total = c.sent + c.modelled;
+    const [x, y] = [left + c.to * cell, at(c.from)];
+    picture.box(x, y, cell - gap, cell - gap, shade(total / most, c.sent >= c.modelled ? "blue" : "orange"));
+    if (cell >= 34) {
+      const strong = total / most > 0.3;
+      picture.words(brief(total), x + cell / 2, y + cell / 2, { align: "center", size: 10, colour: strong ? paper() : ink() });
+    }
+    picture.spot(x, y, cell, cell, () => [
+      `rank ${c.from} → rank ${c.to}, a step`,
+      c.sent ? `messages: ${bytes(c.sent)} (exact)` : "",
+      c.modelled ? `collectives: ${bytes(c.modelled)} (modelled as a ring)` : "",
+    ].filter(Boolean).join("\n"));
+  }
+  for (let i = 1; i < n; i += 1) {
+    if (hosts[i] === hosts[i - 1]) continue;
+    picture.line(left + i * cell - 0.5, at(0), left + i * cell - 0.5, at(n), faint(), { width: 0.6 });
+    picture.line(left, at(i) - 0.5, left + n * cell, at(i) - 0.5, faint(), { width: 0.6 });
+  }
+}
+
+function brief(size) {
+  const [value, unit] = bytes(size).split(" ");
+  return `${value.length > 4 ? Math.round(Number(value)) : value}${unit[0]}`;
+}
+
+const KINDS = { F: "#4e79a7", B: "#f28e2b", I: "#f28e2b", W: "#59a89c" };
+const NAMES = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights" };
+
+function drawRows(picture, rows, ranks, span, top, height, colour, text, label) {
+  const left = 58;
+  const x = (t) => left + ((picture.width - left - 10) * t) / span;
+  rows.forEach((row, i) => {
+    const y = top + i * height;
+    picture.box(left, y, picture.width - left - 10, height - 1, rule());
+    if (ranks.length <= 16 || i % 8 === 0) picture.words(`rank ${ranks[i]}`, left - 6, y + height / 2, { align: "right" });
+    for (const one of row) {
+      const [x0, x1] = [x(one[3]), x(one[4])];
+      const gap = x1 - x0 > 4 ? 0.6 : 0;
+      picture.box(x0, y, Math.max(x1 - x0 - gap, 0.6), height - 1, colour(one));
+      const name = label(one);
+      if (name && x1 - x0 > name.length * 6.5 + 2 && height > 11) {
+        picture.words(name, (x0 + x1) / 2, y + height / 2, { align: "center", size: 10, colour: "#ffffff" });
+      }
+      picture.spot(x0, y, Math.max(x1 - x0, 1), height, () => text(one, ranks[i]));
+    }
+  });
+}
+
+function drawTime(picture, span, y) {
+  for (const value of ticks(span, 6)) {
+    const x = 58 + ((picture.width - 68) * value) / span;
+    picture.line(x, y - 3, x, y + 1, faint());
+    picture.words(seconds(value), x, y + 10, { align: "center" });
+  }
+}
+
+export function drawMoments(picture, moments) {
+  const ranks = moments.ranks;
+  picture.canvas.dataset.kind = moments.kind;
+  picture.canvas.dataset.rows = ranks.length;
+  if (!ranks.length) {
+    picture.begin(20);
+    return;
+  }
+  const height = ranks.length > 16 ? 7 : 20;
+  const block = ranks.length * height;
+  if (moments.kind === "laps") {
+    picture.begin(block + 26);
+    const text = (one, rank) => `rank ${rank}: ${one[0]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
+    drawRows(picture, moments.measured, ranks, moments.measured_span || 1, 0, height, (one) => lapColour(one[0]), text, () => "");
+    drawTime(picture, moments.measured_span || 1, block + 4);
+    return;
+  }
+  const planned = moments.planned;
+  picture.begin((planned ? block + 30 : 0) + block + 46);
+  // One scale for both, so that longer is slower.
+  const span = Math.max(moments.measured_span, planned ? moments.planned_span : 0) || 1;
+  const colour = (one) => KINDS[one[0]];
+  const label = (one) => `${one[2]}`;
+  const text = (one, rank) =>
+    `rank ${rank}, stage ${one[1]}\n${NAMES[one[0]]} of micro-batch ${one[2]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
+  let top = 18;
+  if (planned) {
+    picture.words(`planned: ${moments.schedule}, the measured cost of each stage, no transfers: bubble ${percent(moments.planned_bubble)}, ${seconds(moments.planned_span)}`, 58, 8, { colour: ink() });
+    drawRows(picture, planned, ranks, span, top, height, colour, text, label);
+    top += block + 30;
+  }
+  picture.words(`measured in step ${moments.step}: bubble ${percent(moments.measured_bubble)}, ${seconds(moments.measured_span)}`, 58, top - 10, { colour: ink() });
+  drawRows(picture, moments.measured, ranks, span, top, height, colour, text, label);
+  drawTime(picture, span, top + block + 6);
+}
+
+function lapColour(state) {
+  if (state === "forward") return "#4e79a7";
+  if (state === "backward") return "#7ba3cc";
+  if (state.startsWith("wait ")) return COLOURS.exposed;
+  return COLOURS[state] || COLOURS.other;
+}

@@ -1,0 +1,294 @@
+// The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
+
+import { drawBars, drawMemory, drawRun, drawTimeline } from "./charts.js";
+import { drawMoments, drawTraffic } from "./grids.js";
+import { COLOURS, MEMORY, PARTS, Picture, SPOKEN, bytes, number, percent, seconds } from "./paint.js";
+
+const EVERY_MS = 1000;
+const RUNS_EVERY = 3; // polls
+const WINDOW = 200;
+
+const state = {
+  run: null, runs: [], points: [], events: [], epoch: -1, newest: 0, world: 0, lateness: { of: 0, rows: [] },
+  step: null, follow: true, only: 0, replica: 0, polls: 0,
+};
+const $ = (id) => document.getElementById(id);
+let pictures = {};
+
+const LAYOUT = `
+<header>
+  <label>Run <select id="run"></select></label>
+  <span id="strategy" class="chip"></span><span id="live" class="chip"></span>
+  <span class="grow"></span>
+  <span class="picker">
+    <button id="back" title="one step back">◀</button>
+    <label>Step <input id="step" type="number" min="1" size="8"></label>
+    <button id="forth" title="one step on">▶</button>
+    <button id="follow" aria-pressed="true">Follow newest</button>
+  </span>
+</header>
+<p id="reading"></p>
+<p id="empty" hidden></p>
+<main id="main" hidden>
+  <section class="wide"><h2>Where the time of a step goes <small>mean over ranks · click a step to see it below</small>
+    <span class="buttons"><button id="whole" aria-pressed="true">whole run</button><button id="recent" aria-pressed="false">newest ${WINDOW}</button></span></h2>
+    <div class="legend" id="parts"></div><div id="timeline"></div></section>
+  <section><h2><span id="at">Step</span>, one bar per rank <small>measured</small></h2><p class="note" id="late"></p><div id="bars"></div></section>
+  <section><h2>Who sends to whom <small>bytes in this step</small></h2>
+    <div class="legend"><i style="background:#1a5496"></i>messages: exact <i style="background:#bf5b0a"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
+  <section class="wide"><h2>Communication by operation and axis <small>one step, all ranks</small></h2><div class="scroll"><table id="table"></table></div><p class="note" id="tablenote"></p></section>
+  <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
+  <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div></section>
+  <section><h2>Who is late <small id="latenote"></small></h2><table id="lateness"></table></section>
+  <section class="wide"><h2>Runs <small>mean of the newest steps · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
+</main>
+<footer id="footer"></footer>`;
+
+const swatches = (colours, names) => Object.entries(colours).map(([key, colour]) => `<i style="background:${colour}"></i>${names[key] || key} `).join("");
+
+export async function render() {
+  const style = document.createElement("link");
+  style.rel = "stylesheet";
+  style.href = "./static/index.css";
+  document.head.append(style);
+  await new Promise((done) => { style.onload = done; style.onerror = done; });
+  document.body.innerHTML = LAYOUT;
+  $("parts").innerHTML = swatches(COLOURS, SPOKEN);
+  $("memorylegend").innerHTML = `${swatches(MEMORY, { rest: "activations, other (peak)" })}<b class="tick"></b>formula, at rest`;
+  for (const [id, label] of Object.entries({ timeline: "step breakdown over time", bars: "step breakdown per rank", traffic: "traffic from rank to rank", moments: "moments of a step", memory: "memory per rank" })) {
+    pictures[id] = new Picture($(id), label);
+  }
+  listen();
+  watchTheme();
+  keepNeighboursLive();
+  for (;;) {
+    await poll();
+    await new Promise((done) => setTimeout(done, EVERY_MS));
+  }
+}
+
+function listen() {
+  $("run").onchange = () => choose($("run").value);
+  $("step").onchange = () => pick(Number($("step").value));
+  $("back").onclick = () => pick((state.step?.asked ?? state.newest) - 1);
+  $("forth").onclick = () => pick((state.step?.asked ?? state.newest) + 1);
+  $("follow").onclick = () => { state.follow = !state.follow; show(); poll(); };
+  $("whole").onclick = () => { state.only = 0; draw(); };
+  $("recent").onclick = () => { state.only = WINDOW; draw(); };
+  window.addEventListener("resize", draw);
+}
+
+// TensorBoard's own switch where there is one, else the browser's wish.
+function watchTheme() {
+  let above = null;
+  try { above = window.parent !== window ? window.parent.document.body : null; } catch { above = null; }
+  const wish = window.matchMedia("(prefers-color-scheme: dark)");
+  const set = () => {
+    document.body.classList.toggle("dark", above ? above.classList.contains("dark-mode") : wish.matches);
+    draw();
+  };
+  if (above) new MutationObserver(set).observe(above, { attributes: true, attributeFilter: ["class"] });
+  wish.addEventListener("change", set);
+  set();
+}
+
+// A TensorBoard that nbkit did not start has the tab, but not the script that makes the other tabs follow.
+function keepNeighboursLive() {
+  try {
+    const page = window.parent.document;
+    if (window.parent === window || page.querySelector("script[src$='communication/static/live.js']")) return;
+    const script = page.createElement("script");
+    script.type = "module";
+    script.src = "data/plugin/communication/static/live.js";
+    page.body.append(script);
+  } catch {
+    // The page around this one is somebody else's.
+  }
+}
+
+async function ask(what, values = {}) {
+  const answer = await fetch(`./${what}?${new URLSearchParams(values)}`);
+  if (!answer.ok) throw new Error(`${what}: ${answer.status}`);
+  return answer.json();
+}
+
+function choose(name) {
+  Object.assign(state, { run: name, points: [], events: [], epoch: -1, newest: 0, step: null, follow: true, replica: 0 });
+  poll();
+}
+
+function pick(step) {
+  if (!(step >= 1)) return;
+  state.follow = false;
+  fetchStep(Math.min(step, state.newest)).then(draw);
+}
+
+let asking = false;
+
+async function poll() {
+  if (asking || document.hidden) return;
+  asking = true;
+  try {
+    if (state.polls % RUNS_EVERY === 0) state.runs = (await ask("runs")).runs;
+    state.polls += 1;
+    const name = state.run ?? state.runs[0]?.name;
+    if (name !== undefined) {
+      state.run = name;
+      const grown = await ask("poll", { run: name, epoch: state.epoch, points: state.points.length, events: state.events.length });
+      if (state.run !== name) return;
+      state.points = [...state.points.slice(0, grown.keep), ...grown.points];
+      state.events = [...state.events.slice(0, grown.events_keep), ...grown.events];
+      Object.assign(state, { epoch: grown.epoch, newest: grown.newest, world: grown.world, lateness: grown.lateness });
+      if (state.newest && (state.step === null || (state.follow && state.step.asked !== state.newest))) await fetchStep("newest");
+    }
+    $("footer").classList.remove("gone");
+    draw();
+  } catch (error) {
+    $("footer").classList.add("gone");
+    $("footer").textContent = `No answer from TensorBoard (${error.message}); trying again.`;
+  } finally {
+    asking = false;
+  }
+}
+
+async function fetchStep(step) {
+  const name = state.run;
+  const found = await ask("step", { run: name, step, replica: state.replica });
+  if (state.run === name) state.step = found;
+}
+
+function draw() {
+  if (!pictures.timeline || document.body.clientWidth === 0) return; // another tab is in front
+  show();
+  const nothing = state.points.length === 0;
+  $("main").hidden = nothing;
+  $("empty").hidden = !nothing;
+  $("empty").textContent = state.run === null
+    ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
+    : `${state.run} has no finished step yet.`;
+  if (nothing) return;
+  drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, pick });
+  drawRuns();
+  drawLateness();
+  const step = state.step;
+  if (!step?.ranks) return;
+  drawBars(pictures.bars, step.ranks, step.late);
+  if (step.traffic) drawTraffic(pictures.traffic, step.traffic, step.hosts);
+  $("nodes").textContent = new Set(step.hosts).size > 1 ? " · lines: borders of nodes" : "";
+  drawTable(step);
+  drawInside(step);
+  drawMemory(pictures.memory, step.memory || []);
+  const counted = step.memory?.[0];
+  $("memorynote").textContent = counted ? `counted in step ${counted.step}; ${counted.source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
+}
+
+// Everything that is text.
+function show() {
+  const { step } = state;
+  fill($("run"), state.runs.map((run) => run.name), state.run);
+  const here = state.runs.find((run) => run.name === state.run);
+  $("strategy").textContent = step?.strategy || here?.strategy || "";
+  $("live").textContent = here ? `${state.world} ranks · ${here.live ? "running" : "ended"}` : "";
+  $("live").classList.toggle("on", Boolean(here?.live));
+  $("reading").textContent = step?.reading || "";
+  $("follow").setAttribute("aria-pressed", String(state.follow));
+  $("whole").setAttribute("aria-pressed", String(!state.only));
+  $("recent").setAttribute("aria-pressed", String(Boolean(state.only)));
+  if (!step) return;
+  if (document.activeElement !== $("step")) $("step").value = step.asked ?? step.step;
+  $("step").max = state.newest;
+  $("at").textContent = step.span > 1 ? `Steps ${step.step - step.span + 1} to ${step.step} (mean)` : `Step ${step.step}`;
+  $("late").textContent = step.late ? `The others wait ${seconds(step.late.seconds)} for rank ${step.late.rank}: ${SPOKEN[step.late.cause] || step.late.cause}` : "";
+  const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
+  const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
+  const share = step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : "";
+  $("footer").textContent = `Measured, unless modelled or formula is said. Measuring itself took ${seconds(step.own)}${share} on each rank${lost}${missing}`;
+}
+
+function fill(select, names, chosen) {
+  const shown = [...select.options].map((option) => option.value).join("\n");
+  if (shown !== names.join("\n")) select.replaceChildren(...names.map((name) => new Option(name === "." ? "this directory" : name, name)));
+  if (chosen !== null && document.activeElement !== select) select.value = chosen;
+}
+
+function rows(table, head, body) {
+  const cells = (values, tag) => values.map((value) => {
+    const cell = document.createElement(tag);
+    if (value instanceof Node) cell.append(value); else cell.textContent = value;
+    return cell;
+  });
+  const line = (values, tag) => {
+    const made = document.createElement("tr");
+    made.append(...cells(values, tag));
+    return made;
+  };
+  table.replaceChildren(line(head, "th"), ...body.map((values) => line(values, "td")));
+}
+
+const perSecond = (value) => (value === null ? "–" : `${bytes(value)}/s`);
+
+function drawTable(step) {
+  const sums = step.table || [];
+  const waits = sums.filter((row) => row.op === "batch");
+  rows($("table"), ["operation", "axis", "calls of a rank", "bytes measured", "bytes by formula", "time of a call", "algbw", "busbw", "overlapped"],
+    sums.filter((row) => row.op !== "batch").map((row) => [
+      row.op.replaceAll("_", " "), row.axis, number(row.calls), bytes(row.bytes),
+      row.formula_bytes === null ? "–" : `${bytes(row.formula_bytes)}${row.bytes ? ` (${percent(row.formula_bytes / row.bytes)})` : ""}`,
+      seconds(row.seconds), perSecond(row.algbw), perSecond(row.busbw), percent(row.overlap)]));
+  $("tablenote").textContent = [
+    sums.length ? "" : "This step sent nothing.",
+    step.formula ? "" : "No formula is known for this run.",
+    waits.length ? `Messages issued together are waited for together: ${seconds(waits[0].seconds)} each time.` : "",
+    "– was not timed or is not known. Times contain the waiting for peers that came late.",
+  ].filter(Boolean).join(" ");
+}
+
+function drawInside(step) {
+  const moments = step.moments;
+  $("momentshead").replaceChildren(moments?.kind === "pipeline" ? "The pipeline, planned above measured" : "Inside a step, moment by moment", small(moments ? `step ${moments.step}, the nearest one that was kept` : "no step was kept in detail yet"));
+  if (moments?.replicas > 1) {
+    const select = document.createElement("select");
+    fill(select, [...Array(moments.replicas).keys()].map(String), String(state.replica));
+    for (const option of select.options) option.text = `pipeline ${option.value}`;
+    select.onchange = () => { state.replica = Number(select.value); fetchStep(state.follow ? "newest" : step.asked).then(draw); };
+    $("momentshead").append(" ", select);
+  }
+  $("momentslegend").innerHTML = moments?.kind === "pipeline"
+    ? swatches({ F: "#4e79a7", B: "#f28e2b", W: "#59a89c" }, { F: "forward", B: "backward", W: "weight gradients" }) + " · the number is the micro-batch"
+    : swatches({ f: "#4e79a7", b: "#7ba3cc", w: COLOURS.exposed, u: COLOURS.bubble, d: COLOURS.data, o: COLOURS.optimizer, x: COLOURS.other },
+      { f: "forward", b: "backward", w: "standing in a collective", u: "pipeline bubble", d: "data", o: "optimizer", x: "other" });
+  drawMoments(pictures.moments, moments || { kind: "laps", ranks: [] });
+}
+
+function small(text) {
+  const made = document.createElement("small");
+  made.textContent = ` ${text}`;
+  return made;
+}
+
+function drawLateness() {
+  const { of, rows: those } = state.lateness;
+  $("latenote").textContent = of ? `in the newest ${of} steps, each with the four before it` : "";
+  rows($("lateness"), ["rank", "late in", "by", "what takes it longer"], those.map((one) => [
+    `${one.rank}`, `${one.steps} of ${of} steps`, `${seconds(one.seconds)} a step`, SPOKEN[one.cause] || one.cause]));
+  if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
+}
+
+function drawRuns() {
+  const top = Math.max(...state.runs.map((run) => run.seconds || 0), 1e-9);
+  const table = $("runs");
+  if (table.contains(document.activeElement)) return;
+  const bars = [];
+  rows(table, ["run", "strategy", "ranks", "step", "loss", "tokens/s", "time of a step", "sent a step", "where it goes"], state.runs.slice(0, 20).map((run) => {
+    const link = document.createElement("button");
+    link.className = "link";
+    link.textContent = run.name;
+    link.onclick = () => choose(run.name);
+    const host = document.createElement("div");
+    host.className = "bar";
+    bars.push([host, run]);
+    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : number(run.loss), number(run.rate), seconds(run.seconds), bytes(run.bytes), host];
+  }));
+  for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
+  for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === state.run);
+}

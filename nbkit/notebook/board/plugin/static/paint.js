@@ -1,0 +1,152 @@
+// A canvas that knows what lies where: every drawn thing may have a text that is shown under the pointer.
+
+export const PARTS = ["compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"];
+export const SPOKEN = {
+  compute: "compute", exposed: "exposed communication", waiting: "waiting for peers", bubble: "pipeline bubble",
+  data: "data", optimizer: "optimizer", other: "other",
+};
+// Told apart also without red and green; "other" and "bubble" recede.
+export const COLOURS = {
+  compute: "#4e79a7", exposed: "#e15759", waiting: "#f2a33c", bubble: "#c9b8a0", data: "#59a89c",
+  optimizer: "#9467bd", other: "#8d99a6",
+};
+export const MEMORY = { parameters: "#4e79a7", gradients: "#e15759", optimizer: "#9467bd", buffers: "#59a89c", rest: "#8d99a6" };
+
+export const dark = () => document.body.classList.contains("dark");
+export const ink = () => (dark() ? "#e3e6ea" : "#23272e");
+export const faint = () => (dark() ? "#9aa3ae" : "#68717d");
+export const rule = () => (dark() ? "#3c434d" : "#dfe3e8");
+export const paper = () => (dark() ? "#23272e" : "#ffffff");
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
+  if (value >= 1) return `${value.toPrecision(3)} s`;
+  return value >= 1e-3 ? `${(value * 1e3).toPrecision(3)} ms` : `${(value * 1e6).toPrecision(3)} µs`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  while (value >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
+  return `${i === 0 || value >= 100 ? Math.round(value) : value.toPrecision(3)} ${units[i]}`;
+}
+
+export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`);
+export const number = (value) => (value === null || value === undefined ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : `${+value.toPrecision(3)}`);
+
+let tip = null;
+
+export function showTip(text, event) {
+  if (tip === null) {
+    tip = document.createElement("div");
+    tip.className = "tip";
+    document.body.append(tip);
+  }
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  const right = event.clientX + tip.offsetWidth + 24 > window.innerWidth;
+  tip.style.left = `${right ? event.clientX - tip.offsetWidth - 12 : event.clientX + 14}px`;
+  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 6))}px`;
+}
+
+export class Picture {
+  constructor(host, label) {
+    this.canvas = document.createElement("canvas");
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", label);
+    host.append(this.canvas);
+    this.spots = [];
+    this.canvas.addEventListener("mousemove", (event) => {
+      const spot = this.at(event);
+      showTip(spot && spot.text(), event);
+      this.canvas.style.cursor = spot && spot.pick ? "pointer" : "default";
+    });
+    this.canvas.addEventListener("mouseleave", (event) => showTip("", event));
+    this.canvas.addEventListener("click", (event) => {
+      const spot = this.at(event);
+      if (spot && spot.pick) spot.pick();
+    });
+  }
+
+  // Begin anew, this high; returns the width there is.
+  begin(height) {
+    const width = Math.max(200, this.canvas.parentElement.clientWidth);
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    this.canvas.style.height = `${height}px`;
+    this.pen = this.canvas.getContext("2d");
+    this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.pen.clearRect(0, 0, width, height);
+    this.width = width;
+    this.height = height;
+    this.spots = [];
+    return width;
+  }
+
+  box(x, y, w, h, colour) {
+    this.pen.fillStyle = colour;
+    this.pen.fillRect(x, y, w, h);
+  }
+
+  frame(x, y, w, h, colour, dash = []) {
+    this.pen.setLineDash(dash);
+    this.pen.strokeStyle = colour;
+    this.pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+    this.pen.setLineDash([]);
+  }
+
+  line(x0, y0, x1, y1, colour, { width = 1, dash = [] } = {}) {
+    this.pen.setLineDash(dash);
+    this.pen.lineWidth = width;
+    this.pen.strokeStyle = colour;
+    this.pen.beginPath();
+    this.pen.moveTo(x0, y0);
+    this.pen.lineTo(x1, y1);
+    this.pen.stroke();
+    this.pen.setLineDash([]);
+    this.pen.lineWidth = 1;
+  }
+
+  words(text, x, y, { colour = faint(), align = "left", size = 11, bold = false } = {}) {
+    this.pen.fillStyle = colour;
+    this.pen.textAlign = align;
+    this.pen.textBaseline = "middle";
+    this.pen.font = `${bold ? "600 " : ""}${size}px system-ui, sans-serif`;
+    this.pen.fillText(text, x, y);
+  }
+
+  // What is under the pointer there: text() makes its words, pick is called when it is clicked.
+  spot(x, y, w, h, text, pick = null) {
+    this.spots.push({ x, y, w, h, text, pick });
+  }
+
+  at(event) {
+    const frame = this.canvas.getBoundingClientRect();
+    const x = event.clientX - frame.left;
+    const y = event.clientY - frame.top;
+    return this.spots.findLast((s) => x >= s.x && x < s.x + s.w && y >= s.y && y < s.y + s.h);
+  }
+}
+
+// Round values from 0 to at least `top`.
+export function ticks(top, count = 4) {
+  if (!(top > 0)) return [0];
+  const raw = top / count;
+  const ten = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * ten).find((s) => s >= raw * 0.999);
+  const found = [];
+  for (let value = 0; value <= top * 1.0001; value += step) found.push(value);
+  return found;
+}
+
+// From the paper's colour to a strong one, for a share from 0 to 1.
+export function shade(share, hue) {
+  const s = share <= 0 ? 0 : 0.12 + 0.88 * Math.sqrt(share);
+  const from = dark() ? [35, 39, 46] : [255, 255, 255];
+  const to = { blue: dark() ? [108, 170, 240] : [26, 84, 150], orange: dark() ? [245, 170, 90] : [191, 91, 10] }[hue];
+  return `rgb(${from.map((value, i) => Math.round(value + s * (to[i] - value))).join(",")})`;
+}

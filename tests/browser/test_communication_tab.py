@@ -1,0 +1,210 @@
+"""The tab "Communication" in a real browser, in TensorBoard and on its own, while runs are written."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from nbkit.notebook.board.board import Board
+
+SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
+BEFORE = 30  # steps that are there when the page opens
+
+
+def fake_run() -> Any:
+    spec = importlib.util.spec_from_file_location("fake_run", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fake_run"] = module
+    spec.loader.exec_module(module)
+    return module.FakeRun
+
+
+class Training:
+    """A run of four ranks that goes on in a thread, five steps a second; it also writes a loss for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.fake = fake_run()(folder, 4, "ddp", late=2)
+        self.writer = SummaryWriter(str(folder))
+        self.over, self.switch_to = threading.Event(), ""
+        for _ in range(BEFORE):
+            self.step()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def step(self) -> None:
+        self.fake.step()
+        self.writer.add_scalar("train/loss", 1.0 / self.fake.number, self.fake.number)
+        self.writer.flush()
+
+    def run(self) -> None:
+        while not self.over.wait(0.2):
+            if self.switch_to:
+                self.fake.switch(self.switch_to)
+                self.switch_to = ""
+            self.step()
+
+    def end(self) -> None:
+        self.over.set()
+        self.thread.join()
+        self.fake.close()
+        self.writer.close()
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    top = tmp_path_factory.mktemp("tab") / "runs"
+    big = fake_run()(top / "big", 64, "dp=4 tp=4 pp=4")
+    for _ in range(55):
+        big.step()
+    big.close()
+    training = Training(top / "small")
+    yield training
+    training.end()
+
+
+@pytest.fixture(scope="module")
+def board(training: Training) -> Iterator[Board]:
+    yield Board.start(training.fake.folder.parent)
+    Board.end()
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, board: Board) -> Iterator[Any]:
+    """TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
+    context = browser.new_context(viewport={"width": 1400, "height": 1100}, color_scheme="light")
+    page = context.new_page()
+    page.problems, page.asked = [], []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(f"{board.url}#communication")
+    yield page
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def tab(page: Any) -> Any:
+    """The frame that the tab is."""
+    page.wait_for_selector("iframe[src*='communication']", timeout=30_000)
+    frame = page.query_selector("iframe[src*='communication']").content_frame()
+    frame.wait_for_selector("#table td", timeout=20_000)
+    return frame
+
+
+@pytest.fixture(autouse=True)
+def pictures(page: Any, tmp_path: Path) -> Iterator[None]:
+    """A screenshot after each test, in its temporary folder."""
+    yield
+    page.screenshot(path=str(tmp_path / "after.png"))
+
+
+def data(frame: Any, host: str, name: str) -> str:
+    return str(frame.eval_on_selector(f"#{host} canvas", f"canvas => canvas.dataset.{name}"))
+
+
+def newest(frame: Any) -> int:
+    return int(frame.input_value("#step"))
+
+
+def hover(page: Any, frame: Any, host: str, x: float, y: float) -> str:
+    """What is shown under the pointer, at a place given as shares of a picture's width and height."""
+    canvas = frame.locator(f"#{host} canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+    return str(frame.locator(".tip").inner_text())
+
+
+def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: Any) -> None:
+    assert tab.input_value("#run") == "small"
+    assert data(tab, "bars", "rows") == "4"
+    assert data(tab, "traffic", "cells") == "4"
+    assert data(tab, "memory", "rows") == "4"
+    row = tab.inner_text("#table tr:nth-child(2)")
+    assert row.split("\t")[:5] == ["all reduce", "dp", "1", "16.0 MiB", "16.0 MiB (100 %)"]
+    assert "for rank 2" in tab.inner_text("#reading")
+    assert "rank 2" in tab.inner_text("#late")
+    assert "2" in tab.inner_text("#lateness td")
+    assert "modelled" in tab.inner_text("main")
+    assert "compute" in hover(page, tab, "bars", 0.3, 0.1)
+    assert "modelled as a ring" in hover(page, tab, "traffic", *cell(tab, 0, 1))
+
+
+def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
+    """Where in the picture of four ranks the cell from i to j is."""
+    size = tab.eval_on_selector("#traffic canvas", "c => [c.clientWidth, c.clientHeight]")
+    return (46 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
+
+
+def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, page: Any, training: Training) -> None:
+    before = newest(tab)
+    training.switch_to = "pp"
+    tab.wait_for_function(
+        "document.querySelector('#timeline canvas').dataset.events.includes('switch')", timeout=15_000
+    )
+    tab.wait_for_function("document.querySelector('#timeline canvas').dataset.strategies === '2'", timeout=15_000)
+    tab.wait_for_function("document.querySelector('#strategy').textContent.startsWith('pp=4')", timeout=15_000)
+
+    assert newest(tab) > before
+    assert tab.inner_text("#table tr:nth-child(2)").startswith("send\tpp")
+    assert "(exact)" in hover(page, tab, "traffic", *cell(tab, 1, 2))
+
+
+def test_a_step_that_is_clicked_is_shown_and_stays(tab: Any, page: Any) -> None:
+    canvas = tab.locator("#timeline canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.click(box["x"] + 70, box["y"] + 150)
+    tab.wait_for_function("document.querySelector('#strategy').textContent === 'dp=4'", timeout=5000)
+    chosen = tab.inner_text("#at")
+    assert chosen in ("Step 1", "Step 2") and tab.get_attribute("#follow", "aria-pressed") == "false"
+    assert "loss" in hover(page, tab, "timeline", 70 / box["width"], 150 / box["height"])
+    page.wait_for_timeout(2200)
+    assert tab.inner_text("#at") == chosen
+
+    tab.click("#follow")
+    tab.wait_for_function("Number(document.querySelector('#step').value) > 30", timeout=5000)
+
+
+def test_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
+    tab.click("#runs button:has-text('big')")
+    tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '64'", timeout=15_000)
+    assert data(tab, "traffic", "world") == "64"
+    assert int(data(tab, "traffic", "cells")) > 200
+    assert (data(tab, "moments", "kind"), data(tab, "moments", "rows")) == ("pipeline", "4")
+    assert tab.locator("#momentshead option").count() == 16
+    assert "micro-batch" in hover(page, tab, "moments", 0.075, 0.2)
+    tab.select_option("#run", "small")
+    tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '4'", timeout=15_000)
+
+
+def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
+    assert not tab.evaluate("document.body.classList.contains('dark')")
+    page.evaluate("document.body.classList.add('dark-mode')")
+    tab.wait_for_function("document.body.classList.contains('dark')", timeout=5000)
+    page.evaluate("document.body.classList.remove('dark-mode')")
+
+
+def test_the_stock_tabs_follow_too(page: Any, tab: Any) -> None:
+    page.get_by_role("tab", name="Time Series").click()
+    page.wait_for_selector("text=/loss/", timeout=30_000)
+    asked = len([url for url in page.asked if "timeSeries" in url])
+    for _ in range(60):
+        page.wait_for_timeout(250)
+        if len([url for url in page.asked if "timeSeries" in url]) >= asked + 2:
+            return
+    raise AssertionError("nobody pressed TensorBoard's reload button")
+
+
+def test_nothing_was_asked_of_another_host_and_nothing_went_wrong(page: Any, tab: Any) -> None:
+    assert {urlsplit(url).hostname for url in page.asked if not url.startswith(("data:", "blob:"))} == {"127.0.0.1"}
+    assert page.problems == []

@@ -1,0 +1,273 @@
+"""The tab's server side, through a real TensorBoard: what it says of recorded runs, and only what is new."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from fake_run import HIDDEN, LATE, WEIGHT, FakeRun
+from tensorboard.plugins import base_plugin
+
+from nbkit.notebook.board.board import Board
+from nbkit.notebook.board.live import following
+from nbkit.notebook.board.plugin import lookup
+from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin.picture import picture
+from nbkit.notebook.board.plugin.timeline import PARTS, Timeline
+from nbkit.rank.telemetry.files import Overview, RecordFile
+from nbkit.records import Header, StepRecord
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: four ranks of which one is late, switched from ddp to pp; sixty-four, switched to three axes."""
+    folder = tmp_path_factory.mktemp("board") / "runs"
+    small = FakeRun(folder / "small", 4, "ddp", late=2)
+    for number in range(60):
+        if number == 40:
+            small.event("checkpoint", path="model.pt", action="saved")
+            small.switch("pp")
+        small.step()
+    big = FakeRun(folder / "nested" / "big", 64, "ddp", late=37)
+    for number in range(12):
+        if number == 6:
+            big.switch("dp=4 tp=4 pp=4")
+        big.step()
+    small.close()
+    big.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(logdir: Path) -> Iterator[Board]:
+    yield Board.start(logdir)
+    Board.end()
+
+
+def ask(board: Board, what: str, **values: object) -> Any:
+    url = f"http://127.0.0.1:{board.port}/data/plugin/communication/{what}?{urlencode(values)}"
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
+def text(board: Board, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{board.port}/{path}", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def test_tensorboard_lists_the_tab_and_serves_its_page(board: Board) -> None:
+    listing = json.loads(text(board, "data/plugins_listing"))["communication"]
+
+    assert (listing["enabled"], listing["tab_name"]) == (True, "Communication")
+    assert "export async function render" in text(board, "data/plugin/communication/static/index.js")
+    for name in ("charts.js", "grids.js", "paint.js", "live.js", "index.css"):
+        page = text(board, f"data/plugin/communication/static/{name}")
+        assert "http://" not in page and "https://" not in page  # nothing is asked of anybody else
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        text(board, "data/plugin/communication/static/..%2Fplugin.py")
+
+
+def test_its_first_page_bears_the_script_that_makes_the_other_tabs_follow(board: Board) -> None:
+    assert "communication/static/live.js" in text(board, "")
+    before = ask(board, "newest")["newest"]
+    (board.logdir / "small" / "events.out.tfevents.1").write_bytes(b"")
+    deadline = time.monotonic() + 20
+    while ask(board, "newest")["newest"] == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_runs_are_found_and_summed_up(board: Board) -> None:
+    runs = {run["name"]: run for run in ask(board, "runs")["runs"]}
+
+    assert set(runs) == {"small", "nested/big"}
+    assert (runs["small"]["ranks"], runs["small"]["step"]) == (4, 60)
+    assert runs["nested/big"]["ranks"] == 64
+    assert sum(runs["small"]["parts"]) == pytest.approx(runs["small"]["seconds"], rel=1e-3)
+    assert runs["small"]["strategy"] == "pp=4 schedule=1f1b microbatches=8"
+
+
+def test_a_reader_with_a_cursor_gets_only_what_is_new(board: Board) -> None:
+    first = ask(board, "poll", run="small")
+    again = ask(board, "poll", run="small", epoch=first["epoch"], points=58, events=len(first["events"]))
+
+    assert [point[0] for point in first["points"]] == list(range(1, 61))
+    assert [event["kind"] for event in first["events"]] == ["run_started", "checkpoint", "switch"]
+    assert (again["keep"], [point[0] for point in again["points"]], again["events"]) == (58, [59, 60], [])
+    point = first["points"][10]
+    assert sum(point[3 : 3 + len(PARTS)]) == pytest.approx(point[2], rel=1e-3)
+    assert {one[-1] for one in first["points"]} == {"dp=4", "pp=4 schedule=1f1b microbatches=8"}
+
+
+def test_a_run_that_is_not_there_is_refused(board: Board) -> None:
+    for name in ("", "nobody", "../small"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            ask(board, "poll", run=name)
+
+
+def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board: Board) -> None:
+    step = ask(board, "step", run="small", step=20)
+
+    assert [values[0] for values in step["ranks"]] == [0, 1, 2, 3]
+    for values in step["ranks"]:
+        assert sum(values[2:]) == pytest.approx(values[1], rel=1e-3)
+    assert step["late"]["rank"] == 2 and step["late"]["cause"] == "compute"
+    assert step["late"]["seconds"] == pytest.approx(LATE, rel=0.2)
+    assert "for rank 2" in step["reading"]
+    (row,) = step["table"]
+    assert (row["op"], row["axis"], row["calls"], row["bytes"]) == ("all_reduce", "dp", 1, 4 * WEIGHT)
+    assert row["formula_bytes"] == 4 * WEIGHT
+    assert step["traffic"]["sent"] == []
+    assert {(i, j) for i, j, _ in step["traffic"]["modelled"]} == {(0, 1), (1, 2), (2, 3), (3, 0)}
+    for memory in step["memory"]:
+        assert memory["formula"] == [memory["parameters"], memory["gradients"], memory["optimizer"]]
+
+
+def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_measured(board: Board) -> None:
+    step = ask(board, "step", run="small", step="newest")
+
+    assert step["step"] == 60
+    each = HIDDEN / 2
+    assert sorted(step["traffic"]["sent"]) == [[i, j, each] for i in range(4) for j in (i - 1, i + 1) if 0 <= j < 4]
+    row = next(row for row in step["table"] if row["op"] == "send")
+    assert row["formula_bytes"] == row["bytes"] == 6 * each
+    moments = step["moments"]
+    assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", 50, [0, 1, 2, 3])
+    # 1f1b: (p - 1) / (m + p - 1) is idle when transfers cost nothing.
+    assert moments["planned_bubble"] == pytest.approx(3 / 11, abs=0.002)
+    assert moments["measured_bubble"] > moments["planned_bubble"] + 0.05
+    assert [len(row) for row in moments["measured"]] == [len(row) for row in moments["planned"]] == [16] * 4
+
+
+def test_sixty_four_ranks_and_several_pipelines(board: Board) -> None:
+    step = ask(board, "step", run="nested/big", step=12, replica=3)
+
+    assert len(step["ranks"]) == 64 and step["traffic"]["world"] == 64
+    assert len(set(step["hosts"])) == 8
+    assert step["moments"]["kind"] == "laps"  # of step 3, the last that was kept, which had no pipeline
+    assert ask(board, "step", run="nested/big", step=3)["moments"]["kind"] == "laps"
+    assert {row["axis"] for row in step["table"]} == {"dp", "tp", "pp"}
+
+
+def test_a_step_that_nobody_recorded_is_empty(board: Board) -> None:
+    assert ask(board, "step", run="small", step=1000) == {"step": 1000, "ranks": []}
+
+
+def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
+    fake = FakeRun(tmp_path / "run", 2, "ddp")
+    run = Run(tmp_path / "run")
+    fake.step()
+    run.refresh()
+    assert run.newest == 1
+    epochs = {run.timeline.epoch}
+    for number in range(2, 1201):
+        fake.step()
+        if number % 20 == 0:
+            run.refresh()
+            epochs.add(run.timeline.epoch)
+    fake.close()
+
+    assert run.newest == 1200
+    assert len(run.steps) <= 64 and len(run.timeline.points) <= 480 and len(run.details) <= 4
+    points = run.timeline.points
+    assert [b[0] - b[1] for b in points[1:]] == [a[0] for a in points[:-1]]  # no step is missing, none there twice
+    assert sum(point[1] for point in points) == 1200
+    assert len(epochs) < 8  # a reader is rarely sent everything
+    # A step that is long out of memory comes from the files.
+    shown = picture(run, 77)
+    assert (shown["step"], shown["span"], len(shown["ranks"])) == (77, 1, 2)
+    # One who opens it now sees the whole run too.
+    opened = Run(tmp_path / "run")
+    opened.refresh()
+    assert opened.newest == 1200 and opened.timeline.points[0][0] <= 8
+    assert [event["kind"] for event in opened.events] == ["run_started"]
+    assert sum(point[1] for point in opened.timeline.points) == 1200
+
+
+def test_steps_that_are_made_again_after_a_checkpoint_replace_the_old_ones(tmp_path: Path) -> None:
+    fake = FakeRun(tmp_path / "run", 2, "ddp")
+    run = Run(tmp_path / "run")
+    for _ in range(10):
+        fake.step()
+    run.refresh()
+    fake.number = 4
+    fake.step()
+    run.refresh()
+
+    assert run.newest == 5
+    assert [point[0] for point in run.timeline.points] == [1, 2, 3, 4, 5]
+
+
+def test_a_rank_that_has_died_does_not_stop_the_picture(tmp_path: Path) -> None:
+    fake = FakeRun(tmp_path / "run", 3, "ddp")
+    run = Run(tmp_path / "run")
+    for number in range(30):
+        if number == 10:
+            fake.dead.add(1)
+        fake.step()
+    run.refresh()
+
+    assert run.newest == 22
+    shown = picture(run, 22)
+    assert [values[0] for values in shown["ranks"]] == [0, 2] and shown["missing"] == [1]
+
+
+def test_what_only_the_overview_has_is_shown_as_the_mean_that_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry" / "rank0.jsonl"
+    file = RecordFile(path, lambda part: [Header(0, 1, part)], part_bytes=4000)
+    overview = Overview(path, lines=8)
+    for number in range(1, 101):
+        step = StepRecord(number, seconds=float(number), parts={"compute": float(number)})
+        file.write([step])
+        overview.add(step)
+    file.close()
+
+    newest, old = lookup.step_at(path, 100), lookup.step_at(path, 5)
+
+    assert newest is not None and (newest.seconds, newest.span) == (100.0, 1)
+    assert old is not None and old.step - old.span < 5 <= old.step
+    assert old.seconds == pytest.approx(old.step - (old.span - 1) / 2)
+    assert lookup.step_at(path, 101) is None
+
+
+def test_folding_keeps_means_and_never_mixes_strategies() -> None:
+    line = Timeline(points=10)
+    for step in range(1, 101):
+        line.add([step, 1, float(step), *[0.0] * len(PARTS), None, 1.0, "a" if step <= 50 else "b"])
+
+    assert len(line.points) <= 10
+    for point in line.points:
+        assert point[2] == pytest.approx(point[0] - (point[1] - 1) / 2, rel=1e-3)
+        assert point[-1] == ("a" if point[0] <= 50 else "b")
+
+
+def test_a_tensorboard_that_was_started_by_hand_finds_it(tmp_path: Path) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["tensorboard_plugins"]
+    entry = EntryPoint("communication", declared["communication"], "tensorboard_plugins")
+    context = base_plugin.TBContext(logdir=str(tmp_path))
+
+    plugin = entry.load()(context)
+    assert plugin.is_active() and "/poll" in plugin.get_plugin_apps()
+
+
+def test_pages_of_another_kind_pass_unchanged() -> None:
+    def app(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        start_response("200 OK", [("Content-Length", "4")])
+        return [b"page"]
+
+    seen: list[Any] = []
+    for path in ("/", "/data/runs"):
+        environ = {"PATH_INFO": path, "REQUEST_METHOD": "GET"}
+        assert b"".join(following(app)(environ, lambda status, headers: seen.append((status, headers)))) == b"page"
+    assert seen == [("200 OK", [("Content-Length", "4")])] * 2
