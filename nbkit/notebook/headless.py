@@ -25,7 +25,7 @@ from nbkit.errors import CellError, NbkitError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Process
 
-__all__ = ["Headless", "read_notebook", "tagged", "text_of"]
+__all__ = ["Headless", "read_notebook", "shown_by", "tagged", "text_of"]
 
 Cell = dict[str, Any]
 _READY_SECONDS = 120
@@ -50,6 +50,16 @@ def text_of(cell: Cell) -> str:
     """What a cell has printed, as a terminal would show it in the end, without colours."""
     printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
     return _ANSI.sub("", _overwritten(printed))
+
+
+def shown_by(cell: Cell) -> str:
+    """What a cell has printed, and behind it the text of the value that it ends with."""
+    values = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
+    return "\n".join(text for text in (text_of(cell), *map(_plain, values)) if text)
+
+
+def _plain(text: str) -> str:
+    return _ANSI.sub("", text)
 
 
 class Headless:
