@@ -21,6 +21,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch._dynamo",
     "torch.distributed.pipelining",
     "nbkit.rank.world",
     "nbkit.rank.watchdog",
