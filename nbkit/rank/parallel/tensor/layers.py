@@ -34,7 +34,9 @@ class Column(nn.Module):
     _link: Link
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(self._link.column_input(x), *args, **kwargs)  # type: ignore[misc]
+        x = self._link.column_input(x)
+        with self._link.before():
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         self._link.begin()
         return y
 
@@ -54,8 +56,9 @@ class Row(nn.Module):
     _link: Link
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # What LoRA adds is a part of the sum too, and its dropout sees this rank's features.
-        partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        # What LoRA adds is a part of the sum too.
+        with self._link.after():
+            partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return self._link.end(partial, core(self).bias)
 
 
@@ -76,7 +79,9 @@ class SplitRow(nn.Module):
     _team: Team
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
+        total = x.shape[-1]
+        with extent("feature", self._team.bounds(total)[0], total):
+            partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
         y = reduce_from(partial, self._team.group)
         bias = core(self).bias
         return y if bias is None else y + bias.to(y.dtype)

@@ -83,7 +83,8 @@ class TensorPlan:
         for path, part in module.named_modules():
             above = [p for p in how if path == p or path.startswith(f"{p}.")]
             if path in how or (any(p is not None for p in part._parameters.values()) and not above):
-                reason = next((r for p, r in self.reasons.items() if path == p or path.startswith(f"{p}.")), "")
+                about = [p for p in self.reasons if path == p or path.startswith(f"{p}.")]
+                reason = self.reasons[max(about, key=len)] if about else ""
                 folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
                 rows[folded, how.get(path, "whole"), "" if path in how else reason] = None
         return list(rows)
