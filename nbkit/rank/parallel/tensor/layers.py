@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.errors import StrategyError
 from nbkit.rank.parallel.extent import extent, present, restored
 from nbkit.rank.parallel.tensor.attention import Looked
 from nbkit.rank.parallel.tensor.heads import Heads
@@ -130,7 +131,14 @@ class Owner(nn.Module):
         with restored(present()), looking:
             if self._attention is not None:
                 args, kwargs = _taken(self._attention, args, kwargs)
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if any(link.begun != link.ended for link in self._links):
+            raise StrategyError(
+                f"A {type(self).__name__} uses the weight of a linear map without calling the map.",
+                numbers="of a pair split over the tensor axis, only one side was called",
+                hint="tp_plan={'<its maps>': 'replicate'}; or call the modules",
+            )
+        return out
 
 
 def _taken(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -67,6 +67,8 @@ class Link:
     at_owner: bool = False
     _taken: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _outside: Present | None = None
+    begun: bool = False
+    ended: bool = False
 
     def reset(self) -> None:
         """A forward begins; the one before may have been broken off between the maps."""
@@ -98,6 +100,7 @@ class Link:
 
     def begin(self) -> None:
         """A column map is through."""
+        self.begun = True
         inside = self._inside((self.kind, self.total))
         self._outside = present() if self._outside is None else self._outside
         _present.set(inside)
@@ -120,6 +123,7 @@ class Link:
         if self._outside is not None:
             _present.set(self._outside)
         self.reset()
+        self.ended = True
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
         return y if bias is None else y + bias.to(y.dtype)

@@ -148,6 +148,17 @@ class Hidden(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class ByHand(nn.Module):
+    """Multiplies by the weight of its second map itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.fc1(x)) @ self.fc2.weight.t()
+
+
 class Translator(nn.Module):
     """Encoder and decoder of torch's own layers, with masks; the decoder attends to the encoder's output."""
 

@@ -95,10 +95,13 @@ def refusals(world: Any) -> dict[str, str]:
     model = ZOO["gpt"].build()
     tensor_parallel(model, axes)
     logits = model(IDS)
+    by_hand = odd.ByHand()
+    tensor_parallel(by_hand, axes)
     plain = ZOO["gpt"].build()
     tensor_parallel(plain, axes)
     return {
         "hidden": said(lambda: hidden(x)),
+        "by hand": said(lambda: by_hand(x)),
         "weights": said(lambda: looks(x, x, x)[1].mean()),
         "dora": said(lambda: tensor_parallel(odd.lora_llama(use_dora=True), axes)),
         "bias": said(lambda: tensor_parallel(odd.lora_llama(lora_bias=True, targets=["o_proj"]), axes)),
@@ -113,6 +116,7 @@ def refusals(world: Any) -> dict[str, str]:
 def test_refusals() -> None:
     answers = run_ranks(refusals, 2, timeout=120)[0]
     assert "4 heads of 4 features on this rank, 2 of 8 expected" in answers["hidden"]
+    assert "without calling the map" in answers["by hand"]
     assert "need_weights=False" in answers["weights"]
     assert "This variant of LoRA needs the whole matrix" in answers["dora"]
     assert "would be added once per rank" in answers["bias"]

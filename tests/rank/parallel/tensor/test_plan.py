@@ -40,7 +40,7 @@ def test_plans() -> None:
     assert rows("qwen2")["lm_head"] == "head"
     assert rows("qwen2")["model.layers.*.mlp.gate_proj"] == "columns: 64 over 2"
     assert rows("encoder")["encoder.layers.*.self_attn"] == "heads: 4 heads over 2"
-    assert rows("encoder")["head"] == "whole"
+    assert rows("encoder")["head"] == rows("encoder")["tokens"] == "whole"
     shown = [how for _, how, _ in plan_of(ZOO["sequential"].build(), 2).describe(ZOO["sequential"].build())]
     assert shown == ["columns: 24 over 2", "rows: 24 over 2", "columns: 16 over 2", "rows: 16 over 2", "whole"]
     assert set(rows("ten_convs").values()) == {"whole"}
