@@ -146,6 +146,7 @@ def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_mea
     assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", 50, [0, 1, 2, 3])
     # 1f1b: (p - 1) / (m + p - 1) is idle when transfers cost nothing.
     assert moments["planned_bubble"] == pytest.approx(3 / 11, abs=0.002)
+    assert moments["planned_span"] == pytest.approx((8 + 3) * (0.4 + 0.8) / 1e3)
     assert moments["measured_bubble"] > moments["planned_bubble"] + 0.05
     assert [len(row) for row in moments["measured"]] == [len(row) for row in moments["planned"]] == [16] * 4
 
@@ -227,29 +228,30 @@ def test_what_only_the_overview_has_is_shown_as_the_mean_that_it_is(tmp_path: Pa
     path = tmp_path / "telemetry" / "rank0.jsonl"
     file = RecordFile(path, lambda part: [Header(0, 1, part)], part_bytes=4000)
     overview = Overview(path, lines=8)
-    for number in range(1, 101):
+    for number in range(31, 131):
         step = StepRecord(number, seconds=float(number), parts={"compute": float(number)})
         file.write([step])
         overview.add(step)
     file.close()
 
-    newest, old = lookup.step_at(path, 100), lookup.step_at(path, 5)
+    newest, old = lookup.step_at(path, 130), lookup.step_at(path, 35)
 
-    assert newest is not None and (newest.seconds, newest.span) == (100.0, 1)
-    assert old is not None and old.step - old.span < 5 <= old.step
+    assert newest is not None and (newest.seconds, newest.span) == (130.0, 1)
+    assert old is not None and old.step - old.span < 35 <= old.step
     assert old.seconds == pytest.approx(old.step - (old.span - 1) / 2)
-    assert lookup.step_at(path, 101) is None
+    assert lookup.step_at(path, 131) is None and lookup.step_at(path, 5) is None
 
 
 def test_folding_keeps_means_and_never_mixes_strategies() -> None:
     line = Timeline(points=10)
     for step in range(1, 101):
-        line.add([step, 1, float(step), *[0.0] * len(PARTS), None, 1.0, "a" if step <= 50 else "b"])
+        line.add([step, 1, float(step), *[0.0] * len(PARTS), None, 1.0, "a" if step <= 45 else "b"])
 
     assert len(line.points) <= 10
     for point in line.points:
         assert point[2] == pytest.approx(point[0] - (point[1] - 1) / 2, rel=1e-3)
-        assert point[-1] == ("a" if point[0] <= 50 else "b")
+        assert point[-1] == ("a" if point[0] <= 45 else "b")
+        assert point[-1] == ("a" if point[0] - point[1] + 1 <= 45 else "b")
 
 
 def test_a_tensorboard_that_was_started_by_hand_finds_it(tmp_path: Path) -> None:

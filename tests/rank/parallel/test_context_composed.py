@@ -80,7 +80,7 @@ def stages(world: Any) -> dict[str, float]:
 
 def tensors(world: Any) -> dict[str, float]:
     axes, found = Axes.of(Mesh(cp=2, tp=2), world.place.rank), {}
-    for name, sequence in (("gpt", False), ("gpt", True), ("llama_tied", True)):
+    for name, sequence in (("gpt", False), ("gpt", True), ("llama_tied", True), ("encoder", True)):
         specimen = ZOO[name]
         value, target = specimen.batch(3, dtype=torch.float64)
         expected, model = truth(name, value, target), build(name)

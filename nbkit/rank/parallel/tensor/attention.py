@@ -104,11 +104,11 @@ def _mask(
     if mask is not None:
         mask = F._canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
     if mask is not None:
-        whole = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, q.shape[2], k.shape[2])
+        whole = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, *mask.shape[-2:])
         mask = whole if mask.ndim == 2 else whole[:, first : first + count]
     if padding is None:
         return mask
-    keys = padding.view(rows, 1, 1, k.shape[2])
+    keys = padding[:, None, None]
     return keys if mask is None else mask + keys
 
 

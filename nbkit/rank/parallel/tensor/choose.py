@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.tensor.heads import heads_of
+from nbkit.rank.parallel.tensor.heads import counts_heads, heads_of
 from nbkit.rank.parallel.tensor.infer import infer_pairs, infer_vocabulary
 from nbkit.rank.parallel.tensor.kinds import is_linear, is_lora, sizes
 from nbkit.rank.parallel.tensor.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
@@ -108,7 +108,7 @@ def _grouped(model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str]) -
         outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
         # Keys are narrower than queries when heads share them.
         keys = min(n for n in outs.values()) if len(outs) > 1 else inner
-        is_attention = "att" in type(part).__name__.lower()
+        is_attention = "att" in f"{owner.rpartition('.')[2]} {type(part).__name__}".lower() or counts_heads(part)
         widths = {
             path: (n,) if roles[path] == "colwise" else _packed(n, inner, is_attention) for path, n in outs.items()
         }

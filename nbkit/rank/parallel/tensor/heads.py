@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Heads", "heads_of", "shrink"]
+__all__ = ["Heads", "counts_heads", "heads_of", "shrink"]
 
 _HEADS = {"heads", "num_heads", "n_heads", "n_head", "nhead", "nheads", "num_head", "num_attention_heads"}
 _HEADS |= {"n_local_heads", "num_q_heads", "num_query_heads", "q_heads", "n_q_heads", "head_count", "head_num"}
@@ -47,6 +47,11 @@ def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
     dims = [value for _, name, value in _numbers(owner) if name in _HEAD_DIM and value > 0 and q % value == 0]
     dim = dims[0] if dims else q // counts[0] if counts else 0
     return Heads(q // dim, k // dim, dim) if dim and k % dim == 0 else None
+
+
+def counts_heads(owner: nn.Module) -> bool:
+    """Whether an attribute of its own says how many heads it has."""
+    return any(home is owner and name in _HEADS for home, name, _ in _numbers(owner))
 
 
 def shrink(owner: nn.Module, heads: Heads, *, size: int, own_config: bool) -> list[str]:

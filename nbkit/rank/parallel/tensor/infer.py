@@ -200,17 +200,13 @@ def infer_vocabulary(model: nn.Module, taken: set[str]) -> dict[str, str]:
     named = getattr(model, "get_input_embeddings", lambda: None)() if hasattr(model, "config") else None
     table = tied or paths.get(id(named))
     if table is None:
+        # Without a head, a table may be the head as well: some models multiply by its weight themselves.
         rows = sizes(heads[head])[1] if head is not None else None
-        fitting = [path for path, part in usable.items() if rows is None or part.num_embeddings == rows]
-        table = fitting[0] if rows is not None and fitting else max(fitting, key=_rows_of(usable), default=None)
+        table = next((path for path, part in usable.items() if part.num_embeddings == rows), None)
     found = {} if head is None or (tied is not None and tied not in usable) else {head: "head"}
     # One matrix cannot be split in one place and whole in another.
     whole_twin = table is not None and any(_same(tables.get(table), m) for p, m in _linears(model) if p not in found)
     return found if table is None or table not in usable or whole_twin else {**found, table: "vocab"}
-
-
-def _rows_of(tables: Mapping[str, nn.Embedding]) -> Any:
-    return lambda path: tables[path].num_embeddings
 
 
 def _tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.errors import StrategyError
 from nbkit.rank.parallel.extent import extent, present, restored
 from nbkit.rank.parallel.tensor.attention import Looked
 from nbkit.rank.parallel.tensor.heads import Heads
@@ -34,7 +35,9 @@ class Column(nn.Module):
     _link: Link
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(self._link.column_input(x), *args, **kwargs)  # type: ignore[misc]
+        x = self._link.column_input(x)
+        with self._link.before():
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         self._link.begin()
         return y
 
@@ -54,8 +57,9 @@ class Row(nn.Module):
     _link: Link
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # What LoRA adds is a part of the sum too, and its dropout sees this rank's features.
-        partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        # What LoRA adds is a part of the sum too.
+        with self._link.after():
+            partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return self._link.end(partial, core(self).bias)
 
 
@@ -76,7 +80,9 @@ class SplitRow(nn.Module):
     _team: Team
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
+        total = x.shape[-1]
+        with extent("feature", self._team.bounds(total)[0], total):
+            partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
         y = reduce_from(partial, self._team.group)
         bias = core(self).bias
         return y if bias is None else y + bias.to(y.dtype)
@@ -125,7 +131,14 @@ class Owner(nn.Module):
         with restored(present()), looking:
             if self._attention is not None:
                 args, kwargs = _taken(self._attention, args, kwargs)
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if any(link.begun != link.ended for link in self._links):
+            raise StrategyError(
+                f"A {type(self).__name__} uses the weight of a linear map without calling the map.",
+                numbers="of a pair split over the tensor axis, only one side was called",
+                hint="tp_plan={'<its maps>': 'replicate'}; or call the modules",
+            )
+        return out
 
 
 def _taken(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,7 +8,7 @@ extents (nbkit.rank.parallel.extent) follow that, which is why dropout in betwee
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.layout import bounds
-from nbkit.rank.parallel.extent import Present, _present, extent, extent_of, gathered, present
+from nbkit.rank.parallel.extent import Present, _present, extent, extent_of, gathered, present, restored
 from nbkit.rank.parallel.tensor.regions import copy_to, gather_seq, reduce_from, reduce_scatter_seq
 
 __all__ = ["Link", "Team", "become", "first_tensor", "mapped"]
@@ -56,15 +56,19 @@ class Team:
 
 @dataclass
 class Link:
-    """One pair. extents: (kind, length of the whole) of what is split between its maps; sequence: positions are split
-    around it; at_owner: the module around it takes care of the input."""
+    """One pair. kind, total: what is split between its maps, "head" or "feature", and how many there are; inner:
+    features between the maps; sequence: positions are split around it; at_owner: the module around it gathers them."""
 
     team: Team
-    extents: tuple[tuple[str, int], ...]
+    kind: str
+    total: int
+    inner: int
     sequence: bool = False
     at_owner: bool = False
     _taken: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _outside: Present | None = None
+    begun: bool = False
+    ended: bool = False
 
     def reset(self) -> None:
         """A forward begins; the one before may have been broken off between the maps."""
@@ -90,24 +94,36 @@ class Link:
         """The same, from a column map itself."""
         return x if self.at_owner else self.take(x)
 
+    def before(self) -> AbstractContextManager[None]:
+        """Around a column map: LoRA's dropout there sees all positions and all features."""
+        return restored(self._inside())
+
     def begin(self) -> None:
         """A column map is through."""
-        if self._outside is not None:
-            return
-        self._outside = present()
+        self.begun = True
+        inside = self._inside((self.kind, self.total))
+        self._outside = present() if self._outside is None else self._outside
+        _present.set(inside)
+
+    def after(self) -> AbstractContextManager[None]:
+        """Around the row map: LoRA's dropout there sees this rank's features, whatever they were made of."""
+        return restored(self._inside(("feature", self.inner)))
+
+    def _inside(self, *parts: tuple[str, int]) -> Present:
         with ExitStack() as stack:
+            stack.enter_context(restored(present() if self._outside is None else self._outside))
             if self.sequence:
                 stack.enter_context(gathered("sequence"))
-            for kind, total in self.extents:
+            for kind, total in parts:
                 stack.enter_context(extent(kind, self.team.bounds(total)[0], total))
-            inside = present()
-        _present.set(inside)
+            return present()
 
     def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
         """The row map is through: `partial` summed over the ranks, and the bias once."""
         if self._outside is not None:
             _present.set(self._outside)
         self.reset()
+        self.ended = True
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
         return y if bias is None else y + bias.to(y.dtype)

@@ -57,7 +57,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         probability, column, here, counted = ctx.saved_tensors
-        hit = torch.where(here, 1 - ctx.smoothing, 0).to(probability.dtype)[:, None]
+        hit = (here.to(probability.dtype) * (1 - ctx.smoothing))[:, None]
         result = probability.scatter_add(1, column, -hit)
         if ctx.smoothing:
             result = result - ctx.smoothing / ctx.total

@@ -7,7 +7,7 @@ made of the whole model, before a pipeline drops parts of it, so that all stages
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -83,15 +83,11 @@ class TensorPlan:
         for path, part in module.named_modules():
             above = [p for p in how if path == p or path.startswith(f"{p}.")]
             if path in how or (any(p is not None for p in part._parameters.values()) and not above):
-                reason = next((r for p, r in self.reasons.items() if path == p or path.startswith(f"{p}.")), "")
+                about = [p for p in self.reasons if path == p or path.startswith(f"{p}.")]
+                reason = self.reasons[max(about, key=len)] if about else ""
                 folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
                 rows[folded, how.get(path, "whole"), "" if path in how else reason] = None
         return list(rows)
-
-    def without(self, owners: Mapping[str, str]) -> TensorPlan:
-        """The plan with the pairs of these owners left whole, each for the reason given."""
-        kept = tuple(pair for pair in self.pairs if pair.owner not in owners)
-        return replace(self, pairs=kept, reasons={**self.reasons, **owners})
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -27,7 +27,8 @@ __all__ = ["Chain", "chains", "why_not_split"]
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
 
-# Chain -> positions of its hidden states in this forward. A recomputation runs in the context of its forward.
+# Chain -> positions of its hidden states in this forward. A recomputation of ours runs in the context of its
+# forward; one of somebody else may find nothing here, and takes the latest forward's.
 _totals: ContextVar[Mapping[int, int]] = ContextVar("totals", default=MappingProxyType({}))
 
 
@@ -38,6 +39,7 @@ class Chain:
     team: Team
     blocks: list[tuple[str, nn.Module]]
     pairs: list[Pair]
+    latest: int = 0
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
@@ -59,12 +61,13 @@ class Chain:
 
     def begin(self, x: Tensor) -> int:
         """Its positions, all of which are in `x`."""
+        self.latest = x.shape[1]
         _totals.set({**_totals.get(), id(self): x.shape[1]})
         return x.shape[1]
 
     def check(self, x: Tensor) -> int:
         """Its positions, some of which are in `x`. Raises TrainingError when a block changed their number."""
-        total = _totals.get().get(id(self), 0)
+        total = _totals.get().get(id(self), self.latest)
         start, stop = self.team.bounds(total)
         if x.shape[1] != stop - start:
             raise TrainingError(

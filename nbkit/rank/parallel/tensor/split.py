@@ -132,10 +132,8 @@ class _Surgery:
         return pair.heads is not None and all(name.startswith(maps) or p.numel() == pair.heads.dim for name, p in rest)
 
     def _link(self, pair: Pair, sequence: bool) -> Link:
-        extents: tuple[tuple[str, int], ...] = (("feature", pair.inner),)
-        if pair.heads is not None:
-            extents = (("head", pair.heads.heads), *extents)
-        return Link(self.team, extents, sequence, at_owner=sequence and pair.kind == "attention")
+        kind, total = ("feature", pair.inner) if pair.heads is None else ("head", pair.heads.heads)
+        return Link(self.team, kind, total, pair.inner, sequence, at_owner=sequence and pair.kind == "attention")
 
     def _cut_pair(self, pair: Pair, link: Link) -> None:
         if pair.kind == "module":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nbkit.mesh import Mesh
 from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.skeleton import homes, placeholder, replace, skeleton_of
+from nbkit.rank.parallel.skeleton import homes, replace, skeleton_of
 from nbkit.rank.parallel.tensor import TensorSplit, tensor_parallel
 from nbkit.rank.train.batch import call
 
@@ -101,7 +101,9 @@ def shortened(value: Any, length: int) -> Any:
     return tuple(shortened(part, length) for part in value)
 
 
-def specimen(world: Any, name: str, *, length: int | None = None, **options: Any) -> tuple[float, float, TensorSplit, Any]:
+def specimen(
+    world: Any, name: str, *, length: int | None = None, **options: Any
+) -> tuple[float, float, TensorSplit, Any]:
     one: Specimen = ZOO[name]
     value, target = one.batch(3, dtype=torch.float64)
     if length is not None:

@@ -1,0 +1,122 @@
+"""Split over the tensor axis, every gradient of every model is that of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import axes_of, fill, specimen, whole_gradients
+from models_zoo import ZOO, Encoder, exact, gpt, hf_gpt2
+from ranks import run_ranks
+from torch import nn
+
+from nbkit.rank.parallel.recompute import recompute
+from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.tensor import tensor_parallel
+from nbkit.rank.train.batch import call
+from nbkit.rank.train.dropout import KeyedDropout
+
+LIMIT = 1e-12
+MODELS = ["gpt", "gpt_tied", "gpt2_padded", "llama", "llama_tied", "qwen2", "encoder", "uneven", "pairs", "sequential"]
+
+
+def parity(world: Any, runs: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, float, float, int, int]]:
+    found = []
+    for name, options in runs:
+        worst, loss, split, _ = specimen(world, name, **options)
+        found.append((name, worst, loss, len(split.partial), sum(not x.is_whole for x in split.layouts.values())))
+    return found
+
+
+def test_two_ranks() -> None:
+    runs: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in MODELS]
+    runs += [(name, {"sequence": False}) for name in ("gpt_tied", "gpt2_padded", "llama", "encoder")]
+    answers = run_ranks(parity, 2, runs, timeout=150)[0]
+    for name, worst, loss, _, _ in answers:
+        assert worst <= LIMIT, name
+        assert loss <= LIMIT, name
+    partial = {name: num for name, _, _, num, _ in answers[: len(MODELS)]}
+    # Norms and biases behind a row map, where positions are split; nothing where they cannot be.
+    assert partial == {
+        "gpt": 24, "gpt_tied": 24, "gpt2_padded": 24, "llama": 8, "llama_tied": 8, "qwen2": 8, "encoder": 24,
+        "uneven": 60, "pairs": 0, "sequential": 0,
+    }  # fmt: skip
+    assert all(num == 0 for _, _, _, num, _ in answers[len(MODELS) :])
+    # What is split is most of the tensors: of Llama everything but the norms.
+    assert dict((name, cut) for name, _, _, _, cut in answers)["llama"] == 30
+
+
+def test_four_ranks_and_parts_that_are_not_equal() -> None:
+    runs: list[tuple[str, dict[str, Any]]] = [
+        ("gpt_tied", {"length": 15}),
+        ("gpt2_padded", {"length": 13}),
+        ("encoder", {"length": 9}),
+        ("gpt2", {"length": 1}),
+        ("gpt", {"length": 3, "sequence": False}),
+    ]
+    for name, worst, loss, _, _ in run_ranks(parity, 4, runs, timeout=150)[0]:
+        assert worst <= LIMIT, name
+        assert loss <= LIMIT, name
+
+
+def dropping(name: str) -> nn.Module:
+    if name == "encoder":
+        model: nn.Module = Encoder(2)
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.2
+            if isinstance(part, nn.MultiheadAttention):
+                part.dropout = 0.2
+        return model
+    if name == "gpt":
+        return gpt(2, dropout=0.2)
+    if name == "llama":
+        from oddities import lora_llama
+
+        return lora_llama(lora_dropout=0.2)
+    return hf_gpt2(2, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+
+
+def with_dropout(world: Any) -> list[tuple[str, float, float]]:
+    """(model, largest difference / largest gradient, how much the dropout changes the loss)."""
+    found = []
+    for name, sequence, again in (
+        ("gpt", True, True), ("gpt2_padded", True, False), ("gpt2_padded", False, True), ("encoder", True, False),
+        ("llama", True, False),
+    ):  # fmt: skip
+        spec = ZOO[name]
+        torch.manual_seed(7)
+        model = exact(dropping(name).double().train())
+        value, target = spec.batch(3, dtype=torch.float64)
+        whole = copy.deepcopy(model)
+        with KeyedDropout(whole, 1).step(3, [4, 0, 2]):
+            truth = spec.loss(call(whole, value), target)
+        truth.backward()
+        with torch.no_grad():
+            plain = spec.loss(call(copy.deepcopy(model).eval(), value), target)
+        part = skeleton_of(model)
+        axes = axes_of(world)
+        split = tensor_parallel(part, axes, sequence=sequence)
+        fill(part, model, split)
+        if again:
+            recompute(part, [block for block in spec.blocks if block in dict(part.named_modules())])
+        with KeyedDropout(part, 1).step(3, [4, 0, 2]):
+            ours = spec.loss(call(part, value), target)
+        ours.backward()
+        group = axes.group("tp")
+        assert group is not None
+        gradients = whole_gradients(part, split, group)
+        expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+        scale = max(float(g.abs().max()) for g in expected.values())
+        worst = max(float((gradients[name] - g).abs().max()) for name, g in expected.items())  # type: ignore[operator]
+        found.append((name, worst / scale, abs(float(truth.detach() - plain))))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_same_elements_are_dropped() -> None:
+    for name, worst, effect in run_ranks(with_dropout, 2, timeout=150)[0]:
+        assert worst <= LIMIT, name
+        assert effect > 1e-4, name

@@ -1,0 +1,102 @@
+"""How a model is split is shown before anything is, and what does not divide is said with the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oddities as odd
+import pytest
+import torch
+from models_zoo import ZOO, gpt, hf_llama
+from torch import nn
+
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.tensor import plan_of
+
+
+def rows(name: str) -> dict[str, str]:
+    model = skeleton_of(ZOO[name].build())
+    return {path: how for path, how, _ in plan_of(model, 2).describe(model)}
+
+
+def test_plans() -> None:
+    assert rows("gpt") == {
+        "tokens": "vocab",
+        "positions": "whole",
+        "blocks.*.norm1": "whole",
+        "blocks.*.attention.q": "columns: 4 heads over 2",
+        "blocks.*.attention.k": "columns: 4 heads over 2",
+        "blocks.*.attention.v": "columns: 4 heads over 2",
+        "blocks.*.attention.out": "rows: 4 heads over 2",
+        "blocks.*.norm2": "whole",
+        "blocks.*.up": "columns: 128 over 2",
+        "blocks.*.down": "rows: 128 over 2",
+        "norm": "whole",
+        "head": "head",
+    }
+    assert rows("gpt2")["transformer.h.*.attn.c_attn"] == "columns: 4 heads over 2"
+    assert rows("gpt2")["transformer.h.*.mlp.c_proj"] == "rows: 128 over 2"
+    assert rows("qwen2")["lm_head"] == "head"
+    assert rows("qwen2")["model.layers.*.mlp.gate_proj"] == "columns: 64 over 2"
+    assert rows("encoder")["encoder.layers.*.self_attn"] == "heads: 4 heads over 2"
+    assert rows("encoder")["head"] == rows("encoder")["tokens"] == "whole"
+    shown = [how for _, how, _ in plan_of(ZOO["sequential"].build(), 2).describe(ZOO["sequential"].build())]
+    assert shown == ["columns: 24 over 2", "rows: 24 over 2", "columns: 16 over 2", "rows: 16 over 2", "whole"]
+    assert set(rows("ten_convs").values()) == {"whole"}
+
+
+def test_why_not() -> None:
+    model = odd.Packed()
+    plan = plan_of(model, 2)
+    assert "nothing says how query, key and value are packed" in plan.reasons["blocks.0.attn"]
+    assert plan.singles["blocks.0.attn.c_attn"] == "colwise_gather"
+    said = plan_of(model, 2, {"blocks.*.attn.*": "replicate", "head": "replicate"})
+    described = {path: (how, why) for path, how, why in said.describe(model)}
+    assert described["blocks.*.attn.c_attn"] == ("whole", "tp_plan says so")
+    assert described["head"][0] == "whole"
+
+
+class Twins(nn.Module):
+    """A head that is tied, and left whole: its embedding stays whole too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def test_ties_stay_alike() -> None:
+    assert plan_of(Twins(), 2).singles == {"tokens": "vocab", "head": "head"}
+    assert plan_of(Twins(), 2, {"head": "replicate"}).singles == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "plan", "expected"),
+    [
+        (lambda: gpt(2, heads=2), 4, {}, "2 heads over 4 ranks: blocks.0.attention is split by heads."),
+        (lambda: gpt(2, heads=2), 4, {}, "2 / 4 = 0.5"),
+        (lambda: hf_llama(2), 4, {}, "2 key-value heads over 4 ranks: model.layers.0.self_attn"),
+        (lambda: gpt(2, vocab=3), 4, {}, "3 rows over 4 ranks"),
+        (gpt, 2, {"blocks.*.up": "columns"}, "tp_plan has no role 'columns'."),
+        (gpt, 2, {"layers.*.up": "colwise"}, "'layers.*.up' fits no module"),
+        (gpt, 2, {"blocks.*.norm1": "colwise"}, "fits no module that can be split 'colwise'"),
+        (gpt, 2, {"blocks.*.attention.out": "colwise", "blocks.*.attention.q": "colwise"}, "come in pairs"),
+    ],
+)
+def test_refusals(make: Any, size: int, plan: dict[str, str], expected: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        plan_of(skeleton_of(make()), size, plan)
+    assert expected in str(raised.value)
+
+
+def test_experts_are_refused_by_name() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
+    with pytest.raises(StrategyError, match="experts are not split yet"):
+        plan_of(model, 2)

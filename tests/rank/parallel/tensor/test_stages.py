@@ -1,0 +1,70 @@
+"""A pipeline stage split over the tensor axis: what crosses between stages has all positions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from cases import axes_of, fill, whole_gradients
+from models_zoo import ZOO
+from ranks import run_ranks
+from torch import Tensor
+
+from nbkit.rank.parallel.chain import find_chain
+from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.stages import Staged
+from nbkit.rank.parallel.tensor import plan_of, tensor_parallel
+from nbkit.rank.train.batch import call
+
+
+def staged(world: Any, name: str, sides: list[list[tuple[int, int]]]) -> tuple[float, set[tuple[int, ...]]]:
+    """Runs the stages of all sides one after the other: (largest difference / largest gradient, shapes between)."""
+    spec = ZOO[name]
+    model = spec.build(torch.float64)
+    value, target = spec.batch(3, dtype=torch.float64)
+    _, expected = spec.gradients(copy.deepcopy(model), value, target)
+    chain = find_chain(model, lambda: call(model, value))
+    axes = axes_of(world)
+    group = axes.group("tp")
+    assert group is not None
+    plan = plan_of(skeleton_of(model), group.size())
+    made = []
+    for ranges in sides:
+        part = skeleton_of(model)
+        stages = Staged(part, chain, ranges)
+        split = tensor_parallel(part, axes, plan=plan, starts=[chain.blocks[lo] for lo, _ in ranges])
+        fill(part, model, split)
+        made.append((part, stages, split))
+    order = sorted((lo, side, i) for side, ranges in enumerate(sides) for i, (lo, _) in enumerate(ranges))
+    tape: list[tuple[tuple[Tensor, ...], Any]] = []
+    output: Any = ()
+    for _, side, i in order:
+        received = tuple(t.detach().requires_grad_(t.requires_grad) for t in output)
+        output = made[side][1].forward(i, value, received)
+        tape.append((received, output))
+    spec.loss(output, target).backward()
+    for (_, sent), (received, _) in zip(reversed(tape[:-1]), reversed(tape[1:]), strict=True):
+        crossed = [(a, b.grad) for a, b in zip(sent, received, strict=True) if b.grad is not None]
+        torch.autograd.backward([a for a, _ in crossed], [grad for _, grad in crossed])
+    found: dict[str, Tensor] = {}
+    for part, _, split in made:
+        for key, grad in whole_gradients(part, split, group).items():
+            if grad is not None:
+                found[key] = found[key] + grad if key in found else grad
+    gradients = {key: grad for key, grad in expected.items() if grad is not None}
+    scale = max(float(grad.abs().max()) for grad in gradients.values())
+    worst = max(float((found[key] - grad).abs().max()) for key, grad in gradients.items())
+    return worst / scale, {tuple(t.shape) for received, _ in tape for t in received if t.requires_grad}
+
+
+def every(world: Any) -> list[tuple[float, set[tuple[int, ...]]]]:
+    interleaved, folded = [[(0, 1), (2, 3)], [(1, 2), (3, 4)]], [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
+    runs = [("gpt_tied", interleaved), ("gpt2_padded", folded), ("llama", interleaved), ("encoder", folded)]
+    return [staged(world, name, sides) for name, sides in runs]
+
+
+def test_stages() -> None:
+    for worst, shapes in run_ranks(every, 2, timeout=150)[0]:
+        assert worst <= 1e-12
+        assert shapes == {(3, 16, 32)}

@@ -1,0 +1,136 @@
+"""From real ranks to the tab: what they measured and wrote is what TensorBoard's page is told."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from nbkit import forecast
+from nbkit.events import RunStarted, RunStopped, StepDone, Switched
+from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin.picture import lateness, picture
+from nbkit.planner.facts import Facts, Weight
+from nbkit.rank.telemetry.memory import memory_of
+from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.telemetry.scalars import ScalarWriter
+from nbkit.rank.telemetry.session import Session
+from nbkit.rank.world import World
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+STEPS, SWITCH = 12, 8
+SIZE = 64
+FORWARD, BACKWARD = 0.01, 0.02
+PIPELINE = "pp=2 schedule=1f1b microbatches=4"
+
+
+def train(world: World, folder: str) -> None:
+    """Eight steps of ddp in which rank 1 is late, four of a pipeline whose stages sleep."""
+    rank, run_dir = world.place.rank, Path(folder)
+    model = torch.nn.Linear(SIZE, SIZE, bias=False)
+    groups = {axis: dist.new_group([0, 1], group_desc=axis) for axis in ("dp", "pp")}
+    if rank == 0:
+        weights = [Weight("weight", (SIZE, SIZE))]
+        forecast.append(run_dir, forecast.forecast(weights, Facts(), Strategy.parse("ddp", 2)))
+    listeners = [
+        Session(run_dir, rank=rank, world_size=2, strategy="dp=2", detail_every=2),
+        ScalarWriter(run_dir, rank),
+    ]
+
+    def tell(event: Any) -> None:
+        for listener in listeners:
+            listener(event)
+
+    tell(RunStarted(0, strategy="dp=2"))
+    for number in range(1, STEPS + 1):
+        if number <= SWITCH:
+            strategy = "dp=2"
+            with phase("forward"):
+                loss = model(torch.ones(4, SIZE)).sum()
+                time.sleep(0.02 * rank)
+            with phase("backward"):
+                loss.backward()
+                dist.all_reduce(model.weight.grad, group=groups["dp"])
+            if listeners[0].memory_due(number):  # type: ignore[union-attr]
+                listeners[0].memory(memory_of(model, step=number))  # type: ignore[union-attr]
+        else:
+            strategy = PIPELINE
+            pipe(rank, groups["pp"])
+        model.zero_grad()
+        clock.step(number)
+        tell(StepDone(number, record={"step": number, "loss": 1.0 / number, "seconds": 0.03, "strategy": strategy}))
+        if number == SWITCH:
+            tell(Switched(number, old="dp=2", new=PIPELINE, pause_s=0.1))
+    tell(RunStopped(STEPS))
+
+
+def pipe(rank: int, group: Any) -> None:
+    """One step of the schedule, stage by stage, with messages of one number."""
+    for op in Schedule.of("1f1b", 2, 4).ops[rank]:
+        if (op.kind == "F") == (rank == 1):
+            dist.recv(torch.ones(1), 1 - rank, group=group)
+        began = time.perf_counter_ns()
+        with phase("forward" if op.kind == "F" else "backward"):
+            time.sleep(FORWARD if op.kind == "F" else BACKWARD)
+        clock.on_op(op.kind, op.stage, op.micro, began, time.perf_counter_ns())
+        if (op.kind == "F") == (rank == 0):
+            # Sends of the one direction must not wait for receives of the other.
+            waiting.append(dist.isend(torch.ones(1), 1 - rank, group=group))
+    while waiting:
+        waiting.pop().wait()
+
+
+waiting: list[Any] = []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / "lesson"
+    run_ranks(train, 2, str(folder), timeout=120)
+    run = Run(folder)
+    run.refresh()
+    return run
+
+
+def test_every_step_and_event_is_there(run: Run) -> None:
+    assert run.newest == STEPS and run.world_size == 2
+    assert [point[0] for point in run.timeline.points] == list(range(1, STEPS + 1))
+    assert [event["kind"] for event in run.events] == ["run_started", "switch", "run_stopped"]
+
+
+def test_a_collective_its_formula_memory_and_the_late_rank(run: Run) -> None:
+    step = picture(run, SWITCH - 1)
+
+    (row,) = step["table"]
+    assert (row["op"], row["axis"], row["calls"]) == ("all_reduce", "dp", 1)
+    assert row["bytes"] == row["formula_bytes"] == 2 * 4 * SIZE * SIZE
+    assert step["late"]["rank"] == 1 and step["late"]["cause"] == "compute"
+    assert [one["rank"] for one in lateness(run)["rows"]][:1] == [1]
+    for memory in step["memory"]:
+        assert memory["formula"][:2] == [memory["parameters"], memory["gradients"]]
+
+
+def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
+    step = picture(run, STEPS)
+
+    assert step["strategy"] == PIPELINE
+    assert {(row["op"], row["axis"]) for row in step["table"]} >= {("send", "pp"), ("recv", "pp")}
+    assert [cell[:2] for cell in sorted(step["traffic"]["sent"])] == [[0, 1], [1, 0]]
+    moments = step["moments"]
+    assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", STEPS, [0, 1])
+    order = [[(op.kind, op.micro) for op in ops] for ops in Schedule.of("1f1b", 2, 4).ops]
+    for drawn in (moments["planned"], moments["measured"]):
+        assert [[(kind, micro) for kind, _, micro, *_ in row] for row in drawn] == order
+    # (p - 1) / (m + p - 1) of the time, if every stage costs the same.
+    assert moments["planned_bubble"] == pytest.approx(1 / 5, abs=0.05)
+    assert moments["measured_bubble"] > moments["planned_bubble"] - 0.02
+
+
+def test_each_rank_has_scalars_of_its_own(run: Run) -> None:
+    assert [len(list((run.folder / f"rank{rank}").glob("events.*"))) for rank in range(2)] == [1, 1]
