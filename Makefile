@@ -6,8 +6,9 @@ BIN := .venv/bin
 # Newer than pyproject.toml when everything in it is installed.
 READY := .venv/.installed
 T ?=
+P ?=
 
-.PHONY: help demo test lab bench check clean
+.PHONY: help demo test lab bench parity check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +16,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
+	@echo "make parity  train every strategy beside one process, and print how far apart they are: about an hour"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -29,6 +31,10 @@ lab: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m bench
+
+# Some of it:  make parity P="gpt2 zbv"
+parity: $(READY)
+	@$(BIN)/python -m parity $(P)
 
 check: $(READY)
 	$(BIN)/ruff check

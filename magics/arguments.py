@@ -81,6 +81,20 @@ def cluster_parser() -> MagicParser:
     return parser
 
 
+def strategy_parser() -> MagicParser:
+    parser = MagicParser(
+        prog="%strategy",
+        description="Show the panel, or switch: %%strategy zero3, %%strategy pp=2 schedule=1f1b microbatches=8.",
+    )
+    parser.add_argument("strategy", nargs="*", help="a preset, or key=value; without: the panel")
+    parser.add_argument("--undo", action="store_true", help="go back to the strategy before the last switch")
+    parser.add_argument("--try", dest="steps", type=int, metavar="N", help="measure it for N steps, then go back")
+    parser.add_argument("--pause", action="store_true", help="hold the training at its next step boundary")
+    parser.add_argument("--resume", action="store_true", help="go on after --pause")
+    parser.add_argument("--checkpoint", action="store_true", help="save at the next step boundary")
+    return parser
+
+
 def push_parser() -> MagicParser:
     parser = MagicParser(prog="%push", description="Assign notebook variables on the ranks.")
     parser.add_argument("names", nargs="+", metavar="name")

@@ -14,8 +14,10 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "nbkit.notebook.cluster.cluster",
     "Board": "nbkit.notebook.board.board",
+    "StrategyPanel": "nbkit.notebook.widgets.panel",
     "Trainer": "nbkit.rank.train.trainer",
     "prepare": "nbkit.rank.train.job",
+    "check": "nbkit.rank.parallel.check",
     "GPT": "nbkit.rank.models.gpt",
     "GPTConfig": "nbkit.rank.models.gpt",
     "TextDataset": "nbkit.rank.models.text",

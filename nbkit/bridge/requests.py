@@ -16,6 +16,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from nbkit.bridge import controls
+from nbkit.bridge.controls import Control, Controls
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
@@ -34,6 +36,7 @@ class Requests:
         self.runner, self.stopping = runner, stopping
         self.process = psutil.Process()
         self.delivered = ""
+        self.controls = controls.controls = Controls()
         boundary.handlers["cell"] = self._run_live
         boundary.handlers["nothing"] = lambda _: None
         boundary.handlers["unserved"] = self._not_run
@@ -42,6 +45,9 @@ class Requests:
             "status": self.status,
             "stop": self.stop,
             "live": self.live_cell,
+            "control": self.control,
+            "verdict": self.controls.verdict,
+            "strategies": self.controls.strategies,
             "follow": self.follow,
             "complete": self.complete,
             "seen": self.seen,
@@ -103,7 +109,14 @@ class Requests:
     def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
         """Queue a live cell for the step boundary that all ranks agree on."""
         request = CellRequest(**{**cell, "ranks": tuple(cell["ranks"])})
-        boundary.inbox.post(number, "cell", request)
+        return self._post(number, "cell", request)
+
+    def control(self, number: int, id: str, action: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Queue something to do to the training at a boundary; `verdict` tells what came of it."""
+        return self._post(number, "control", Control(id, action, args))
+
+    def _post(self, number: int, kind: str, payload: Any) -> dict[str, Any]:
+        boundary.inbox.post(number, kind, payload)
         queued = boundary.training() is not None
         if not queued:
             # The training has ended on this rank. It said so before it dropped what was waiting, so whatever comes
@@ -154,10 +167,12 @@ class Requests:
         return bool(told)
 
     def _not_run(self, request: tuple[int, str, Any]) -> None:
-        """The training ended before it came to a live cell."""
-        _, kind, cell = request
+        """The training ended before it came to a live cell or a control."""
+        _, kind, payload = request
         if kind == "cell":
-            self._tell_not_run(cell, "error", "the training ended before its next step boundary")
+            self._tell_not_run(payload, "error", "the training ended before its next step boundary")
+        elif kind == "control":
+            self.controls.unserved(payload)
 
     def _tell_not_run(self, cell: CellRequest, status: Status, why: str) -> None:
         record = CellRecord(

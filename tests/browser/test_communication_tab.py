@@ -187,6 +187,14 @@ def test_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
     tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '4'", timeout=15_000)
 
 
+def test_another_run_is_laid_over_the_one_that_is_open(tab: Any, page: Any) -> None:
+    tab.select_option("#other", "big")
+    tab.wait_for_function("Number(document.querySelector('#timeline canvas').dataset.other) > 20", timeout=10_000)
+    page.wait_for_timeout(300)  # for the picture
+    tab.select_option("#other", "")
+    tab.wait_for_function("document.querySelector('#timeline canvas').dataset.other === '0'", timeout=10_000)
+
+
 def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
     assert not tab.evaluate("document.body.classList.contains('dark')")
     page.evaluate("document.body.classList.add('dark-mode')")

@@ -30,7 +30,9 @@ from nbkit.notebook.cluster.registry import Entry, Process
 from nbkit.notebook.cluster.results import Results
 from nbkit.notebook.cluster.running import Running
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
+from nbkit.notebook.cluster.switching import Training
 from nbkit.notebook.cluster.transfer import pull, push
+from nbkit.notebook.cluster.verdict import Verdict
 from nbkit.notebook.cluster.waiting import until_training, wait_async, wait_for, wait_here
 
 TTL_SECONDS = 7200.0
@@ -59,6 +61,7 @@ class Cluster:
     def __init__(self) -> None:
         self.post = Post()
         self.generation = Generation(self)
+        self.training = Training(self)  # switch, undo, try, pause, checkpoint
         self.ended = False
         self.numbers = itertools.count(1)
         self.entry: Entry
@@ -238,6 +241,10 @@ class Cluster:
         """
         busy = self.post.busy()
         return wait_for(busy, timeout) if busy else None
+
+    def switch(self, strategy: str) -> Verdict:
+        """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
+        return self.training.switch(strategy)
 
     # Values -------------------------------------------------------------------------------------------------------
 

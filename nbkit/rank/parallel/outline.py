@@ -17,7 +17,7 @@ from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.skeleton import homes
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import parts_of
-from nbkit.rank.parallel.wishes import Wishes, need_chain
+from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
@@ -48,6 +48,7 @@ class Outlines:
         return self._known[strategy]
 
     def _made(self, strategy: Strategy) -> Outline:
+        need_rows(self.wishes, strategy)
         need_chain(self.wishes, strategy)
         mesh = strategy.mesh
         weights, held = [], []

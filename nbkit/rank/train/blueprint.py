@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
+from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
+from nbkit.rank.parallel.findings import warn_of
+from nbkit.rank.parallel.gates import plain_attention
 from nbkit.rank.parallel.outline import Outlines
 from nbkit.rank.parallel.parallelize import parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
@@ -21,6 +24,7 @@ from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
+from nbkit.rank.train.coupling import coupled
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.template import Template
@@ -51,8 +55,17 @@ class Blueprint:
         broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why = self._find_chain(setup)
-        self.wishes = Wishes(chain, why, costs, setup.tp_plan, setup.checkpoint)
+        chain, costs, why, numbers = self._look(setup)
+        self.wishes = Wishes(
+            chain,
+            why,
+            costs,
+            setup.tp_plan,
+            setup.checkpoint,
+            experts=experts_in(self.skeleton),
+            coupled=numbers,
+            cut=setup.microbatch is not None,
+        )
         self.outlines = Outlines(self.skeleton, self.wishes)
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
@@ -81,39 +94,46 @@ class Blueprint:
         return side, self.template.build(side.held, like)
 
     def connect(self, strategy: Strategy) -> Connections:
-        """The groups of `strategy`. Collective.
+        """The groups of `strategy`. Collective. Warns of what runs, and is good to know.
 
         Raises StrategyError or TrainingError, before that and on every rank alike, for what it cannot split.
         """
         if strategy.zero or strategy.tp > 1:
             self.template.check_elementwise(str(strategy))
+        warn_of(self.skeleton, strategy, self.wishes)
         return connect(strategy, self.outlines.of(strategy), self.rank)
 
-    def _find_chain(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str]:
-        """On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals."""
+    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str]:
+        """(chain, costs, why there is no chain, what couples the rows): see Wishes.
+
+        On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
+        """
         if setup.example is None:
-            return None, (), ""
-        found: list[Any] = [None, (), ""]
+            return None, (), "", ""
+        found: list[Any] = [None, (), "", ""]
         if self.rank == 0:
             try:
-                found[:2] = self._probe(setup)
+                self._probe(setup, found)
             except Exception as error:
                 found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=self.device)
-        return found[0], found[1], found[2]
+        return found[0], found[1], found[2], found[3]
 
-    def _probe(self, setup: Setup) -> tuple[Chain, tuple[float, ...]]:
-        value, _ = pair(on_device(setup.example, self.device), setup.inputs)
+    def _probe(self, setup: Setup, found: list[Any]) -> None:
+        example = on_device(setup.example, self.device)
+        value, _ = pair(example, setup.inputs)
 
-        def run() -> Any:
+        def run(value: Any = value) -> Any:
             return call(self.module, value)
 
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
+            with unchanged(self.module), plain_attention():
+                found[3] = coupled(run, setup.loss, example, setup.inputs)
             chain = find_chain(self.module, run, stages=setup.stages)
-            return chain, measure_costs(self.module, chain, run)
+            found[:2] = chain, measure_costs(self.module, chain, run)
         finally:
             for part, mode in modes:
                 part.training = mode

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nbkit.rank.telemetry.phases import OUTSIDE, phase
+
 __all__ = ["Clock"]
 
 
@@ -27,9 +29,10 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What runs inside does not count."""
-        began = time.perf_counter()
+        """What runs inside does not count, laps of its own and a clock that is stopped again included."""
+        so_far = time.perf_counter() - self._mark
         try:
-            yield
+            with phase(OUTSIDE):
+                yield
         finally:
-            self._mark += time.perf_counter() - began
+            self._mark = time.perf_counter() - so_far

@@ -22,3 +22,23 @@ def test_a_lap_leaves_out_what_ran_while_the_clock_was_stopped(monkeypatch: pyte
     assert clock.lap() == 3
     now[0] += 4
     assert clock.lap() == 4
+
+
+def test_a_clock_that_is_stopped_twice_leaves_out_the_time_once_and_laps_meanwhile_altogether(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+
+    now[0] += 2
+    with clock.stopped():
+        now[0] += 10
+        with clock.stopped():
+            now[0] += 50
+        clock.restart()
+        now[0] += 5
+        assert clock.lap() == 5
+    now[0] += 1
+
+    assert clock.lap() == 3

@@ -32,6 +32,14 @@ class Running(nn.Module):
         return x - self.mean
 
 
+class Experts(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__()
+        layer: Any = net()
+        layer.experts, layer.router = nn.ModuleList([nn.Linear(3, 3)]), nn.Linear(3, 1)
+        self.append(layer)
+
+
 DICTS = [{"input": x, "label": y} for x, y in points()]
 
 # name -> (what the Trainer gets, words of the message)
@@ -53,6 +61,12 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "schedule": ({"lr_schedule": lambda optimizer: optimizer.lr}, ["not a function of the step", "AttributeError"]),
     "nowhere to save": ({"save_every": 2}, ["nowhere to write", "save_path="]),
     "batch norm": ({"model": lambda: nn.Sequential(net(), nn.BatchNorm1d(3))}, ["BatchNorm '1'", "2 CPU ranks"]),
+    "contrastive": (
+        {"loss": lambda out, _: (out @ out.T).softmax(1).diagonal().log().mean().neg()},
+        ["no mean over rows", "2 rows together", "(loss.sum(), mask.sum())", "contrastive"],
+    ),
+    "a sum": ({"loss": lambda out, _: out.square().sum()}, ["no mean over rows"]),
+    "experts": ({"model": Experts}, ["'0' is a mixture of experts", "dp=2"]),
     "in DDP": (
         {"model": lambda: DistributedDataParallel(net())}, ["wrapped in DistributedDataParallel", "model=ddp.module"]
     ),
@@ -81,7 +95,7 @@ IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["sparse", "weight"],
     ),
-    "detached": ({"loss": lambda out, target: out.detach().sum()}, ["does not depend on the model"]),
+    "detached": ({"loss": lambda out, target: out.detach().mean()}, ["does not depend on the model"]),
     "nan weight": ({"loss": lambda out, target: (out.sum(), torch.tensor(float("nan")))}, ["finite on ranks 0, 1"]),
     "drifting": ({"model": lambda: nn.Sequential(net(), Running())}, ["buffer '1.mean'", "ranks 0, 1", "1 such"]),
     "no sense": ({"data": [torch.zeros(6)] * 8}, ["neither (input, target) nor dicts", "Tensor"]),

@@ -12,8 +12,9 @@ function axis(picture, top, y0, y1, spoken) {
   }
 }
 
-// points: as the server's timeline has them. chosen: the step that is shown below.
-export function drawTimeline(picture, points, events, { window: only, chosen, pick }) {
+// points: as the server's timeline has them. chosen: the step that is shown below. other: {run, points} of a run that is
+// laid over it as a line of its seconds a step.
+export function drawTimeline(picture, points, events, { window: only, chosen, other, pick }) {
   const shown = only ? points.slice(-only) : points;
   const width = picture.begin(230);
   picture.canvas.dataset.points = shown.length;
@@ -26,7 +27,9 @@ export function drawTimeline(picture, points, events, { window: only, chosen, pi
   const last = shown[shown.length - 1][0];
   const x = (step) => LEFT + ((width - LEFT - 10) * (step - first)) / Math.max(last - first, 1);
   // A first step of compilation must not flatten all the others.
-  const sorted = shown.map((p) => p[2]).sort((a, b) => a - b);
+  const beside = other.points.filter((p) => p[0] > first && p[0] - p[1] < last);
+  picture.canvas.dataset.other = beside.length;
+  const sorted = [...shown, ...beside].map((p) => p[2]).sort((a, b) => a - b);
   const top = Math.min(sorted[sorted.length - 1], 2.2 * sorted[Math.floor(sorted.length * 0.9)]) * 1.05 || 1e-9;
   axis(picture, top, y0, y1, seconds);
   const pen = picture.pen;
@@ -54,6 +57,7 @@ export function drawTimeline(picture, points, events, { window: only, chosen, pi
     ].filter(Boolean).join("\n");
     picture.spot(x0, y0 - 4, Math.max(x1 - x0, 1), y1 - y0 + 8, text, () => pick(point[0]));
   }
+  drawOther(picture, beside, x, (value) => y1 - ((y1 - y0) * value) / top);
   pen.restore();
   drawChanges(picture, shown, x, y1);
   drawEvents(picture, events.filter((e) => e.step >= first && e.step <= last), x, y0, y1);
@@ -63,6 +67,14 @@ export function drawTimeline(picture, points, events, { window: only, chosen, pi
     const at = x(chosen - 0.5);
     picture.line(at, y0 - 4, at, y1 + 3, ink(), { width: 1.5 });
     picture.words("▲", at, y1 + 8, { colour: ink(), align: "center", size: 9 });
+  }
+}
+
+function drawOther(picture, points, x, y) {
+  for (const [colour, thick] of [[paper(), 4], [ink(), 2]]) {
+    for (const point of points) {
+      picture.line(x(point[0] - point[1]), y(point[2]), x(point[0]), y(point[2]), colour, { width: thick });
+    }
   }
 }
 
@@ -104,7 +116,8 @@ function drawEvents(picture, events, x, y0, y1) {
       .filter(([key, value]) => !["kind", "step"].includes(key) && value !== "" && typeof value !== "object")
       .map(([key, value]) => `  ${EVENT[key] || key}: ${key.endsWith("_bytes") ? bytes(value) : key.endsWith("_s") ? seconds(value) : value}`).join("\n");
     const name = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : sign;
-    const w = Math.min(name.length * 6.2 + 6, 180);
+    picture.pen.font = "600 11px system-ui, sans-serif";
+    const w = picture.pen.measureText(name).width + 6;
     if (at >= free) {
       picture.words(name, Math.min(at, picture.width - w - 4), y0 - 18, { colour, bold: true });
       free = at + w;

@@ -1,8 +1,9 @@
 // The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
 
-import { drawBars, drawMemory, drawRun, drawTimeline } from "./charts.js";
+import { drawBars, drawMemory, drawTimeline } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, PARTS, Picture, SPOKEN, bytes, number, percent, seconds } from "./paint.js";
+import { COLOURS, MEMORY, Picture, SPOKEN, percent, seconds } from "./paint.js";
+import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
 const RUNS_EVERY = 3; // polls
@@ -10,7 +11,7 @@ const WINDOW = 200;
 
 const state = {
   run: null, runs: [], points: [], events: [], epoch: -1, newest: 0, world: 0, lateness: { of: 0, rows: [] },
-  step: null, follow: true, only: 0, replica: 0, polls: 0,
+  other: { run: "", points: [], epoch: -1 }, step: null, follow: true, only: 0, replica: 0, polls: 0,
 };
 const $ = (id) => document.getElementById(id);
 let pictures = {};
@@ -18,6 +19,7 @@ let pictures = {};
 const LAYOUT = `
 <header>
   <label>Run <select id="run"></select></label>
+  <label>compare with <select id="other"></select></label>
   <span id="strategy" class="chip"></span><span id="live" class="chip"></span>
   <span class="grow"></span>
   <span class="picker">
@@ -32,7 +34,7 @@ const LAYOUT = `
 <main id="main" hidden>
   <section class="wide"><h2>Where the time of a step goes <small>mean over ranks · click a step to see it below</small>
     <span class="buttons"><button id="whole" aria-pressed="true">whole run</button><button id="recent" aria-pressed="false">newest ${WINDOW}</button></span></h2>
-    <div class="legend" id="parts"></div><div id="timeline"></div></section>
+    <div class="legend"><span id="parts"></span><span id="laid" hidden><b class="stroke"></b><span id="laidname"></span></span></div><div id="timeline"></div></section>
   <section><h2><span id="at">Step</span>, one bar per rank <small>measured</small></h2><p class="note" id="late"></p><div id="bars"></div></section>
   <section><h2>Who sends to whom <small>bytes in this step</small></h2>
     <div class="legend"><i style="background:#1a5496"></i>messages: exact <i style="background:#bf5b0a"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
@@ -69,6 +71,7 @@ export async function render() {
 
 function listen() {
   $("run").onchange = () => choose($("run").value);
+  $("other").onchange = () => { state.other = { run: $("other").value, points: [], epoch: -1 }; poll(); };
   $("step").onchange = () => pick(Number($("step").value));
   $("back").onclick = () => pick((state.step?.asked ?? state.newest) - 1);
   $("forth").onclick = () => pick((state.step?.asked ?? state.newest) + 1);
@@ -114,6 +117,7 @@ async function ask(what, values = {}) {
 
 function choose(name) {
   Object.assign(state, { run: name, points: [], events: [], epoch: -1, newest: 0, step: null, follow: true, replica: 0 });
+  if (state.other.run === name) state.other = { run: "", points: [], epoch: -1 };
   poll();
 }
 
@@ -139,6 +143,7 @@ async function poll() {
       state.points = [...state.points.slice(0, grown.keep), ...grown.points];
       state.events = [...state.events.slice(0, grown.events_keep), ...grown.events];
       Object.assign(state, { epoch: grown.epoch, newest: grown.newest, world: grown.world, lateness: grown.lateness });
+      await pollOther();
       if (state.newest && (state.step === null || (state.follow && state.step.asked !== state.newest))) await fetchStep("newest");
     }
     $("footer").classList.remove("gone");
@@ -149,6 +154,13 @@ async function poll() {
   } finally {
     asking = false;
   }
+}
+
+async function pollOther() {
+  const { other } = state;
+  if (!other.run) return;
+  const grown = await ask("poll", { run: other.run, epoch: other.epoch, points: other.points.length, events: 0 });
+  if (state.other === other) state.other = { run: other.run, points: [...other.points.slice(0, grown.keep), ...grown.points], epoch: grown.epoch };
 }
 
 async function fetchStep(step) {
@@ -167,9 +179,9 @@ function draw() {
     ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
     : `${state.run} has no finished step yet.`;
   if (nothing) return;
-  drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, pick });
-  drawRuns();
-  drawLateness();
+  drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, pick });
+  drawRuns(state.runs, state.run, choose);
+  drawLateness(state.lateness);
   const step = state.step;
   if (!step?.ranks) return;
   drawBars(pictures.bars, step.ranks, step.late);
@@ -186,6 +198,10 @@ function draw() {
 function show() {
   const { step } = state;
   fill($("run"), state.runs.map((run) => run.name), state.run);
+  fill($("other"), ["", ...state.runs.map((run) => run.name).filter((name) => name !== state.run)], state.other.run);
+  $("laid").hidden = !state.other.run;
+  $("laidname").textContent = `time of a step of ${state.other.run}`;
+  $("other").parentElement.hidden = state.runs.length < 2;
   const here = state.runs.find((run) => run.name === state.run);
   $("strategy").textContent = step?.strategy || here?.strategy || "";
   $("live").textContent = here ? `${state.world} ranks · ${here.live ? "running" : "ended"}` : "";
@@ -203,44 +219,6 @@ function show() {
   const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
   const share = step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : "";
   $("footer").textContent = `Measured, unless modelled or formula is said. Measuring itself took ${seconds(step.own)}${share} on each rank${lost}${missing}`;
-}
-
-function fill(select, names, chosen) {
-  const shown = [...select.options].map((option) => option.value).join("\n");
-  if (shown !== names.join("\n")) select.replaceChildren(...names.map((name) => new Option(name === "." ? "this directory" : name, name)));
-  if (chosen !== null && document.activeElement !== select) select.value = chosen;
-}
-
-function rows(table, head, body) {
-  const cells = (values, tag) => values.map((value) => {
-    const cell = document.createElement(tag);
-    if (value instanceof Node) cell.append(value); else cell.textContent = value;
-    return cell;
-  });
-  const line = (values, tag) => {
-    const made = document.createElement("tr");
-    made.append(...cells(values, tag));
-    return made;
-  };
-  table.replaceChildren(line(head, "th"), ...body.map((values) => line(values, "td")));
-}
-
-const perSecond = (value) => (value === null ? "–" : `${bytes(value)}/s`);
-
-function drawTable(step) {
-  const sums = step.table || [];
-  const waits = sums.filter((row) => row.op === "batch");
-  rows($("table"), ["operation", "axis", "calls of a rank", "bytes measured", "bytes by formula", "time of a call", "algbw", "busbw", "overlapped"],
-    sums.filter((row) => row.op !== "batch").map((row) => [
-      row.op.replaceAll("_", " "), row.axis, number(row.calls), bytes(row.bytes),
-      row.formula_bytes === null ? "–" : `${bytes(row.formula_bytes)}${row.bytes ? ` (${percent(row.formula_bytes / row.bytes)})` : ""}`,
-      seconds(row.seconds), perSecond(row.algbw), perSecond(row.busbw), percent(row.overlap)]));
-  $("tablenote").textContent = [
-    sums.length ? "" : "This step sent nothing.",
-    step.formula ? "" : "No formula is known for this run.",
-    waits.length ? `Messages issued together are waited for together: ${seconds(waits[0].seconds)} each time.` : "",
-    "– was not timed or is not known. Times contain the waiting for peers that came late.",
-  ].filter(Boolean).join(" ");
 }
 
 function drawInside(step) {
@@ -266,29 +244,3 @@ function small(text) {
   return made;
 }
 
-function drawLateness() {
-  const { of, rows: those } = state.lateness;
-  $("latenote").textContent = of ? `in the newest ${of} steps, each with the four before it` : "";
-  rows($("lateness"), ["rank", "late in", "by", "what takes it longer"], those.map((one) => [
-    `${one.rank}`, `${one.steps} of ${of} steps`, `${seconds(one.seconds)} a step`, SPOKEN[one.cause] || one.cause]));
-  if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
-}
-
-function drawRuns() {
-  const top = Math.max(...state.runs.map((run) => run.seconds || 0), 1e-9);
-  const table = $("runs");
-  if (table.contains(document.activeElement)) return;
-  const bars = [];
-  rows(table, ["run", "strategy", "ranks", "step", "loss", "tokens/s", "time of a step", "sent a step", "where it goes"], state.runs.slice(0, 20).map((run) => {
-    const link = document.createElement("button");
-    link.className = "link";
-    link.textContent = run.name;
-    link.onclick = () => choose(run.name);
-    const host = document.createElement("div");
-    host.className = "bar";
-    bars.push([host, run]);
-    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : number(run.loss), number(run.rate), seconds(run.seconds), bytes(run.bytes), host];
-  }));
-  for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
-  for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === state.run);
-}

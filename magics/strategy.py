@@ -1,0 +1,41 @@
+"""`%strategy`: the panel, and the same by typing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from magics.arguments import HelpShown, parse, strategy_parser
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.widgets.panel import StrategyPanel
+
+_ALONE = ("undo", "pause", "resume", "checkpoint")
+
+
+@magics_class
+class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """One line magic."""
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def strategy(self, line: str) -> Any:
+        try:
+            options = parse(strategy_parser(), line)
+        except HelpShown:
+            return None
+        wanted = " ".join(options.strategy)
+        asked = [name for name in _ALONE if getattr(options, name)]
+        if len(asked) + bool(wanted) > 1:
+            raise UsageError("One thing at a time.", numbers=line, hint="%strategy zero3   or   %strategy --undo")
+        if options.steps is not None and not wanted:
+            raise UsageError("--try needs a strategy.", hint=f"%strategy --try {options.steps} zero3")
+        training = current().training
+        if asked:
+            return getattr(training, asked[0])()
+        if options.steps is not None:
+            return training.try_out(wanted, options.steps)
+        return training.switch(wanted) if wanted else StrategyPanel(current())
+
+
+StrategyMagics.strategy.__doc__ = strategy_parser().format_help()

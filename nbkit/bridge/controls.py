@@ -1,0 +1,175 @@
+"""What a notebook does to a training from outside: switch, try, undo, pause, checkpoint; and what it is told of it.
+
+While the training makes steps, a control is a request like a stop: all ranks serve it at the same boundary. A strategy
+that is refused ends nothing: the refusal is the control's verdict, and the training goes on. What breaks the
+training itself is its own error too. The verdict waits on each rank until the notebook asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
+from nbkit.rank.train import boundary, hold, preview
+from nbkit.rank.train.newest import newest
+
+VERDICTS_KEPT = 50
+TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
+STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
+
+
+@dataclass(frozen=True)
+class Control:
+    """One thing to do. id: made by the notebook. do: a key of `_ACTIONS`."""
+
+    id: str
+    do: str
+    args: Mapping[str, Any]
+
+
+class Controls:
+    """One per rank."""
+
+    def __init__(self) -> None:
+        self.verdicts: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._table: dict[str, Any] = {}
+        self._stamp = ""
+        self._tabling: threading.Thread | None = None
+        boundary.handlers["control"] = self.serve
+
+    def serve(self, control: Control) -> None:
+        """At a boundary, on all ranks, or in a cell when no training makes steps."""
+        owner = boundary.training() or newest()
+        try:
+            result = _act(control, owner)
+        except BaseException as error:
+            self._tell(control, owner, error=error)
+            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not.
+            if isinstance(error, NotFinite) or not isinstance(error, NbkitError):
+                raise
+            return
+        self._tell(control, owner, result=result)
+        if control.do == "pause":
+            hold.hold(getattr(owner, "job", owner).device)
+
+    def unserved(self, control: Control) -> None:
+        """The training ended before it came to `control`."""
+        why = TrainingError(
+            "The training ended before its next step boundary.", hint="again: it acts on the newest Trainer now"
+        )
+        self._tell(control, newest(), error=why)
+
+    def verdict(self, id: str) -> dict[str, Any]:
+        """What came of a control; None while nothing has."""
+        return {"verdict": self.verdicts.get(id)}
+
+    def strategies(self, known: str = "") -> dict[str, Any]:
+        """Where the training is, and the newest table of its strategies, unless the notebook has the one `known`.
+
+        The table is made in a thread of its own: with many ranks it takes longer than other requests can wait.
+        """
+        training = boundary.training()
+        owner = training or newest()
+        told: dict[str, Any] = {"training": training is not None, "held": hold.is_held(), "job": owner is not None}
+        if owner is None:
+            return {**told, "stamp": "", "table": None}
+        job = getattr(owner, "job", owner)
+        step, strategy = job.step, str(job.strategy)
+        age = step.bit_length() + step // STAMP_STEPS
+        stamp = f"{id(job)}/{strategy}/{len(self.verdicts)}/{age}"
+        if stamp != self._stamp and (self._tabling is None or not self._tabling.is_alive()):
+            self._tabling = threading.Thread(
+                target=self._make_table, args=(job, stamp), name="nbkit-table", daemon=True
+            )
+            self._tabling.start()
+            self._tabling.join(TABLE_SECONDS)
+        table, stamp = self._table, self._stamp
+        told |= {"step": step, "strategy": strategy, "progress": boundary.progress(), "stamp": stamp}
+        return {**told, "table": table if stamp != known else None}
+
+    def _make_table(self, job: Any, stamp: str) -> None:
+        try:
+            self._table, self._stamp = preview.table(job), stamp
+        except Exception as error:
+            # A switch may have replaced the side under way: the next look tries again.
+            print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
+
+    def _tell(self, control: Control, owner: Any, *, result: Any = None, error: BaseException | None = None) -> None:
+        self.verdicts[control.id] = {
+            "id": control.id,
+            "do": control.do,
+            "args": dict(control.args),
+            "step": owner.step if owner is not None else 0,
+            "strategy": str(owner.strategy) if owner is not None else "",
+            "ok": error is None,
+            "error": type(error).__name__ if error is not None else "",
+            "what": getattr(error, "what", str(error)) if error is not None else "",
+            "numbers": getattr(error, "numbers", ""),
+            "hint": getattr(error, "hint", ""),
+            "result": result if error is None else {},
+        }
+        while len(self.verdicts) > VERDICTS_KEPT:
+            self.verdicts.popitem(last=False)
+
+
+def _act(control: Control, owner: Any) -> dict[str, Any]:
+    """Do it, on all ranks; what is told of it, plain values only."""
+    if owner is None:
+        raise UsageError("There is no Trainer on the ranks.", hint="trainer = nbkit.Trainer(...)   in %%distributed")
+    if control.do not in _ACTIONS:
+        raise UsageError(f"{control.do!r} is not a control.", numbers=f"controls: {', '.join(_ACTIONS)}")
+    return _ACTIONS[control.do](owner, **control.args)
+
+
+def _switch(owner: Any, strategy: str) -> dict[str, Any]:
+    return asdict(owner.switch(strategy))
+
+
+def _undo(owner: Any) -> dict[str, Any]:
+    return asdict(owner.undo())
+
+
+def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:
+    return dict(owner.try_out(strategy, steps=steps))
+
+
+def _pause(owner: Any) -> dict[str, Any]:
+    if boundary.training() is None:
+        raise UsageError("Nothing makes steps, so there is nothing to pause.")
+    return {}
+
+
+def _resume(owner: Any) -> dict[str, Any]:
+    if not hold.let_go():
+        raise UsageError("The training is not paused.")
+    return {}
+
+
+def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
+    to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint.pt"
+    owner.save(to)
+    return {"path": str(to.absolute())}
+
+
+_ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "switch": _switch,
+    "undo": _undo,
+    "try": _try_out,
+    "pause": _pause,
+    "resume": _resume,
+    "checkpoint": _checkpoint,
+}
+
+controls: Controls | None = None  # set once, by the engine
+
+
+def now(id: str, do: str, args: Mapping[str, Any]) -> None:
+    """In a cell on every rank: do it at once, to the training made last."""
+    assert controls is not None
+    controls.serve(Control(id, do, args))

@@ -1,0 +1,1 @@
+"""Widgets: what they show is computed by plain functions, which know no widget."""

@@ -1,0 +1,114 @@
+"""The strategy panel: a widget where there are widgets, else the same as text."""
+
+from __future__ import annotations
+
+import html
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.widgets.cockpit import Cockpit, cockpit_of
+from nbkit.notebook.widgets.state import State
+from nbkit.notebook.widgets.view import checked, job_view, pulse_view, text_of
+
+__all__ = ["StrategyPanel"]
+
+STATIC = Path(__file__).parent / "static"
+TRY_STEPS = 10
+
+
+class StrategyPanel:
+    """Shows the training on a cluster's ranks and steers it, also while a `%%distributed` cell trains.
+
+    cluster: default the notebook's. Several panels on one cluster show the same. `close()` ends one.
+    """
+
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        cluster = cluster or current()
+        cluster.training.look_well()
+        self.cockpit = cockpit_of(cluster)
+        self.cockpit.look()
+        self.widget = _widget(self.cockpit)
+
+    def close(self) -> None:
+        """End the widget."""
+        if self.widget is not None:
+            self.widget.close()
+
+    def __repr__(self) -> str:
+        return text_of(self.cockpit.state)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        text = repr(self)
+        bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self.widget is not None:
+            shown = self.widget._repr_mimebundle_(**options) or {}
+            bundle |= {kind: data for kind, data in _plain(shown).items() if kind not in bundle}
+        return bundle
+
+
+def _plain(shown: Any) -> dict[str, Any]:
+    """Of a bundle, or of (bundle, metadata)."""
+    return dict(shown[0] if isinstance(shown, tuple) else shown)
+
+
+def _widget(cockpit: Cockpit) -> Any:
+    """None without anywidget."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError:
+        return None
+
+    class Panel(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
+        """Python tells by traits; the page asks by messages: a trait that it sets may arrive only once in a cell."""
+
+        _esm = STATIC / "panel.js"
+        _css = STATIC / "panel.css"
+        job = traitlets.Dict().tag(sync=True)
+        pulse = traitlets.Dict().tag(sync=True)
+        note = traitlets.Unicode().tag(sync=True)
+
+    widget = Panel(note=_note())
+    # ipykernel 7.4 sends what a page says to the thread that spoke last; that may be a busy one.
+    if hasattr(widget.comm, "_reply_subshell_for"):
+        widget.comm._reply_subshell_for = lambda data, default: default
+    lock = threading.Lock()
+
+    def show(state: State) -> None:
+        with lock:
+            widget.pulse = pulse_view(state)
+            job = job_view(state)
+            if job != widget.job:
+                widget.job = job
+
+    def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
+        do, text = str(message.get("do", "")), str(message.get("strategy", ""))
+        if do == "check":
+            widget.send({"checked": checked(cockpit.state, text)})
+        elif do == "switch":
+            cockpit.ask("switch", strategy=text)
+        elif do == "try":
+            cockpit.ask("try", strategy=text, steps=TRY_STEPS)
+        elif do in ("undo", "pause", "resume", "checkpoint", "stop"):
+            cockpit.ask(do)
+
+    widget.on_msg(heard)
+    cockpit.listen(show)
+    widget.observe(lambda change: cockpit.leave(show) if change["new"] is None else None, names="comm")
+    return widget
+
+
+def _note() -> str:
+    """Where the panel cannot be heard while a cell runs, say so."""
+    try:
+        import ipykernel
+    except ImportError:
+        return ""
+    old = int(ipykernel.__version__.split(".")[0]) < 7
+    if not old and "VSCODE_PID" not in os.environ:
+        return ""
+    where = f"ipykernel {ipykernel.__version__}" if old else "VS Code"
+    return f"With {where} the buttons act between cells: train with %%distributed --detach and they always answer."

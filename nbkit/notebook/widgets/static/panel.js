@@ -1,0 +1,297 @@
+// The strategy panel. Python tells what is (`job`: changes with the strategy, `pulse`: with every look, `note`); what the
+// user is about to choose lives here alone, so that two panels on one cluster agree on what is and nothing else.
+
+const KEYS = [
+  ["switch", "Apply", "main", "apply"],
+  ["try", "Try 10 steps", "", "try"],
+  ["undo", "Undo", "", "undo"],
+];
+const APART = [
+  ["pause", "Pause", "", "pause"],
+  ["checkpoint", "Checkpoint", "", "checkpoint"],
+  ["stop", "Stop", "stop", "stop"],
+];
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+function titled(words, content) {
+  const box = make("div", "box");
+  box.append(make("div", "title", words), content);
+  return box;
+}
+
+function render({ model, el }) {
+  const root = make("div", "nbkit-panel");
+  root.dataset.lmSuppressShortcuts = "true"; // what is typed here is no command of the notebook
+  const head = make("div", "head");
+  const headline = make("span", "headline");
+  headline.setAttribute("role", "status");
+  const name = make("span", "name");
+  head.append(make("span", "dot"), headline, name);
+
+  const line = make("label", "line");
+  const input = make("input");
+  input.type = "text";
+  input.spellcheck = false;
+  input.setAttribute("aria-label", "strategy");
+  const sum = make("span", "sum");
+  line.append(input, sum);
+  const said = make("div", "said");
+
+  const body = make("div", "body");
+  const drawing = make("div", "job");
+  const rows = make("div", "rows");
+  body.append(titled("who holds what: ranks across, layers down", drawing), titled("choose a row, then Apply", rows));
+
+  const keys = make("div", "keys");
+  const far = make("span", "far");
+  const buttons = {};
+  for (const [list, into] of [[KEYS, keys], [APART, far]]) {
+    for (const [action, label, className] of list) {
+      buttons[action] = make("button", className, label);
+      buttons[action].addEventListener("click", () => press(action));
+      into.append(buttons[action]);
+    }
+  }
+  keys.append(far);
+  const told = make("div", "told");
+  const note = make("div", "note");
+  root.append(head, line, said, body, keys, told, note);
+  el.append(root);
+
+  let draft = null; // the strategy that the user looks at; null: the one in force
+  let verdict = null; // what Python says of a draft that is in no row
+
+  const job = () => model.get("job");
+  const pulse = () => model.get("pulse");
+  const rowOf = (text) => (job().rows ?? []).find((row) => row.strategy === text);
+  const candidate = () => (draft === null ? undefined : rowOf(draft) ?? rowOf(verdict?.strategy));
+
+  function press(action) {
+    if (action === "pause" && pulse().phase === "held") action = "resume";
+    const message = { do: action };
+    if (action === "switch" || action === "try") message.strategy = (draft ?? job().strategy).trim();
+    model.send(message);
+  }
+
+  function look(text) {
+    draft = text.trim() === job().strategy ? null : text;
+    verdict = null;
+    if (draft !== null && !rowOf(draft)) model.send({ do: "check", strategy: draft });
+    drawChoice();
+  }
+
+  input.addEventListener("input", () => look(input.value));
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !buttons.switch.disabled) press("switch");
+    if (event.key === "Escape") choose(job().strategy);
+    event.stopPropagation();
+  });
+
+  function choose(strategy) {
+    input.value = strategy;
+    look(strategy);
+  }
+
+  // What is ---------------------------------------------------------------------------------------------------------
+
+  function drawPulse() {
+    const { phase, headline: words, asked, told: outcomes = [] } = pulse();
+    root.dataset.phase = phase ?? "looking";
+    headline.textContent = asked ? `${words} — ${asked}` : words ?? "";
+    buttons.pause.textContent = phase === "held" ? "Go on" : "Pause";
+    drawTold(outcomes[0]);
+    drawButtons();
+  }
+
+  function drawTold(outcome) {
+    told.replaceChildren();
+    if (!outcome) return;
+    told.append(make("span", outcome.ok ? "" : "bad", outcome.line));
+    if (!outcome.ok && outcome.hint) told.append(make("span", "fig", `→ ${outcome.hint}`));
+    for (const [what, predicted, measured] of outcome.figures) {
+      const figure = make("span", "fig", `${what}: predicted `);
+      figure.append(make("b", "", predicted), " | measured ", make("b", "", measured));
+      told.append(figure);
+    }
+    if (outcome.proof) told.append(make("span", outcome.identical ? "same" : "differs fig", outcome.proof));
+  }
+
+  function drawButtons() {
+    const can = pulse().can ?? {};
+    const changes = draft !== null && (candidate()?.ok ?? verdict?.ok ?? false);
+    buttons.switch.disabled = !(can.apply && changes);
+    buttons.try.disabled = !(can.try && changes);
+    buttons.undo.disabled = !can.undo;
+    buttons.undo.title = can.undo ? `back to ${job().previous}` : "";
+    buttons.pause.disabled = !(can.pause || can.resume);
+    buttons.checkpoint.disabled = !can.checkpoint;
+    buttons.stop.disabled = !can.stop;
+  }
+
+  function drawJob() {
+    const known = Boolean(job().strategy);
+    line.style.display = body.style.display = keys.style.display = known ? "" : "none";
+    name.textContent = job().cluster ?? "";
+    if (!known) return;
+    if (draft === null || draft === job().strategy || verdict?.strategy === job().strategy) {
+      draft = null;
+      if (input.value !== job().strategy) input.value = job().strategy;
+    }
+    drawRows();
+    drawChoice();
+  }
+
+  // What could be ---------------------------------------------------------------------------------------------------
+
+  function drawChoice() {
+    const row = candidate();
+    const shown = draft === null ? job().arithmetic : row?.arithmetic ?? "";
+    sum.textContent = shown ? `${shown}, unchanged` : "";
+    const why = draft === null ? "" : row ? row.why : verdict?.why ?? "";
+    said.textContent = why;
+    said.classList.toggle("bad", draft !== null && (row ? !row.ok : verdict ? !verdict.ok : false));
+    drawGrid(row?.ok && !row.current ? row : null);
+    for (const line of rows.querySelectorAll("tbody tr")) {
+      const selected = line.dataset.strategy === (row?.strategy ?? (draft === null ? job().strategy : ""));
+      line.setAttribute("aria-selected", selected);
+      line.tabIndex = selected ? 0 : -1;
+    }
+    if (!rows.querySelector("tbody tr[tabindex='0']")) {
+      const first = rows.querySelector("tbody tr");
+      if (first) first.tabIndex = 0;
+    }
+    drawButtons();
+  }
+
+  function drawGrid(ghost) {
+    const { ranks, blocks, held, axis, legend } = job();
+    const width = Math.max(5, Math.min(46, Math.floor(420 / ranks)));
+    const every = width >= 18 ? 1 : width >= 12 ? 4 : 8;
+    const height = Math.max(9, Math.min(20, Math.floor(280 / blocks.length) - 2));
+    const grid = make("div", ghost ? "grid ghosted" : "grid");
+    grid.setAttribute("role", "img");
+    grid.setAttribute("aria-label", `${blocks.length} blocks on ${ranks} ranks, ${legend[axis]}`);
+    grid.style.gridTemplateColumns = `max-content repeat(${ranks}, ${width}px)`;
+    grid.style.setProperty("--row", `${height}px`);
+    if (width < 18) grid.style.columnGap = "1px";
+    grid.append(make("span", "side", "rank"));
+    for (let rank = 0; rank < ranks; rank++) grid.append(make("span", "top", rank % every ? "" : String(rank)));
+    blocks.forEach((block, place) => {
+      const side = make("span", "side", block.name);
+      if (height < 12) side.style.fontSize = `${height}px`;
+      side.title = `${block.size} parameters`;
+      grid.append(side);
+      for (let rank = 0; rank < ranks; rank++) {
+        const cell = make("span", "cell");
+        const part = held[rank][place];
+        if (part > 0) cell.append(bar(`fill ${axis}`, part));
+        const later = ghost?.held[rank]?.[place];
+        if (later > 0) cell.append(bar(`ghost ${ghost.axis}`, later));
+        cell.title = `rank ${rank}, ${block.name}: ${percent(part)}` + (ghost ? ` → ${percent(later ?? 0)}` : "");
+        grid.append(cell);
+      }
+    });
+    const words = make("div", "legend");
+    words.append(make("span", `swatch ${axis}`), `${ghost ? "above, now" : "now"}: ${legend[axis]}`);
+    if (ghost) {
+      const later = `below, ${ghost.strategy}: ${legend[ghost.axis]}`;
+      words.append(make("br"), make("span", `swatch later ${ghost.axis}`), later);
+    }
+    const frame = make("div", "frame");
+    frame.append(grid);
+    drawing.replaceChildren(frame, words);
+  }
+
+  function bar(className, part) {
+    const element = make("span", className);
+    element.style.width = `${100 * part}%`;
+    return element;
+  }
+
+  const percent = (part) => `${Math.round(100 * part)} %`;
+
+  function drawRows() {
+    const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.strategy : null;
+    const top = rows.scrollTop;
+    const table = make("table");
+    table.setAttribute("role", "listbox");
+    table.setAttribute("aria-label", "strategies");
+    const titles = make("tr");
+    for (const word of ["strategy", "memory per rank", "step", "to move", "pause", "pays back in"]) {
+      titles.append(make("th", "", word));
+    }
+    const header = make("thead");
+    header.append(titles);
+    const list = make("tbody");
+    for (const row of job().rows) list.append(lineOf(row));
+    table.append(header, list);
+    rows.replaceChildren(table);
+    rows.scrollTop = top;
+    if (focused) list.querySelector(`[data-strategy="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  function lineOf(row) {
+    const element = make("tr", row.current ? "now" : row.ok ? "" : "no");
+    element.dataset.strategy = row.strategy;
+    element.setAttribute("role", "option");
+    element.setAttribute("aria-disabled", !row.ok);
+    const first = make("td", "", row.label);
+    first.title = row.strategy;
+    if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
+    element.append(first);
+    if (row.ok) {
+      const memory = make("td");
+      const scale = make("span", "bar");
+      const filled = make("i");
+      filled.style.width = `${100 * row.memory_part}%`;
+      scale.append(filled);
+      memory.append(scale, row.memory);
+      element.append(memory);
+      for (const text of [row.step, row.moved, row.pause, row.payback]) element.append(make("td", "", text));
+    } else {
+      const why = make("td", "", row.why);
+      why.colSpan = 5;
+      element.append(why);
+    }
+    element.addEventListener("click", () => choose(row.strategy));
+    return element;
+  }
+
+  rows.addEventListener("keydown", (event) => {
+    const lines = [...rows.querySelectorAll("tbody tr")];
+    const at = lines.indexOf(event.target);
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: lines.length - 1 }[event.key];
+    if (to !== undefined && lines[to]) {
+      event.preventDefault();
+      choose(lines[to].dataset.strategy);
+      lines[to].focus();
+    } else if (event.key === "Enter" && !buttons.switch.disabled) {
+      press("switch");
+    }
+    event.stopPropagation();
+  });
+
+  const heard = (message) => {
+    if (message.checked?.text === draft) {
+      verdict = message.checked;
+      drawChoice();
+    }
+  };
+  const redrawNote = () => (note.textContent = model.get("note"));
+  const listeners = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", redrawNote], ["msg:custom", heard]];
+  for (const [event, act] of listeners) model.on(event, act);
+  redrawNote();
+  drawJob();
+  drawPulse();
+  return () => {
+    for (const [event, act] of listeners) model.off(event, act);
+  };
+}
+
+export default { render };

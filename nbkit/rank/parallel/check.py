@@ -1,0 +1,259 @@
+"""`nbkit.check(model, strategy)`: which module would be split how, and why not; in one process, before anything runs.
+
+Made of what decides when a job is built: the tensor plan, the chain of blocks, the partition into stages, and the
+planner's arithmetic. Nothing is sent, and no process group is needed.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbkit.errors import NbkitError, StrategyError
+from nbkit.planner.partition import partition, ranks_of_stages, spelled
+from nbkit.planner.validate import Finding
+from nbkit.rank.parallel.blocks import structural_blocks
+from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.parallel.experts import experts_in
+from nbkit.rank.parallel.findings import findings
+from nbkit.rank.parallel.skeleton import homes, skeleton_of
+from nbkit.rank.parallel.tensor.choose import plan_of
+from nbkit.rank.parallel.tensor.plan import TensorPlan
+from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
+from nbkit.rank.train.batch import call, on_device, pair, rows_of, take
+from nbkit.strategy import Strategy
+
+__all__ = ["Check", "check"]
+
+_SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters, gradients, optimizer state"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a strategy does to a model. rows: of the table; findings: errors, then what is good to know.
+
+    ok: nothing stands in the way. Shows itself as a table, as text and in a notebook.
+    """
+
+    strategy: Strategy
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(finding.error for finding in self.findings)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.strategy} on {self.strategy.mesh.size} ranks: " + ("fits" if self.ok else "does not fit")
+
+    def __str__(self) -> str:
+        table = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        said = [("✗ " if finding.error else "· ") + str(finding).replace("\n", "\n  ") for finding in self.findings]
+        return "\n".join([self._title, *said, "", *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        said = "".join(
+            f"<div>{'✗' if finding.error else '·'} {html.escape(str(finding)).replace(chr(10), '<br>')}</div>"
+            for finding in self.findings
+        )
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return f"<b>{html.escape(self._title)}</b>{said}<table>{row(self.columns, 'th')}{body}</table>"
+
+
+def check(
+    model: nn.Module | Callable[[], nn.Module],
+    strategy: str | Strategy,
+    batch: Any = None,
+    world_size: int | None = None,
+    *,
+    inputs: Sequence[str] | None = None,
+    stages: Sequence[str] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+) -> Check:
+    """How `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
+
+    batch: rows of a global batch, or such a batch, of which two rows are run once to find where the model can be cut;
+    without one the blocks are guessed by structure. world_size: ranks; default the world there is, else what the
+    strategy's degrees multiply to. inputs, stages, tp_plan: as of the Trainer.
+    Raises StrategyError for a strategy that cannot be written down; what does not fit is in `findings`.
+    """
+    world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
+    chosen, misfit = _chosen(strategy, world)
+    module = model if isinstance(model, nn.Module) else model()
+    found, rows = list(misfit), batch if isinstance(batch, int) else None
+    chain, why = None, ""
+    if batch is not None and rows is None:
+        rows = rows_of(batch)
+        try:
+            chain = _chain(module, batch, rows, inputs, stages)
+        except Exception as error:
+            why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+    elif chosen.pp > 1:
+        found.append(
+            Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
+        )
+    skeleton = skeleton_of(module)
+    wishes = Wishes(chain, why, tp_plan=tp_plan, experts=experts_in(module))
+    found += findings(skeleton, chosen, wishes, batch=rows)
+    for needed in (need_rows, *([need_chain] if batch is not None and not isinstance(batch, int) else [])):
+        try:
+            needed(wishes, chosen)
+        except StrategyError as error:
+            found.append(Finding(True, error.what, error.numbers, error.hint))
+    found += _norms(module, chosen)
+    columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
+    columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
+    found.sort(key=lambda finding: not finding.error)
+    return Check(chosen, columns, tuple(_rows(skeleton, chosen, wishes, found)), tuple(found))
+
+
+def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
+    """The strategy; one that is not the world's is still shown, as what stands in the way."""
+    try:
+        if world is not None:
+            return Strategy.parse(strategy, world), []
+        misfit = []
+    except StrategyError as error:
+        misfit = [Finding(True, error.what, error.numbers, error.hint)]
+    if isinstance(strategy, Strategy):
+        return strategy, misfit
+    degrees = dict(word.split("=") for word in strategy.split() if "=" in word)
+    size = 1
+    for axis in ("dp", "tp", "pp", "cp"):
+        size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1
+    if size == 1 and world is None and not degrees.keys() & {"dp", "tp", "pp", "cp"}:
+        raise StrategyError(
+            f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
+        )
+    return Strategy.parse(strategy, size), misfit
+
+
+def _chain(
+    module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None, stages: Sequence[str] | None
+) -> Chain:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    value, _ = pair(on_device(take(batch, 0, min(2, rows), rows=rows), device), inputs)
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        return find_chain(module, lambda: call(module, value), stages=stages)
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
+    norms = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
+    ]
+    if norms and (strategy.dp > 1 or (strategy.microbatches or 1) > 1):
+        cut = (strategy.microbatches or 1) > 1
+        yield Finding(
+            cut or not torch.cuda.is_available(),
+            f"BatchNorm {norms[0]!r} takes its statistics from the whole batch.",
+            f"{len(norms)} of them; {strategy} gives each forward a part. On GPUs they are synchronised over dp",
+            "nn.GroupNorm or nn.LayerNorm; or module.eval() on it, which freezes its statistics",
+        )
+
+
+def _rows(
+    skeleton: nn.Module, strategy: Strategy, wishes: Wishes, found: Sequence[Finding]
+) -> Iterator[tuple[str, ...]]:
+    """One row for each kind of module; numbers in paths are folded into *."""
+    plan, refused = None, {}
+    if strategy.tp > 1:
+        try:
+            plan = replace(plan_of(skeleton, 1, wishes.tp_plan), size=strategy.tp)
+            refused = _undivided(plan)
+        except StrategyError as error:
+            refused = {"": error.what}
+    split = (plan or TensorPlan(1, (), {}, {})).describe(skeleton)
+    stages = _stages(skeleton, strategy, wishes)
+    frozen = {_folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
+    for module, how, reason in split:
+        cells = [module]
+        whys = [reason] if strategy.tp > 1 and reason else []
+        whys += [text for path, text in refused.items() if module == path or module.startswith(f"{path}.") or not path]
+        if strategy.tp > 1:
+            cells.append(how if not whys or reason else "not split")
+        if strategy.pp > 1:
+            cells.append(stages.get(module, "none"))
+        if strategy.dp > 1:
+            cells.append(_over_dp(strategy))
+        if module in frozen:
+            whys.append("frozen: no gradient, no optimizer state")
+        yield (*cells, "; ".join(whys))
+
+
+def _undivided(plan: TensorPlan) -> dict[str, str]:
+    """Folded owner -> why its heads cannot be dealt out."""
+    found = {}
+    for owner, heads in ((each.owner, each.heads) for each in plan.pairs if each.heads is not None):
+        for count, what in ((heads.kv_heads, "key and value heads"), (heads.heads, "heads")):
+            if count % plan.size:
+                found[_folded(owner)] = f"{count} {what} / tp {plan.size} = {count / plan.size:.3g}"
+    return found
+
+
+def _stages(skeleton: nn.Module, strategy: Strategy, wishes: Wishes) -> dict[str, str]:
+    """Folded module -> the stages that hold it."""
+    if strategy.pp == 1:
+        return {}
+    chain, count = wishes.chain, len(ranks_of_stages(strategy))
+    blocks = chain.blocks if chain is not None else tuple(structural_blocks(skeleton))
+    if len(blocks) < count:
+        return {}
+    ranges = partition([1.0] * len(blocks), count)
+    names = list(homes(skeleton))
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if chain is not None:
+            where = {stage for stage, (lo, hi) in enumerate(ranges) if name in chain.holds(lo, hi)}
+        else:
+            where = {_guessed(name, names, blocks, ranges)}
+        found.setdefault(_folded(name.rpartition(".")[0]), set()).update(where)
+    return {module: _spelled(where, spelled(ranges)) for module, where in found.items()}
+
+
+def _guessed(name: str, names: Sequence[str], blocks: Sequence[str], ranges: Sequence[tuple[int, int]]) -> int:
+    """Stage of a parameter by where it stands: in a block, before the blocks, or behind them."""
+    for stage, (lo, hi) in enumerate(ranges):
+        if any(name.startswith(f"{block}.") for block in blocks[lo:hi]):
+            return stage
+    first = next((i for i, other in enumerate(names) if other.startswith(f"{blocks[0]}.")), 0)
+    return 0 if names.index(name) < first else len(ranges) - 1
+
+
+def _spelled(where: set[int], all_of: str) -> str:
+    ordered = sorted(where)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"{ordered[0]}-{ordered[-1]} (blocks {all_of})"
+    return ", ".join(map(str, ordered))
+
+
+def _over_dp(strategy: Strategy) -> str:
+    if not strategy.zero:
+        return f"a copy on each of {strategy.dp}"
+    copies = strategy.dp // strategy.shard
+    return f"{_SHARDS[strategy.zero]} over {strategy.shard}" + (f", {copies} copies" if copies > 1 else "")
+
+
+def _folded(path: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))

@@ -1,0 +1,58 @@
+"""What a strategy runs into on a model, told before anything moves: the planner's arithmetic on the module tree."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from nbkit.errors import StrategyError
+from nbkit.planner.facts import Facts
+from nbkit.planner.validate import Finding, refuse, validate
+from nbkit.rank.parallel.blocks import structural_blocks
+from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.tensor.choose import plan_of
+from nbkit.rank.parallel.wishes import Wishes
+from nbkit.strategy import Strategy
+
+__all__ = ["facts_of", "findings", "warn_of"]
+
+
+def facts_of(
+    model: nn.Module, strategy: Strategy, wishes: Wishes, *, batch: int | None = None, world: int | None = None
+) -> Facts:
+    """Heads and vocabulary as the tensor plan sees them; blocks of the chain, or by structure where there is none."""
+    heads = kv_heads = vocab = None
+    if strategy.tp > 1:
+        plan = plan_of(model, 1, wishes.tp_plan)
+        counted = [pair.heads for pair in plan.pairs if pair.heads is not None]
+        # Of several attentions, one that does not divide.
+        counted.sort(key=lambda each: not (each.heads % strategy.tp or each.kv_heads % strategy.tp))
+        if counted:
+            heads = counted[0].heads
+            kv_heads = None if counted[0].kv_heads == heads else counted[0].kv_heads
+        tables = [model.get_submodule(path) for path, role in plan.singles.items() if role == "vocab"]
+        vocab = min((part.num_embeddings for part in tables if isinstance(part, nn.Embedding)), default=None)
+    chain: Chain | None = wishes.chain
+    blocks = len(chain) if chain is not None else len(structural_blocks(model)) or None
+    return Facts(heads=heads, kv_heads=kv_heads, vocab=vocab, blocks=blocks, batch=batch, world=world)
+
+
+def findings(
+    model: nn.Module, strategy: Strategy, wishes: Wishes, *, batch: int | None = None, world: int | None = None
+) -> list[Finding]:
+    """All that is to be said, errors first; also where the model cannot be split at all."""
+    try:
+        return validate(strategy, facts_of(model, strategy, wishes, batch=batch, world=world))
+    except StrategyError as error:
+        return [Finding(True, error.what, error.numbers or "", error.hint or "")]
+
+
+def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
+    """Warn of what runs and is good to know. Raises StrategyError, with the arithmetic, for what cannot run."""
+    found = refuse(strategy, facts_of(model, strategy, wishes))
+    if strategy.microbatches is not None and wishes.cut:
+        numbers = f"microbatch= has no effect under {strategy}: microbatches= says into how many parts a pipeline cuts"
+        found.append(Finding(False, "A setting has no effect.", numbers))
+    for finding in found:
+        warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)

@@ -1,0 +1,74 @@
+"""bfloat16: a strategy may differ from one process as much as one process from itself when it sums in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from parity.cells import FAMILIES, Cell
+from parity.figures import Bars, far
+from parity.training import BATCH, Truth, truth
+
+__all__ = ["bars_of_bf16", "bf16_cells", "orders"]
+
+
+def bf16_cells(steps: int) -> Iterator[Cell]:
+    """One or two strategies of each family on two models, in float32 weights and bfloat16 arithmetic."""
+    chosen = [FAMILIES["data"][0], FAMILIES["data"][3], "tp", "pp schedule=1f1b", "pp schedule=zbv", "cp=4"]
+    for subject in ("gpt", "llama"):
+        for strategy in (*chosen, "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"):
+            yield Cell(subject, strategy, "float32", steps, frozenset({"bf16"}))
+
+
+class _InParts(TorchFunctionMode):
+    """Linear maps in parts of their input and of their output features: the same sums, forward and backward, rounded
+    elsewhere."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+        rows = [self._summed(x, some) for some in weight.chunk(self.parts, 0)]
+        return torch.cat(rows, -1) if bias is None else torch.cat(rows, -1) + bias
+
+    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        pairs = zip(x.chunk(self.parts, -1), weight.chunk(self.parts, -1), strict=True)
+        total: Tensor = sum(F.linear(a, b) for a, b in pairs)  # type: ignore[assignment]
+        return total
+
+
+def orders(rank: int, cell: Cell) -> list[Truth]:
+    """One process in bfloat16, and again with other orders of summing: over rows, over features, over both."""
+    return [
+        truth(cell, rows=rows, wrap=partial(_InParts, parts) if parts > 1 else nullcontext)
+        for parts in (1, 2, 4)
+        for rows in (BATCH, BATCH // 2, BATCH // 4, 2, 1)
+    ]
+
+
+@cache
+def _bars(cell: Cell) -> Bars:
+    runs = run_ranks(orders, 1, cell, timeout=300, join=False)[0]
+    found = [far(one, other) for i, one in enumerate(runs) for other in runs[:i]]
+    grads, largest, losses, norms = (
+        max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")
+    )
+    # Of one number, not of thousands, a few runs show too small a spread.
+    return Bars(grads, 2 * largest, 2 * losses, 2 * norms)
+
+
+def bars_of_bf16(cell: Cell) -> Bars:
+    """The largest difference between two runs in one process; twice that for what is a single number."""
+    return _bars(cell.truth)

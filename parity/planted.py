@@ -1,0 +1,218 @@
+"""Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
+
+A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code, a mistake that somebody could
+make there, and comes with the cell that has to show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from nbkit.rank.parallel import norm, scatter
+from nbkit.rank.parallel.backward import Deferred
+from nbkit.rank.parallel.context import _Attention
+from nbkit.rank.parallel.pipeline import _Run
+from nbkit.rank.parallel.scatter import Reduction
+from nbkit.rank.parallel.sharded import ShardedOptimizer
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.parallel.tensor.link import Link
+from nbkit.rank.parallel.tensor.regions import _GatherSum, _own
+from nbkit.rank.parallel.tensor.split import _Surgery
+from nbkit.rank.train import gradients
+from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.train.gradients import Gradients
+from parity.cells import Cell
+from parity.figures import BARS, compared
+from parity.rounds import truths
+from parity.training import Outcome, ours
+
+__all__ = ["BUGS", "Bug", "unseen"]
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """what: the mistake. cell: where it shows. plant: makes it, for as long as the context is open."""
+
+    what: str
+    cell: Cell
+    plant: Plant
+
+
+def unseen(num_ranks: int) -> tuple[list[str], list[str]]:
+    """(bugs that the parity does not see, cells that are off without their bug), of those for `num_ranks` ranks."""
+    numbers = [i for i, bug in enumerate(BUGS) if (4 if "hsdp" in bug.cell.strategy else 2) == num_ranks]
+    known = truths(BUGS[i].cell for i in numbers)
+    ranks = run_ranks(_with_and_without, num_ranks, numbers, timeout=240)
+    green, red = [], []
+    for place, number in enumerate(numbers):
+        bug = BUGS[number]
+        bad, good = ([rank[place][i] for rank in ranks] for i in (0, 1))
+        if not compared(bad, known[bug.cell.truth]).missed(BARS[bug.cell.dtype]):
+            green.append(bug.what)
+        if missed := compared(good, known[bug.cell.truth]).missed(BARS[bug.cell.dtype]):
+            red.append(f"{bug.cell}: {missed}")
+    return green, red
+
+
+def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
+    """Of each of BUGS that `bugs` numbers, on a rank: with it, then without."""
+    found = []
+    for number in bugs:
+        with BUGS[number].plant():
+            bad = ours(BUGS[number].cell)
+        found.append((bad, ours(BUGS[number].cell)))
+    return found
+
+
+def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
+    """`owner.name` replaced by what `make` gives for the original."""
+    return lambda: patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _without(what: str) -> Callable[[Any], Any]:
+    """A method of a Side that sees none of its `what`."""
+
+    def make(method: Any) -> Any:
+        def blind(self: Side, *args: Any) -> Any:
+            if what == "partial":
+                side = replace(self, partial={})
+            else:
+                empty: Any = {"ties": (), "replication": {}}[what]
+                side = replace(self, connections=replace(self.connections, **{what: empty}))
+            return method(side, *args)
+
+        return blind
+
+    return make
+
+
+def _mean_of_means(weigh: Any) -> Any:
+    def wrong(result: Any, rows: int) -> tuple[Tensor, Tensor, bool]:
+        value, weight, weighted = weigh(result, rows)
+        return value / weight, torch.ones(()), weighted
+
+    return wrong
+
+
+def _rows_of_equal_ranks(backward: Any) -> Any:
+    def wrong(self: Gradients, shard: Any, **kwargs: Any) -> Any:
+        return backward(self, replace(shard, total=max(1, shard.rows * self.side.axes.size("dp"))), **kwargs)
+
+    return wrong
+
+
+def _scaled_stage(backward: Any) -> Any:
+    def wrong(self: Any, op: Any, grads: Any) -> Any:
+        produced = backward(self, op, grads)
+        return [grad / 2 for grad in produced] if op.stage == 1 else produced
+
+    return wrong
+
+
+def _lost_weight_gradient(run: Any) -> Any:
+    def wrong(self: Deferred) -> None:
+        self._points = self._points[1:]
+        run(self)
+
+    return wrong
+
+
+def _bias_on_every_rank(end: Any) -> Any:
+    return lambda self, partial, bias: end(self, partial if bias is None else partial + bias, None)
+
+
+def _another_ranks_keys(cut: Any) -> Any:
+    def wrong(self: Any, path: str, part: Any, widths: Any) -> None:
+        team = self.team
+        if path.endswith(("k_proj", "v_proj")):
+            self.team = replace(team, index=(team.index + 1) % team.size)
+        cut(self, path, part, widths)
+        self.team = team
+
+    return wrong
+
+
+class _Unreduced:
+    """A reduction whose sums are thrown away, all but the canary behind them."""
+
+    def __init__(self, work: dist.Work, row: Tensor, own: Tensor) -> None:
+        self.work, self.row, self.own = work, row, own
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.row[:-1] = self.own[:-1]
+
+
+def _own_gradient(reduce_scatter: Any) -> Any:
+    def wrong(row: Tensor, matrix: Tensor, **kwargs: Any) -> Any:
+        own = row.clone()
+        return _Unreduced(reduce_scatter(row, matrix, **kwargs), row, own)
+
+    return wrong
+
+
+def _mask_too_early(attend: Any) -> Any:
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        late = int(self.start > 0)
+        with patch.multiple(self, start=self.start - late, stop=self.stop - late):
+            return attend(self, *args, **kwargs)
+
+    return wrong
+
+
+def _local_norm(_: Any) -> Any:
+    return lambda self, device: norm.grad_norm(self.held, {}, device=device, world_size=1)
+
+
+def _cell(strategy: str, *extras: str, subject: str = "gpt_small") -> Cell:
+    return Cell(subject, strategy, steps=2, extras=frozenset(extras))
+
+
+BUGS = (
+    Bug("the gradient of a tied weight is not summed over its stages", _cell("pp", subject="gpt_tied"),
+        _around(Side, "_sum_partial", _without("ties"))),
+    Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _cell("dp=2", "mask"),
+        _around(gradients, "weigh", _mean_of_means)),
+    Bug("a short last batch is averaged over ranks as if each had as many rows", _cell("dp=2", "ragged"),
+        _around(Gradients, "backward", _rows_of_equal_ranks)),
+    Bug("the norms between split positions are not summed over the tensor axis", _cell("tp"),
+        _around(Side, "_sum_partial", _without("partial"))),
+    Bug("the parameters of blocks are not summed over the context axis", _cell("cp=2"),
+        _around(Side, "_sum_partial", _without("partial"))),
+    Bug("the gradient that a stage sends is scaled", _cell("pp"), _around(_Run, "_backward", _scaled_stage)),
+    Bug("a weight's gradient that was put off is forgotten", _cell("pp schedule=zb"),
+        _around(Deferred, "run", _lost_weight_gradient)),
+    Bug("the bias of a row-parallel map is added by every rank", _cell("tp"),
+        _around(Link, "end", _bias_on_every_rank)),
+    Bug("the gradient of a column-parallel map's input is not summed", _cell("tp"),
+        _around(_GatherSum, "backward", lambda _: staticmethod(
+            lambda ctx, grad: (_own(grad, ctx.group, ctx.dim), None, None, None)))),
+    Bug("queries attend to another rank's key-value heads", _cell("tp", subject="llama"),
+        _around(_Surgery, "_cut_columns", _another_ranks_keys)),
+    Bug("a shard is updated from a gradient that was not summed", _cell("dp=2 zero=2"),
+        _around(scatter, "_reduce_scatter", _own_gradient)),
+    Bug("the other parts of a weight stay as they were after an update", _cell("dp=2 zero=1"),
+        _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
+    Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),
+        _around(KeyedDropout, "step", lambda _: lambda self, *args: nullcontext())),
+    Bug("gradients are clipped by the norm of what a rank holds", _cell("pp", "clip"),
+        _around(Side, "grad_norm", _local_norm)),
+    Bug("the norm counts what several ranks hold several times", _cell("tp", "clip"),
+        _around(Side, "grad_norm", _without("replication"))),
+    Bug("the causal mask is off by one on later ranks", _cell("cp=2"), _around(_Attention, "_attend", _mask_too_early)),
+    Bug("the last micro-batch is dropped", _cell("pp"), _around(Gradients, "cut", lambda cut: lambda self, shard: (
+        cut(self, shard)[:-1]))),
+    Bug("the replicas of sharding groups are not summed", _cell("hsdp"), _around(Reduction, "cross", lambda _: (
+        lambda self: None))),
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""Many cells in one set of rank processes, since to start them costs more than most cells do."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranks import RankFailed, run_ranks
+
+from nbkit.errors import NbkitError
+from parity.cells import Cell
+from parity.training import Outcome, Truth, ours, truth
+
+__all__ = ["results", "trained", "truths"]
+
+
+def trained(world: Any, cells: Sequence[Cell]) -> list[Outcome]:
+    """Every cell, on a rank."""
+    return [ours(cell) for cell in cells]
+
+
+def truths(cells: Iterable[Cell], *, timeout: float = 600) -> dict[Cell, Truth]:
+    """`cell.truth` -> what one process makes of it, computed in a process of its own."""
+    wanted = sorted({cell.truth for cell in cells}, key=str)
+    found: dict[Cell, Truth] = run_ranks(_truths, 1, wanted, timeout=timeout, join=False)[0]
+    return found
+
+
+def _truths(rank: int, cells: Sequence[Cell]) -> dict[Cell, Truth]:
+    return {cell: truth(cell) for cell in cells}
+
+
+def results(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[Outcome] | str]]:
+    """(cell, what each rank found, or why there is nothing) of all `cells`, which need the same number of ranks.
+
+    A cell that is refused, or that breaks the ranks, takes no other with it.
+    """
+    todo = list(cells)
+    while todo:
+        timeout = 60 + sum(10 + cell.steps for cell in todo)
+        with tempfile.TemporaryDirectory(prefix="nbkit-parity-") as folder:
+            broken = ""
+            try:
+                run_ranks(_noted, todo[0].ranks, todo, Path(folder), timeout=timeout)
+            except RankFailed as error:
+                broken = str(error)
+            done = 0
+            for number, cell in enumerate(todo):
+                files = [Path(folder) / f"{number}.{rank}" for rank in range(cell.ranks)]
+                if not all(file.exists() for file in files):
+                    break
+                found = [pickle.loads(file.read_bytes()) for file in files]
+                refused = next((answer for answer in found if isinstance(answer, str)), None)
+                yield cell, found if refused is None else refused
+                done += 1
+        if done < len(todo):
+            yield todo[done], f"broke: {broken or 'a rank left no result'}"
+        todo = todo[done + 1 :]
+
+
+def _noted(world: Any, cells: Sequence[Cell], folder: Path) -> None:
+    for number, cell in enumerate(cells):
+        try:
+            found: Outcome | str = ours(cell)
+        except NbkitError as error:  # the same on every rank, which go on
+            found = f"refused: {type(error).__name__}: {error}"
+        written = folder / f"{number}.{world.place.rank}.part"
+        written.write_bytes(pickle.dumps(found))
+        written.rename(written.with_suffix(""))

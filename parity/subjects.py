@@ -1,0 +1,115 @@
+"""Models that are trained here, with dropout where asked, their data, and losses with even and uneven weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import models_zoo as zoo
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["SUBJECTS", "Subject", "weighted"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """make: builds the model with a probability of dropping. sample, padded: (rows, generator) -> (input, target)."""
+
+    name: str
+    make: Callable[[float], nn.Module]
+    sample: Callable[[int, torch.Generator], tuple[Any, Any]]
+    padded: Callable[[int, torch.Generator], tuple[Any, Any]]
+
+    def build(self, dtype: torch.dtype, dropout: float) -> nn.Module:
+        """In training mode, the same weights every time."""
+        made = zoo.Specimen(lambda: self.make(dropout), self.sample, mean, ()).build(dtype)
+        return made.train()
+
+    def items(self, num: int, dtype: torch.dtype, *, masked: bool) -> list[tuple[Any, Any]]:
+        """`num` samples; masked: with padding where the model takes a mask for it."""
+        draw = torch.Generator().manual_seed(11)
+        rows = (self.padded if masked else self.sample)(num, draw)
+        return [(_row(rows[0], i, dtype), rows[1][i]) for i in range(num)]
+
+
+def _row(value: Any, i: int, dtype: torch.dtype) -> Any:
+    if isinstance(value, dict):
+        return {key: _row(part, i, dtype) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_row(part, i, dtype) for part in value)
+    return value[i].to(dtype) if value.is_floating_point() else value[i]
+
+
+def mean(output: Any, target: Tensor) -> Tensor:
+    """The loss of a plain tensor, or of an HF model's output."""
+    return zoo.cross_entropy(getattr(output, "logits", output), target)
+
+
+def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, weight): what is padding does not count, nor do two classes of five: each row weighs something else."""
+    logits = getattr(output, "logits", output)
+    keep = (target >= 0) & (target % 5 > 1)
+    losses = F.cross_entropy(logits.flatten(0, -2), target.clamp(min=0).flatten(), reduction="none")
+    return (losses * keep.flatten()).sum(), keep.sum()
+
+
+def _gpt(dropout: float, layers: int = 8) -> nn.Module:
+    return zoo.gpt(layers, dropout=dropout)
+
+
+def _gpt_small(dropout: float) -> nn.Module:
+    return _gpt(dropout, 4)
+
+
+def _gpt_tied(dropout: float) -> nn.Module:
+    model: Any = _gpt_small(dropout)
+    model.head.weight = model.tokens.weight
+    return model  # type: ignore[no-any-return]
+
+
+def _gpt2(dropout: float) -> nn.Module:
+    return zoo.hf_gpt2(8, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+
+
+def _llama(dropout: float, *, tied: bool = False) -> nn.Module:
+    """Two query heads for each of the key-value heads, which four ranks divide."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return zoo.hf_llama(8, attention_dropout=dropout, tie_word_embeddings=tied, **heads)
+
+
+def _llama_tied(dropout: float) -> nn.Module:
+    return _llama(dropout, tied=True)
+
+
+def _encoder(dropout: float) -> nn.Module:
+    model = zoo.Encoder(8)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = dropout
+        elif isinstance(part, nn.MultiheadAttention):
+            part.dropout = dropout
+    return model
+
+
+def _convs(dropout: float) -> nn.Module:
+    return zoo.TenConvs()
+
+
+_IMAGES = zoo.classes(3, 12, 12)
+
+SUBJECTS = {
+    made.name: made
+    for made in (
+        Subject("gpt", _gpt, zoo.next_tokens, zoo.next_tokens),
+        Subject("gpt_small", _gpt_small, zoo.next_tokens, zoo.next_tokens),
+        Subject("gpt_tied", _gpt_tied, zoo.next_tokens, zoo.next_tokens),
+        Subject("gpt2", _gpt2, zoo.next_tokens, zoo.padded_tokens),
+        Subject("llama", _llama, zoo.next_tokens, zoo.padded_tokens),
+        Subject("llama_tied", _llama_tied, zoo.next_tokens, zoo.padded_tokens),
+        Subject("encoder", _encoder, zoo.encoder_rows, zoo.encoder_rows),
+        Subject("ten_convs", _convs, _IMAGES, _IMAGES),
+    )
+}

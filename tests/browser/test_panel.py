@@ -1,0 +1,185 @@
+"""The strategy panel in a real JupyterLab: a training is switched, undone and stopped by clicks while its cell runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CELLS = {
+    "load": "%load_ext nbkit",
+    "start": "%cluster start -n 4 --cpu --ttl 30",
+    "trainer": (
+        "%%distributed\n"
+        "torch.set_num_threads(1)\n"
+        "trainer = nbkit.Trainer(\n"
+        "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=4, heads=4, width=32)),\n"
+        "    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),\n"
+        "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
+        "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
+        "    batch_size=16, log_dir=None)\n"
+    ),
+    "panel": "%strategy",
+    "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
+    "second": "%strategy",
+    "history": (
+        "%%rank 0\n"
+        "strategies = [record['strategy'] for record in trainer.history]\n"
+        "steps = [record['step'] for record in trainer.history]\n"
+        "print('in order', steps == list(range(1, len(steps) + 1)))\n"
+        "print('seen', list(dict.fromkeys(strategies)))\n"
+        "print('learns', trainer.history[-1]['loss'] < trainer.history[0]['loss'] - 0.2)\n"
+    ),
+    "stop": "%cluster stop",
+}
+NUMBER = {name: number for number, name in enumerate(CELLS)}
+SECONDS = 40
+
+
+def notebook_of(sources: list[str]) -> dict[str, Any]:
+    cells = [
+        {"cell_type": "code", "id": f"p{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        for i, source in enumerate(sources)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+class PanelOnPage:
+    """The panel in one cell, used as a person uses it."""
+
+    def __init__(self, page: Any, cell: int) -> None:
+        self.page, self.root = page, page.cell(cell).locator(".nbkit-panel")
+
+    def wait(self, what: Callable[[], bool], why: str, seconds: float = SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, f"{why}; the panel shows:\n{self.root.inner_text()}"
+            self.page.page.wait_for_timeout(30)
+
+    @property
+    def strategy(self) -> str:
+        row = self.root.locator("tbody tr.now")
+        return str(row.get_attribute("data-strategy")) if row.count() else ""
+
+    @property
+    def headline(self) -> str:
+        return str(self.root.locator(".headline").inner_text())
+
+    @property
+    def step(self) -> int:
+        found = re.search(r"step (\d+)", self.headline)
+        return int(found[1]) if found else 0
+
+    @property
+    def told(self) -> str:
+        return str(self.root.locator(".told").inner_text())
+
+    def press(self, label: str) -> None:
+        self.root.get_by_role("button", name=label, exact=True).click(timeout=SECONDS * 1000)
+
+    def choose(self, strategy: str) -> None:
+        self.root.locator(f'tr[data-strategy="{strategy}"]').click()
+
+    def apply(self, strategy: str) -> float:
+        """Choose the row and press Apply; seconds from the click until the panel shows the new strategy."""
+        self.choose(strategy)
+        began = time.monotonic()
+        self.press("Apply")
+        self.wait(lambda: self.strategy == strategy and f"→ {strategy}" in self.told, f"{strategy} was not applied")
+        return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def page(open_page: Callable[..., Any]) -> Any:
+    page = open_page(notebook_of(list(CELLS.values())), name="panel.ipynb", height=1500)
+    page.run(NUMBER["load"])
+    page.run(NUMBER["start"], seconds=90)
+    page.run(NUMBER["trainer"], seconds=90)
+    return page
+
+
+@pytest.fixture(scope="module")
+def panel(page: Any) -> PanelOnPage:
+    page.run(NUMBER["panel"])
+    panel = PanelOnPage(page, NUMBER["panel"])
+    panel.root.wait_for(timeout=SECONDS * 1000)
+    return panel
+
+
+def test_a_training_is_switched_through_the_families_by_clicks_while_its_cell_runs(
+    page: Any, panel: PanelOnPage, tmp_path: Path
+) -> None:
+    assert panel.strategy == "dp=4"
+    page.start(NUMBER["train"])
+    panel.wait(lambda: panel.step > 3, "the panel does not follow the training")
+
+    for strategy in ("dp=4 zero=3", "tp=4", "pp=4 schedule=1f1b microbatches=8", "dp=4"):
+        before = panel.step
+        panel.apply(strategy)
+        assert "bytes moved: predicted" in panel.told
+        assert "measured" in panel.told
+        assert "state identical" in panel.told
+        panel.wait(lambda at=before: panel.step > at + 2, "no more steps")  # type: ignore[misc]
+        page.picture(tmp_path / f"{strategy.split()[-1].partition('=')[0]}.png")
+    assert page.prompt(NUMBER["train"]) == "[*]:"
+
+    panel.press("Undo")
+    panel.wait(lambda: panel.strategy.startswith("pp=4"), "Undo did not go back")
+    panel.choose("dp=2 tp=2")
+    page.picture(tmp_path / "choosing.png")
+
+
+def test_a_pause_holds_and_lets_go(panel: PanelOnPage) -> None:
+    panel.press("Pause")
+    panel.wait(lambda: panel.headline.startswith("paused"), "it did not pause")
+    held = panel.step
+    panel.page.page.wait_for_timeout(600)
+    assert panel.step == held
+
+    panel.press("Go on")
+    panel.wait(lambda: panel.step > held, "it did not go on")
+
+
+def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: PanelOnPage) -> None:
+    panel.root.locator("input").fill("dp=3")
+    panel.wait(lambda: "the world has 4" in panel.root.inner_text(), "it does not say why")
+    assert panel.root.get_by_role("button", name="Apply").is_disabled()
+    panel.root.locator("input").press("Escape")
+    assert page.prompt(NUMBER["train"]) == "[*]:"
+
+
+def test_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
+    page.page.evaluate("document.body.setAttribute('data-jp-theme-light', 'false')")
+    page.picture(tmp_path / "dark.png")
+
+
+def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) -> None:
+    panel.press("Stop")
+    page.wait_done(NUMBER["train"], seconds=20)
+    panel.wait(lambda: panel.headline.startswith("not training"), "the panel does not know")
+
+    shown = page.run(NUMBER["history"])
+    assert "in order True" in shown
+    assert "learns True" in shown
+    for strategy in ("dp=4", "dp=4 zero=3", "tp=4", "pp=4 schedule=1f1b microbatches=8"):
+        assert f"'{strategy}'" in shown
+
+
+def test_a_second_panel_agrees(page: Any, panel: PanelOnPage) -> None:
+    page.run(NUMBER["second"])
+    second = PanelOnPage(page, NUMBER["second"])
+    second.root.wait_for(timeout=SECONDS * 1000)
+
+    second.apply("dp=2 tp=2")  # nothing trains: at once, on the newest Trainer
+    panel.wait(lambda: panel.strategy == "dp=2 tp=2", "the first panel shows another strategy")
+    assert panel.told == second.told
+
+
+def test_the_page_had_no_error_of_its_own(page: Any) -> None:
+    assert page.problems == []
+    page.run(NUMBER["stop"])

@@ -1,0 +1,112 @@
+"""`%strategy` in a real kernel: without widgets, while a training runs and while none does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel import Kernel
+
+TRAINER = """%%distributed
+torch.set_num_threads(1)
+trainer = nbkit.Trainer(
+    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=16, layers=2, heads=2, width=16)),
+    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    data=nbkit.TextDataset(block=16, limit=20_000), batch_size=8, log_dir=None, progress=False)"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel(tmp_path_factory.mktemp("home")) as kernel:
+        kernel.run("%load_ext nbkit")
+        cell = kernel.run("%cluster start -n 2 --cpu --name steer --ttl 60")
+        assert cell.status == "ok", cell.text
+        yield kernel
+        kernel.run("%cluster stop")
+
+
+def test_without_a_trainer_it_says_what_to_type(kernel: Kernel) -> None:
+    assert "no Trainer on the ranks" in kernel.run("print(repr(get_ipython().run_line_magic('strategy', '')))").text
+    refused = kernel.run("%strategy zero3")
+    assert refused.status == "error"
+    assert "There is no Trainer on the ranks" in refused.text
+    assert "Traceback" not in refused.text
+
+
+def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
+    assert kernel.run(TRAINER).status == "ok"
+
+    shown = kernel.run("%strategy zero3")
+
+    assert shown.status == "ok", shown.text
+    assert "dp=2 → dp=2 zero=3 after step 0" in shown.text
+    assert "state identical" in shown.text
+    assert "'dp=2 zero=3'" in kernel.run("%%rank 0\nstr(trainer.strategy)").text
+
+
+def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -> None:
+    shown = kernel.run("%strategy")
+
+    bundle = next(content["data"] for _, kind, content in shown.messages if kind == "execute_result")
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert "* dp=2 zero=3" in bundle["text/plain"]
+    plain = kernel.run("import sys\nsys.modules['anywidget'] = None\nget_ipython().run_line_magic('strategy', '')")
+    kernel.run("del sys.modules['anywidget']")
+    bundle = next(content["data"] for _, kind, content in plain.messages if kind == "execute_result")
+    assert set(bundle) == {"text/plain", "text/html"}
+    assert "* dp=2 zero=3" in bundle["text/plain"]
+
+
+def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
+    kernel.run("%%distributed --detach\nrecords = trainer.fit(1_000_000)")
+    # The optimizer makes its state in the first step, and only then is there all that a switch has to move.
+    kernel.run(
+        "import time\nfrom nbkit.notebook.cluster.cluster import current\n"
+        "while current().training.look()['step'] < 3: time.sleep(0.05)"
+    )
+
+    switched = kernel.run("%strategy tp").text
+    assert "dp=2 zero=3 → tp=2 after step" in switched
+    moved = next(line for line in switched.splitlines() if "bytes moved" in line).split()
+    assert moved[moved.index("predicted") + 1] == moved[moved.index("measured") + 1]
+
+    refused = kernel.run("%strategy dp=3")
+    assert refused.status == "error"
+    assert "the world has 2" in refused.text
+    assert "tp=2 → dp=2 zero=3 after step" in kernel.run("%strategy --undo").text
+    assert "tried tp=2 for 4 steps" in kernel.run("%strategy --try 4 tp").text
+
+    assert "paused after step" in kernel.run("%strategy --pause").text
+    assert "paused" in kernel.run("print(repr(get_ipython().run_line_magic('strategy', '')))").text
+    assert "going on" in kernel.run("%strategy --resume").text
+    not_paused = kernel.run("%strategy --resume")
+    assert "The training is not paused" in not_paused.text
+    assert "running" in kernel.run("handle.status").text
+    kernel.run("%strategy --pause")
+    assert "interrupted" in kernel.run("handle.stop().status").text
+
+    history = kernel.run(
+        "%%rank 0\nsteps = [r['step'] for r in trainer.history]\n"
+        "steps == list(range(1, len(steps) + 1)), sorted({r['strategy'] for r in trainer.history})"
+    )
+    assert "(True, ['dp=2 zero=3', 'tp=2'])" in history.text
+
+
+def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
+    kernel.run("%%distributed --detach\nimport time; time.sleep(6)")
+
+    refused = kernel.run("%strategy ddp")
+
+    assert refused.status == "error"
+    assert "The ranks are busy" in refused.text
+    kernel.run("%cluster wait")
+
+
+def test_words_that_do_not_go_together(kernel: Kernel) -> None:
+    assert "One thing at a time" in kernel.run("%strategy --undo zero3").text
+    assert "--try needs a strategy" in kernel.run("%strategy --try 5").text

@@ -1,0 +1,132 @@
+"""What the panel knows and shows, without a widget: plain functions of plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tables import answer_of, table_of
+
+from nbkit.errors import NbkitError, NotFinite, StrategyError
+from nbkit.notebook.cluster.verdict import Verdict
+from nbkit.notebook.widgets.state import Asked, Looked, Lost, State, Told, reduce
+from nbkit.notebook.widgets.view import axis_of, checked, job_view, pulse_view, text_of
+
+
+def state_of(*news: Any) -> State:
+    state = State("lesson", 4)
+    for one in news:
+        state = reduce(state, one)
+    return state
+
+
+def verdict_of(**changed: Any) -> Verdict:
+    result = {"old": "dp=4", "new": "tp=4", "moved_bytes": 1_500_000, "pause_s": 0.25, "identical": True}
+    asked = {"id": "a", "do": "switch", "args": {"strategy": "tp"}, "step": 9, "strategy": "tp=4", "ok": True}
+    told: dict[str, Any] = {**asked, "error": "", "what": "", "numbers": "", "hint": "", "result": result}
+    return Verdict(**{**told, **changed})
+
+
+def test_the_phase_follows_what_a_rank_says() -> None:
+    table = table_of()
+    assert state_of(Looked(answer_of(table))).phase == "training"
+    assert state_of(Looked(answer_of(table, held=True))).phase == "held"
+    assert state_of(Looked(answer_of(table, training=False))).phase == "idle"
+    assert state_of(Looked({"training": False, "held": False, "job": False})).phase == "none"
+    assert state_of(Looked({})).phase == "gone"
+    assert state_of(Lost("the cluster was stopped")).why == "the cluster was stopped"
+
+
+def test_a_cluster_that_is_back_is_shown_again() -> None:
+    state = state_of(Lost("the cluster has ended"), Looked(answer_of(table_of())))
+
+    assert (state.phase, state.why) == ("training", "")
+
+
+def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
+    looked = Looked(answer_of(table_of(previous="tp=4")))
+    idle, busy = pulse_view(state_of(looked)), pulse_view(state_of(looked, Asked("switching to tp …")))
+
+    can = [name for name, yes in idle["can"].items() if yes]
+    assert can == ["apply", "try", "undo", "pause", "checkpoint", "stop"]
+    assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
+    assert busy["asked"] == "switching to tp …"
+    assert pulse_view(state_of(looked, Asked("…"), Told(verdict_of())))["can"]["apply"]
+
+
+def test_nothing_to_undo_and_nothing_to_pause() -> None:
+    can = pulse_view(state_of(Looked(answer_of(table_of(), training=False))))["can"]
+
+    assert not can["undo"]
+    assert not can["pause"]
+    assert not can["stop"]
+    assert can["apply"]
+    assert pulse_view(state_of(Looked(answer_of(table_of(), held=True))))["can"]["resume"]
+
+
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    foretold = {"moved_bytes": 1_500_000, "switch_s": 0.2}
+    told = pulse_view(state_of(Told(verdict_of(foretold=foretold))))["told"][0]
+
+    assert told["figures"] == [("bytes moved", "1.5 MB", "1.5 MB"), ("pause", "200 ms", "250 ms")]
+    assert told["identical"] is True
+    assert told["proof"] == "state identical"
+    assert "predicted unknown" in repr(verdict_of())
+
+
+def test_a_refusal_is_told_and_raised() -> None:
+    refused = verdict_of(ok=False, error="StrategyError", what="No.", numbers="3 x 2 = 6", hint="tp=2", result={})
+
+    told = pulse_view(state_of(Told(refused)))["told"][0]
+    assert (told["ok"], told["line"], told["figures"]) == (False, "No. (3 x 2 = 6)", [])
+    with pytest.raises(StrategyError, match="No"):
+        refused.check()
+    with pytest.raises(NbkitError) as raised:
+        verdict_of(ok=False, error="NotFinite", what="NaN.", result={}).check()
+    assert not isinstance(raised.value, NotFinite)  # which would want numbers that no verdict has
+
+
+def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
+    rows = job_view(state_of(Looked(answer_of(table_of()))))["rows"]
+
+    fits = [row["ok"] for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert not all(fits)
+    by_name = {row["strategy"]: row for row in rows}
+    assert by_name["dp=4"]["current"]
+    assert by_name["dp=4"]["moved"] == ""
+    assert by_name["dp=4"]["memory_part"] == 1.0
+    assert by_name["dp=4 zero=3"]["payback"] == "never"
+    assert by_name["tp=4"]["payback"] == "50 steps"
+    assert by_name["dp=4 zero=1"]["step"] == "unknown"
+    assert by_name["cp=4"]["why"].startswith("The blocks")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis"),
+    [("dp=4", "dp"), ("dp=4 zero=3", "zero"), ("dp=2 tp=2 zero=1", "tp"), ("pp=4 schedule=1f1b microbatches=8", "pp")],
+)
+def test_the_colour_is_that_of_the_axis_that_cuts(strategy: str, axis: str) -> None:
+    assert axis_of(strategy) == axis
+
+
+def test_a_typed_line_is_read_as_everywhere_else() -> None:
+    state = state_of(Looked(answer_of(table_of())))
+
+    assert checked(state, "zero3") == {"text": "zero3", "ok": True, "strategy": "dp=4 zero=3", "why": ""}
+    assert "the world has 4" in checked(state, "dp=3")["why"]
+    assert not checked(state, "cp=4")["ok"]
+    assert "no effect" in checked(state, "ddp schedule=1f1b")["why"]
+    assert not checked(state, "")["ok"]
+
+
+def test_the_panel_as_text_says_the_same() -> None:
+    text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Told(verdict_of())))
+
+    assert "training · step 7 (7 of 100) · loss 2.500" in text
+    assert "global 16 = micro 4 x accum 1 x dp 4" in text
+    assert "blocks.1  ▂▂ ▂▂ ▂▂ ▂▂  12.7 k" in text
+    assert "* dp=4 zero=3" in text
+    assert "back to dp=4" in text
+    assert "state identical" in text
+    assert "no Trainer" in text_of(state_of(Looked({"training": False, "held": False, "job": False})))

@@ -1,0 +1,95 @@
+"""The fast part of the parity: every strategy equals one process, to the last digits of float64.
+
+All of it, on more models and for 50 steps: make parity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from ranks import run_ranks
+
+from parity.bf16 import bars_of_bf16
+from parity.cells import EXTRAS, FAMILIES, Cell, extra_cells, matrix
+from parity.figures import BARS, compared
+from parity.rounds import results, trained, truths
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def _off(cells: Sequence[Cell], num_ranks: int) -> list[str]:
+    """What is not as one process, with all cells in one set of processes."""
+    known = truths(cells)
+    ranks = run_ranks(trained, num_ranks, cells, timeout=240)
+    off = []
+    for i, cell in enumerate(cells):
+        bars = bars_of_bf16(cell) if "bf16" in cell.extras else BARS[cell.dtype]
+        figures = compared([rank[i] for rank in ranks], known[cell.truth])
+        if missed := figures.missed(bars):
+            off.append(f"{cell}: {missed} {figures}")
+    return off
+
+
+def _with(subject: str, strategy: str, *extras: str, dtype: str = "float64") -> Cell:
+    return Cell(subject, strategy, dtype, 3, frozenset(extras))
+
+
+SMALL = [
+    *(Cell("gpt_small", strategy) for strategy in (*FAMILIES["data"], "tp", "pp", "cp=4")),
+    *(Cell("gpt_small", strategy) for strategy in FAMILIES["hybrid"] if Cell("", strategy).ranks == 4),
+]
+
+SCHEDULES = [
+    *(Cell("gpt_small", strategy) for strategy in FAMILIES["pipeline"]),
+    _with("encoder", "zero3", "dropout", "clip", "ragged"),
+    _with("ten_convs", "pp schedule=zbv", "mask", "ragged"),
+    _with("gpt_tied", "pp schedule=1f1b", "dropout", "clip"),
+    _with("gpt_tied", "tp", "dropout", "mask", "accumulate", dtype="float32"),
+]
+
+HF = [
+    _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
+    _with("llama_tied", "tp=2 pp=2", "mask", "clip", "checkpoint"),
+    _with("llama", "dp=2 cp=2", "dropout", "ragged"),
+    _with("llama", "zero=3 dp=2 tp=2", "mask", "accumulate", dtype="float32"),
+    _with("gpt_small", "dp=2 tp=2", "bf16", dtype="float32"),
+]
+
+
+def test_every_family_on_four_ranks() -> None:
+    assert _off(SMALL, 4) == []
+
+
+def test_every_schedule_and_what_comes_besides() -> None:
+    assert _off(SCHEDULES, 2) == []
+
+
+def test_unmodified_models_and_bfloat16() -> None:
+    assert _off(HF, 4) == []
+
+
+def test_three_axes_on_eight_ranks() -> None:
+    assert _off([Cell("gpt_small", "dp=2 tp=2 pp=2", steps=2)], 8) == []
+
+
+def test_the_matrix_leaves_nothing_out() -> None:
+    cells = [*matrix("float64", 50)]
+    by_model = {name: {cell.strategy for cell in cells if cell.subject == name} for name in {c.subject for c in cells}}
+    every = {strategy for family in FAMILIES.values() for strategy in family}
+
+    assert by_model.pop("ten_convs") == {"ddp", "zero3", "pp", "dp=2 pp=2"}
+    assert sorted(by_model) == ["encoder", "gpt", "gpt2", "llama", "llama_tied"]
+    assert all(strategies == every for strategies in by_model.values())
+    besides = {(cell.strategy, extra) for cell in extra_cells("float64", 6) for extra in cell.extras}
+    for words in (("ddp", "zero", "hsdp"), ("tp",), ("pp",), ("dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"), ("cp",)):
+        assert set(EXTRAS) == {extra for strategy, extra in besides if any(word in strategy for word in words)}
+
+
+def test_a_cell_that_is_refused_takes_no_other_with_it() -> None:
+    cells = [Cell("gpt_small", "tp=3 dp=2", steps=1), Cell("gpt_small", "ddp", steps=1)]
+
+    (_, refused), (_, found) = results(cells)
+
+    assert isinstance(refused, str) and "refused" in refused
+    assert isinstance(found, list) and len(found[0].losses) == 1

@@ -1,0 +1,115 @@
+"""`nbkit.check` says how a model would be split, and a job refuses with the same arithmetic before anything moves."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import ZOO, gpt
+from ranks import run_ranks
+from torch import nn
+
+import nbkit
+from nbkit.errors import StrategyError
+from nbkit.rank.train.trainer import Trainer
+
+
+def column(found: Any, name: str) -> dict[str, str]:
+    at = found.columns.index(name)
+    return {row[0]: row[at] for row in found.rows}
+
+
+def test_every_module_with_its_split_its_stage_and_what_the_data_axis_does() -> None:
+    specimen = ZOO["llama"]
+    model = specimen.build()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = nbkit.check(model, "tp=2 pp=2 dp=2 zero=3", specimen.batch(8))
+
+    assert found.ok and found.findings == ()
+    assert column(found, "tensor axis")["model.layers.*.self_attn.q_proj"] == "columns: 4 heads over 2"
+    assert column(found, "tensor axis")["model.norm"] == "whole"
+    assert column(found, "stage") == {
+        row[0]: "0" if row[0] == "model.embed_tokens" else "0, 1" if ".layers." in row[0] else "1" for row in found.rows
+    }
+    assert set(column(found, "over dp").values()) == {"parameters, gradients, optimizer state over 2"}
+    assert "model.layers.*.mlp.down_proj" in str(found) and "<td>lm_head</td>" in found._repr_html_()
+    assert model.training and all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_tied_weight_is_on_the_stages_that_use_it_and_guesses_say_that_they_are() -> None:
+    tied = ZOO["gpt_tied"]
+    assert column(nbkit.check(tied.build(), "pp=4", tied.batch(8)), "stage")["tokens"] == "0, 3"
+    guessed = nbkit.check(ZOO["gpt"].build(), "pp=2")
+    assert column(guessed, "stage") == column(nbkit.check(ZOO["gpt"].build(), "pp=2", ZOO["gpt"].batch(8)), "stage")
+    assert guessed.ok and "guessed" in guessed.findings[0].what
+
+
+def frozen() -> nn.Module:
+    model = gpt(2)
+    model.tokens.requires_grad_(False)
+    return model
+
+
+# what -> (model, strategy, batch, world, fits, words)
+SAID: dict[str, tuple[Any, str, Any, int | None, bool, list[str]]] = {
+    "heads": (lambda: gpt(2, heads=6, width=48), "tp", 64, 4, False, ["6 heads / tp 4 = 1.5", "tp=1, 2, 3 or 6"]),
+    "vocabulary": (lambda: gpt(2, vocab=99), "tp", 64, 2, True, ["99 rows of the embedding over tp 2 = 50+49"]),
+    "stages": (lambda: gpt(10), "pp", 64, 4, True, ["10 blocks in 4 stages = 3+3+2+2"]),
+    "few blocks": (lambda: gpt(2), "pp", 64, 4, False, ["pp 4 x 1 stage a rank = 4 stages, 2 blocks", "pp=2"]),
+    "batch": (lambda: gpt(2), "ddp", 64, 3, False, ["batch_size 64 / dp 3 = 21.3", "batch_size=66 or 63"]),
+    "micro-batches": (lambda: gpt(4), "pp microbatches=2", 64, 4, True, ["2 micro-batches, pp 4", "60% is idle"]),
+    "world": (lambda: gpt(2), "dp=4 tp=2", 64, 4, False, ["dp 4 x tp 2 = 8 ranks, the world has 4"]),
+    "no effect": (lambda: gpt(2), "zero=3 tp=2", 64, 2, True, ["zero=3 has no effect with dp=1"]),
+    "frozen": (frozen, "ddp", 64, 2, True, ["frozen: no gradient"]),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "ddp", 8, 2, False, ["BatchNorm '1'"]),
+    "no chain": (ZOO["sequential"].build, "pp=2", [torch.zeros(4, 7), torch.zeros(4)], 2, False, ["cannot be cut"]),
+}
+
+
+def test_what_stands_in_the_way_is_said_with_its_numbers() -> None:
+    for name, (model, strategy, batch, world, fits, words) in SAID.items():
+        found = nbkit.check(model, strategy, batch, world)
+        assert [word for word in words if word not in str(found)] == [], (name, str(found))
+        assert found.ok == fits, (name, str(found))
+    with pytest.raises(StrategyError, match="takes the world"):
+        nbkit.check(frozen, "ddp")
+
+
+def told(world: Any) -> dict[str, Any]:
+    ids, target = ZOO["gpt"].batch(16)
+    found: dict[str, Any] = {}
+    for name, strategy, changed in (
+        ("heads", "tp", {"model": lambda: gpt(2, heads=3, width=24)}),
+        ("few blocks", "pp schedule=interleaved", {}),
+        ("no effect", "pp microbatches=2", {"microbatch": 2}),
+        ("fewer", "pp microbatches=1", {}),
+    ):
+        asked: dict[str, Any] = {
+            "model": lambda: gpt(2),
+            "loss": ZOO["gpt"].loss,
+            "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            "data": list(zip(ids, target, strict=True)),
+            "batch_size": 8,
+            "log_dir": None,
+            "progress": False,
+        }
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                Trainer(strategy=strategy, **(asked | changed))
+                found[name] = [str(warning.message) for warning in caught]
+            except StrategyError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_a_job_refuses_and_warns_with_the_same_arithmetic() -> None:
+    first, second = run_ranks(told, 2)
+
+    assert first == second
+    assert "3 heads / tp 2 = 1.5" in first["heads"]
+    assert "pp 2 x 2 stages a rank = 4 stages, 2 blocks" in first["few blocks"]
+    assert "microbatch= has no effect under pp=2" in " ".join(first["no effect"])
+    assert "1 micro-batch, pp 2" in " ".join(first["fewer"])

@@ -1,0 +1,71 @@
+"""A pause: all ranks stand at one boundary, serve what comes, and go on or stop together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jobs import quiet
+from ranks import run_ranks
+
+from nbkit.errors import Stopped
+from nbkit.rank.train import boundary, hold
+
+
+def _ask(trainer: Any, rank: int) -> None:
+    """As requests arrive: from another thread, at each rank at its own time. From the pause on, in this order."""
+
+    def once(ready: Callable[[], bool], number: int, kind: str) -> None:
+        while not ready():
+            time.sleep(0.005)
+        time.sleep(0.1 * rank)
+        boundary.inbox.post(number, kind)
+
+    once(hold.is_held, 2, "look")
+    for number, kind in ((3, "pause"), (4, "switch"), (5, "resume")):
+        once(lambda before=number - 1: boundary.inbox.acted >= before, number, kind)  # type: ignore[misc]
+    at = trainer.step
+    once(lambda: trainer.step > at + 2, 6, "look")
+    once(lambda: boundary.inbox.acted >= 6, 7, "pause")
+    once(lambda: boundary.inbox.acted >= 7, 8, "stop")
+
+
+def _held_trainer(world: Any) -> dict[str, Any]:
+    rank = world.place.rank
+    seen: list[tuple[str, int, bool]] = []
+
+    def begin(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 + rank:
+            boundary.inbox.post(1, "pause")
+            threading.Thread(target=_ask, args=(trainer, rank), daemon=True).start()
+
+    trainer = quiet(callbacks=[begin])
+    boundary.handlers["pause"] = lambda _: hold.hold(trainer.job.device)
+    boundary.handlers["resume"] = lambda _: hold.let_go()
+    boundary.handlers["look"] = lambda _: seen.append(("look", trainer.step, hold.is_held()))
+    boundary.handlers["switch"] = lambda _: seen.append(("switch", trainer.step, bool(trainer.switch("zero1"))))
+
+    with pytest.raises(Stopped):
+        trainer.fit(100_000)
+    after = trainer.fit(2)
+    seconds = [record["seconds"] for record in trainer.history]
+    return {"seen": seen, "steps": trainer.step, "more": len(after), "least": min(seconds), "held": hold.is_held()}
+
+
+def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike() -> None:
+    first, second = run_ranks(_held_trainer, 2, timeout=120)
+
+    assert first["seen"] == second["seen"]
+    assert first["steps"] == second["steps"]
+    (_, at_look, held), (_, at_switch, switched), (_, later, free) = first["seen"]
+    assert held
+    assert switched
+    assert at_look == at_switch  # no step was made in the pause, though it was asked for twice
+    assert later > at_switch
+    assert not free
+    assert first["more"] == 2
+    assert not first["held"]
+    assert first["least"] >= 0  # what runs within a pause is not taken from the time of a step
