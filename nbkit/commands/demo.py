@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     (parameters,) = tagged(notebook, "parameters")
     ranks, parameters["source"] = _settings(arguments)
     terminal = Terminal()
-    terminal.say(
-        f"A GPT learns to write Python on {ranks}, and its strategy is switched meanwhile. The notebook: notebooks/{NOTEBOOK.name}\n"
-    )
+    terminal.say(f"A GPT learns to write Python on {ranks}, and its strategy is switched while it trains.")
+    terminal.say(f"The notebook: notebooks/{NOTEBOOK.name}\n")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     story = Story(notebook, terminal)
