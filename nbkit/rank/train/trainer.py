@@ -46,7 +46,7 @@ class Trainer:
     per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
     drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch.
     eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
-    (default: checkpoint.pt in the run's directory). callbacks: called as f(trainer, record) with each finished
+    (default: checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished
     record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
     TensorBoard directory, None for none; name: the run's. progress: print the moving line. stages: names of the modules
     that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism splits it; both
@@ -92,7 +92,7 @@ class Trainer:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
         if save_every and save_path is None and log_dir is None:
             raise TrainingError(
-                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model.pt'"
+                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
         setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), stages, tp_plan, checkpoint)
         self.job = Job(model, optimizer, setup, strategy=strategy)
@@ -215,41 +215,30 @@ class Trainer:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write model, optimizer, step, position in the data, history and seed to `path`."""
+        """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+        Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands.
+        """
         with self.job.ledger.clock.stopped():
             self.job.ledger.settle()
-            state = {
-                "model": self.job.model.state_dict(),
-                "optimizer": self.job.optimizer.state_dict(),
-                "step": self.step,
-                "position": self._position(),
-                "history": list(self.history),
-                "seed": self.job.seed,
-                "strategy": str(self.strategy),
-                "batch_size": self.arithmetic.total,
-            }
-            checkpoint.write(path, state, rank=self.job.rank)
+            checkpoint.save(self.job, path)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample."""
+        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
         self.job.ledger.settle()
-        state = checkpoint.read(path, device=self.job.device)
         # Everything that can refuse, before anything is changed.
-        checkpoint.check_fits(state, model=self.job.model, optimizer=self.job.optimizer)
-        self._stream.seek(state["position"]["epoch"], state["position"]["offset"])
-        self.job.model.load_state_dict(state["model"])
-        self.job.optimizer.load_state_dict(state["optimizer"])
-        self.job.step, self.job.seed = state["step"], state["seed"]
-        self.job.ledger.records[:] = state["history"]
-        self.job.whole_again()
-        self._stream.seed = state["seed"]
-        self._go_to(state["position"])
+        saved = checkpoint.opened(self.job, path)
+        position = saved.about["position"]
+        self._stream.seek(position["epoch"], position["offset"])
+        checkpoint.restore(self.job, saved)
+        self._stream.seed = self.job.seed
+        self._go_to(position)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded"))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, every parameter and buffer under its own name, on every rank."""
-        return checkpoint.whole_state(self.job.model)
+        """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        return checkpoint.full_state_dict(self.job)
 
     def _make_step(self) -> None:
         job = self.job
@@ -273,7 +262,7 @@ class Trainer:
         if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
             job.log(eval_loss=self.evaluate())
         if self._save_every and job.step % self._save_every == 0:
-            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint.pt")
+            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
         return Arithmetic.of(self.arithmetic.total, strategy, microbatch=self.job.setup.microbatch)

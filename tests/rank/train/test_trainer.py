@@ -68,7 +68,7 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     assert "step 5" in first["repr"] and "dp=2" in first["repr"]
 
     run = Path(first["run_dir"])
-    assert "dp2-b8" in run.name and (run / "checkpoint.pt").exists()
+    assert "dp2-b8" in run.name and (run / "checkpoint" / ".metadata").exists()
     board = EventAccumulator(str(run)).Reload()
     for tag, key in (
         (tags.LOSS, "loss"),
