@@ -11,7 +11,10 @@ __all__ = ["OptimizerHandle"]
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it."""
+    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
+
+    before_step: says whether there is anything to update with.
+    """
 
     inner: torch.optim.Optimizer
 
@@ -20,7 +23,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        before_step: Callable[[], None],
+        before_step: Callable[[], bool],
         after_step: Callable[[], None],
         after_zero: Callable[[], None],
     ) -> None:
@@ -30,8 +33,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
-        self._before_step()
-        self.inner.step()
+        if self._before_step():
+            self.inner.step()
         self._after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

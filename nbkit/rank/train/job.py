@@ -33,6 +33,7 @@ from nbkit.rank.train.history import History
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.pending import Pending
+from nbkit.rank.train.precision import Precision, begin_update
 from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.underway import sent
@@ -68,7 +69,7 @@ def prepare(
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
     a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
-    names of what the model takes of a dict batch, loss gets (output, batch). precision: None or "bf16".
+    names of what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16".
     microbatch: rows per rank and forward, None for all at once. example: a small batch, by which the model's blocks are
     found: pipelines and context parallelism need it. stages, tp_plan, checkpoint: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
@@ -90,13 +91,12 @@ class Job:
         self.blueprint = Blueprint(
             model, optimizer, setup, rank=self.rank, world_size=self.world_size, device=self.device
         )
+        self.precision = Precision(setup.precision, device=self.device, world_size=self.world_size)
+        self.precision.check(self.blueprint.skeleton)
         side, inner = self.blueprint.first(chosen)
         self.model = self.blueprint.module
         self.optimizer = OptimizerHandle(
-            inner,
-            before_step=lambda: setattr(self, "half_way", True),
-            after_step=self._after_step,
-            after_zero=self._after_zero,
+            inner, before_step=lambda: begin_update(self), after_step=self._after_step, after_zero=self._after_zero
         )
         self._take(side, inner)
         self.ledger = History(world_size=self.world_size)
@@ -118,7 +118,7 @@ class Job:
         self.optimizer.inner = inner
         self.model.__dict__ = side.module.__dict__
         self._known = {id(p) for p in self.model.parameters()}
-        self.gradients = Gradients(side, self.setup, rank=self.rank, world_size=self.world_size, device=self.device)
+        self.gradients = Gradients(side, self.setup, self.precision, rank=self.rank)
 
     @property
     def strategy(self) -> Strategy:
