@@ -19,6 +19,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.buffers import check_buffers, watched
 from nbkit.rank.parallel.norms import check_level
 from nbkit.rank.parallel.side import Side
+from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train.batch import Shard, bounds, on_device, pair, shapes_of, take, tokens_of
 from nbkit.rank.train.dropout import KeyedDropout
 from nbkit.rank.train.loss import weigh
@@ -127,7 +128,9 @@ class Gradients:
             sums.tokens += tokens_of(value, micro.rows)
             return (self.precision.scaled(part if sums.weighted else part * (micro.rows / shard.total)),)
 
-        canary = side.backward(len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch)
+        canary = side.backward(
+            len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op
+        )
         reduction.finish(canary)
         self.precision.unscale(side.held.values())
         if micros and side.gives_output:
@@ -179,5 +182,5 @@ class Gradients:
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:
         rows = range(micro.first, micro.first + micro.rows)
-        with self.precision.autocast(), self._dropout.step(step, rows):
+        with phase("forward"), self.precision.autocast(), self._dropout.step(step, rows):
             yield

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nbkit.rank.telemetry.phases import phase
+
 __all__ = ["OptimizerHandle"]
 
 
@@ -33,14 +35,16 @@ class OptimizerHandle(torch.optim.Optimizer):
         """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
-        if self._before_step():
-            self.inner.step()
-        self._after_step()
+        with phase("optimizer"):
+            if self._before_step():
+                self.inner.step()
+            self._after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-        self._after_zero()
+        with phase("optimizer"):
+            self.inner.zero_grad(set_to_none=set_to_none)
+            self._after_zero()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.inner.state_dict()

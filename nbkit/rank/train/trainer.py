@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.events import Checkpointed, Event, LrChanged, StepDone, Switched
-from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
+from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import checkpoint
 from nbkit.rank.train.arithmetic import Arithmetic
 from nbkit.rank.train.blueprint import Model, Optimizer
@@ -26,6 +26,7 @@ from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
+from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
 from nbkit.rank.train.switch import switch, try_out, undo
@@ -49,9 +50,10 @@ class Trainer:
     eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
     (default: checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished
     record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
-    TensorBoard directory, None for none; name: the run's. progress: print the moving line. stages: names of the modules
-    that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism splits it; both
-    only where nbkit does not find out by itself. checkpoint: recompute activations in the backward pass.
+    directory (None: no records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving
+    line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how
+    tensor parallelism splits it; both only where nbkit does not find out by itself. checkpoint: recompute activations
+    in the backward pass.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -113,10 +115,7 @@ class Trainer:
         self._eval_data, self._eval_every = eval_data, eval_every
         self._save_every, self._save_path = save_every, save_path
         self._callbacks = tuple(callbacks)
-        self.run_dir: Path | None = None
-        if self.job.rank == 0 and log_dir is not None:
-            self.run_dir = new_run_dir(log_dir, name=name, strategy=str(self.strategy), batch=batch_size)
-            self.job.ledger.listeners.append(BoardWriter(self.run_dir))
+        self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
@@ -247,7 +246,9 @@ class Trainer:
         try:
             self._rate.prepare(step)
             job.seed_data(own=self._stream.own)
-            job.backward(self._stream.next())
+            with phase("data"):
+                shard = self._stream.next()
+            job.backward(shard)
             if self._clip_norm is not None:
                 job.clip(self._clip_norm)
             elif (step + 1) % self._log_every == 0:
