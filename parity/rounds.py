@@ -12,14 +12,19 @@ from ranks import RankFailed, run_ranks
 
 from nbkit.errors import NbkitError
 from parity.cells import Cell
-from parity.training import Outcome, Truth, ours, truth
+from parity.training import Outcome, Truth, by_hand, ours, truth
 
-__all__ = ["results", "trained", "truths"]
+__all__ = ["looped", "results", "trained", "truths"]
 
 
 def trained(world: Any, cells: Sequence[Cell]) -> list[Outcome]:
     """Every cell, on a rank."""
     return [ours(cell) for cell in cells]
+
+
+def looped(world: Any, cells: Sequence[Cell]) -> list[list[float]]:
+    """Losses of every cell, on a rank, in a loop of its own."""
+    return [by_hand(cell) for cell in cells]
 
 
 def truths(cells: Iterable[Cell], *, timeout: float = 600) -> dict[Cell, Truth]:

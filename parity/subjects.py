@@ -24,15 +24,28 @@ class Subject:
     padded: Callable[[int, torch.Generator], tuple[Any, Any]]
 
     def build(self, dtype: torch.dtype, dropout: float) -> nn.Module:
-        """In training mode, the same weights every time."""
+        """In training mode, the same weights every time; in float32 without kinks, see `_smooth`."""
         made = zoo.Specimen(lambda: self.make(dropout), self.sample, mean, ()).build(dtype)
-        return made.train()
+        return (made if dtype == torch.float64 else _smooth(made)).train()
 
     def items(self, num: int, dtype: torch.dtype, *, masked: bool) -> list[tuple[Any, Any]]:
         """`num` samples; masked: with padding where the model takes a mask for it."""
         draw = torch.Generator().manual_seed(11)
         rows = (self.padded if masked else self.sample)(num, draw)
         return [(_row(rows[0], i, dtype), rows[1][i]) for i in range(num)]
+
+
+def _smooth(model: nn.Module) -> nn.Module:
+    """GELU for ReLU, in place. What lies at the kink of a ReLU is above it in one order of summing and below it in
+    another: in float32 one process is 4.6e-3 off from itself in 50 steps of the encoder when it cuts its batch in two.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation, part.activation_relu_or_gelu = F.gelu, 2
+        for name, child in part.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(part, name, nn.GELU())
+    return model
 
 
 def _row(value: Any, i: int, dtype: torch.dtype) -> Any:

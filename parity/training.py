@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,14 @@ from nbkit.layout import Layout
 from nbkit.rank.train.batch import call
 from nbkit.rank.train.dropout import KeyedDropout
 from nbkit.rank.train.holdings import weights
+from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 from parity.cells import Cell
 from parity.subjects import SUBJECTS, mean, weighted
 
-__all__ = ["BATCH", "CLIP", "Outcome", "Truth", "ours", "truth"]
+__all__ = ["BATCH", "CLIP", "Outcome", "Truth", "by_hand", "ours", "truth"]
 
-SEED, BATCH, RAGGED, LR, CLIP, DROP = 5, 16, 3, 1e-3, 0.1, 0.1
+SEED, BATCH, RAGGED, LR, CLIP, DROP = 5, 16, 3, 3e-4, 0.1, 0.1
 
 Pieces = Mapping[str, tuple[Tensor, Layout]]
 
@@ -103,6 +104,32 @@ def _grad(param: Tensor) -> Tensor:
     return torch.zeros_like(param).detach() if param.grad is None else param.grad.clone()
 
 
+def by_hand(cell: Cell) -> list[float]:
+    """Losses of the same training, on all ranks, by a loop around `nbkit.prepare`. Collective."""
+    data = _items(cell)
+    batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(cell, len(data))]
+    loss = weighted if "mask" in cell.extras else mean
+    job = prepare(lambda: _build(cell), _optimizer, loss=loss, strategy=cell.strategy, seed=SEED, example=batches[0])
+    for batch in job.batches(batches):
+        job.backward(batch)
+        if "clip" in cell.extras:
+            job.clip(CLIP)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return [record["loss"] for record in job.history]
+
+
+def _chosen(cell: Cell, num: int) -> Iterator[list[int]]:
+    """Which of `num` samples are in the batch of each step: the pinned order."""
+    epoch = at = 0
+    for _ in range(cell.steps):
+        order = torch.randperm(num, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        yield order[at : at + BATCH]
+        at += BATCH
+        if at >= num:
+            epoch, at = epoch + 1, 0
+
+
 def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext) -> Truth:
     """Trained by a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
     model, data = _build(cell), _items(cell)
@@ -112,13 +139,7 @@ def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext) -> Truth:
     norms: list[float] = []
     grads: dict[str, Tensor] = {}
     bf16 = "bf16" in cell.extras
-    epoch = at = 0
-    while len(losses) < cell.steps:
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
-        chosen = order[at : at + BATCH]
-        at += BATCH
-        if at >= len(data):
-            epoch, at = epoch + 1, 0
+    for chosen in _chosen(cell, len(data)):
         loss = torch.zeros((), dtype=torch.float64)
         total = torch.zeros(())
         for first in range(0, len(chosen), rows):

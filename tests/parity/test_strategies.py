@@ -13,7 +13,7 @@ from ranks import run_ranks
 from parity.bf16 import bars_of_bf16
 from parity.cells import EXTRAS, FAMILIES, Cell, extra_cells, matrix
 from parity.figures import BARS, compared
-from parity.rounds import results, trained, truths
+from parity.rounds import looped, results, trained, truths
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,6 +71,15 @@ def test_unmodified_models_and_bfloat16() -> None:
 
 def test_three_axes_on_eight_ranks() -> None:
     assert _off([Cell("gpt_small", "dp=2 tp=2 pp=2", steps=2)], 8) == []
+
+
+def test_a_loop_around_prepare_trains_the_same() -> None:
+    cells = [_with("gpt_small", "pp schedule=zbv", "dropout", "clip"), _with("gpt_tied", "zero1", "mask", "ragged")]
+    known = truths(cells)
+
+    for losses in run_ranks(looped, 2, cells, timeout=240):
+        for found, cell in zip(losses, cells, strict=True):
+            assert found == pytest.approx(known[cell.truth].losses, rel=BARS["float64"].losses)
 
 
 def test_the_matrix_leaves_nothing_out() -> None:

@@ -45,7 +45,8 @@ class Session:
     """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
 
     offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
-    first three too). What goes wrong in writing is warned of at the end of a run, and never ends a training.
+    first three too). base_bytes: what this process held before the job; default: what it holds now. What goes wrong in
+    writing is warned of at the end of a run, and never ends a training.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Session:
         strategy: str = "",
         offset_ns: int = 0,
         detail_every: int = 50,
+        base_bytes: int | None = None,
     ) -> None:
         self.path = record_path(run_dir, rank)
         self._cuda = device is not None and device.type == "cuda"
         begun, unix = now(), time.time()
-        base = 0 if self._cuda else bytes_held(device)[0]
+        base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
 
         def head(part: int) -> Sequence[Record]:
             header = Header(

@@ -1,79 +1,183 @@
-"""Checkpoints: one file, written by rank 0 so that it is whole or not there, read by every rank."""
+"""Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
+
+Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
+What the directory holds is torch.distributed.checkpoint's own format: see chunks.py.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.layout import Layout
+from nbkit.planner.exchange import Plan
+from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.train import holdings
+from nbkit.rank.train.holdings import Held
+from nbkit.rank.train.shares import by_name, everyone, shares
 
-__all__ = ["agree", "check_fits", "read", "whole_state", "write"]
+if TYPE_CHECKING:
+    from nbkit.rank.train.chunks import Reader
+    from nbkit.rank.train.job import Job
 
-_FORMAT = 1
+__all__ = ["Saved", "agree", "full_state_dict", "names_of", "opened", "restore", "save", "take_settings"]
+
+_FORMAT = 2
+
+# How an optimizer computes is this run's business; what it computes is the checkpoint's.
+_OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
-def write(path: str | Path, state: dict[str, Any], *, rank: int) -> None:
-    """Write `state` to `path` from rank 0: to a file beside it first, then renamed over it.
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that fits the job, not yet read. about: step, seed, position, history and settings."""
 
-    Collective. Raises TrainingError on every rank when rank 0 could not write.
+    path: Path
+    reader: Reader
+    about: Mapping[str, Any]
+
+
+def save(job: Job, path: str | Path) -> None:
+    """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+    Raises TrainingError on every rank when one could not write: what was at `path` before stands.
     """
+    # Its import takes a while, which only those who save wait for.
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    def on_first() -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        try:
-            with beside.open("wb") as file:
-                torch.save({"format": _FORMAT, **state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+    from nbkit.rank.train.chunks import Saving, Writer
 
-    agree(on_first if rank == 0 else lambda: None, what=f"The checkpoint {str(path)!r} could not be written.")
+    side, inner = job.side, job.optimizer.inner
+    held = _state(job)
+    every = everyone(held, holdings.scalars(side, inner), world_size=job.world_size)
+    about: list[bytes] = [b""]
 
-
-def read(path: str | Path, *, device: torch.device) -> dict[str, Any]:
-    """The state in `path`, on every rank. Collective; raises TrainingError on every rank when one cannot read it."""
-    found: dict[str, Any] = {}
-
-    def load() -> None:
-        # Only tensors and plain values: a checkpoint from elsewhere cannot run code here.
-        found.update(torch.load(path, map_location=device, weights_only=True))
-        if found.get("format") != _FORMAT:
-            raise ValueError(f"format {found.get('format')!r}, this release reads {_FORMAT}")
-
-    agree(load, what=f"The checkpoint {str(path)!r} could not be read.")
-    return found
-
-
-def check_fits(state: dict[str, Any], *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises TrainingError when `state` is of another model (names, shapes) or of an optimizer with other groups."""
-    held = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    found = {name: tuple(value.shape) for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
-    if held != found:
-        other = [name for name in held if name in found and held[name] != found[name]]
-        raise TrainingError(
-            "The checkpoint is of another model.",
-            numbers=f"missing {sorted(held.keys() - found.keys())[:3]}, "
-            f"unexpected {sorted(found.keys() - held.keys())[:3]}"
-            + (f"; {other[0]} is {found[other[0]]} there, {held[other[0]]} here" if other else ""),
-            hint="build the model that was saved",
+    def describe() -> None:
+        about[0] = _packed(
+            {
+                "format": _FORMAT,
+                "names": names_of(job.blueprint.skeleton),
+                "groups": _groups(job),
+                "settings": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+                "numbers": dict(every.numbers),
+                "step": job.step,
+                "position": job.feed.position(),
+                "history": list(job.ledger.records),
+                "seed": job.seed,
+                "strategy": str(job.strategy),
+            }
         )
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    there = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-    if here != there:
-        raise TrainingError(
-            "The checkpoint is of an optimizer with other parameter groups.",
-            numbers=f"parameters per group: {there} there, {here} here",
-            hint="build the optimizer that was saved",
-        )
+
+    what = f"The checkpoint {str(path)!r} could not be written."
+    agree(describe if job.rank == 0 else lambda: None, what=what)
+    writer = Writer(Path(path), about[0])
+    try:
+        state_dict_saver.save({}, storage_writer=writer, planner=Saving(held, shares(every, job.rank)))
+    except BaseException as error:
+        writer.discard()
+        if not isinstance(error, CheckpointException):
+            raise
+        failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+        if isinstance(own := failures.get(job.rank), KeyboardInterrupt):
+            raise own from None
+        raise _failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
+
+
+def opened(job: Job, path: str | Path) -> Saved:
+    """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
+
+    Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit.
+    """
+    found: list[Saved] = []
+
+    def open_it() -> None:
+        from nbkit.rank.train.chunks import Reader
+
+        reader = Reader(Path(path))
+        about = about_of(reader)
+        found.append(Saved(Path(path), reader, about))
+
+    agree(open_it, what=f"The checkpoint {str(path)!r} could not be read.")
+    _check_fits(job, found[0].about)
+    return found[0]
+
+
+def about_of(reader: Reader) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors. Raises ValueError for another release's."""
+    # Only tensors and plain values: a checkpoint from elsewhere cannot run code here.
+    about: dict[str, Any] = torch.load(io.BytesIO(reader.about), map_location="cpu", weights_only=True)
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"format {about.get('format')!r}, this release reads {_FORMAT}")
+    return about
+
+
+def restore(job: Job, saved: Saved) -> None:
+    """Weights, optimizer, step, seed and history as they were saved, whatever the strategy was. Collective.
+
+    In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
+    """
+    from nbkit.rank.train.chunks import fill
+
+    side, inner, about = job.side, job.optimizer.inner, saved.about
+    job.half_way = True
+
+    def read() -> None:
+        take_settings(inner, about["settings"])
+        inner.state.clear()
+        holdings.allocate(side, inner, by_name(saved.reader.kinds), about["numbers"])
+        fill(saved.reader, _state(job))
+
+    agree(
+        read, what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own."
+    )
+    side.data.refresh()
+    job.step, job.seed = about["step"], about["seed"]
+    job.ledger.records[:] = about["history"]
+    job.whole_again()
+
+
+def full_state_dict(job: Job) -> dict[str, Tensor]:
+    """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
+
+    Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
+    """
+    own = holdings.weights(job.side) | holdings.buffers(job.side)
+    every = everyone(own, {}, world_size=job.world_size)
+    names = names_of(job.blueprint.skeleton)
+    wanted = {key: Layout.whole(shape) for _, key, shape in names}
+    plan = Plan.of(every.layouts, [wanted] * job.world_size, {key: kind.itemsize for key, kind in every.kinds.items()})
+    whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}
+    Exchange(plan, job.rank).run(own, whole, device=job.device)
+    return {name: whole[key][0] for name, key, _ in names}
+
+
+def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name in the model's state dict, key of what holds it, shape); a tied weight's names share one key."""
+    keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
+    keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
+    kept = skeleton.state_dict(keep_vars=True).items()
+    return [(name, keys[id(value)], tuple(value.shape)) for name, value in kept if id(value) in keys]
+
+
+def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Learning rate, betas and the like of each group."""
+    for group, saved in zip(inner.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if key in _OWN_SETTINGS:
+                continue
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def agree(act: Callable[[], None], *, what: str) -> None:
@@ -87,16 +191,55 @@ def agree(act: Callable[[], None], *, what: str) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         failures = [""] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
-    failed = [(rank, text) for rank, text in enumerate(failures) if text]
-    if failed:
+    if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
+        raise _failed(what, failed)
+
+
+def _failed(what: str, failures: list[tuple[int, str]]) -> TrainingError:
+    more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return TrainingError(
+        what,
+        numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}",
+        hint="a path that every rank sees, with room and rights to write",
+    )
+
+
+def _state(job: Job) -> Held:
+    side = job.side
+    return holdings.weights(side) | holdings.buffers(side) | holdings.per_element(side, job.optimizer.inner)
+
+
+def _groups(job: Job) -> list[list[str]]:
+    """Names of the parameters in each of the optimizer's groups, those added since included."""
+    names = {id(p): name for name, p in job.side.held.items()}
+    first = [list(group) for group in job.blueprint.template.groups]
+    added = job.optimizer.param_groups[len(first) :]
+    return first + [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
+
+
+def _check_fits(job: Job, about: Mapping[str, Any]) -> None:
+    """Raises TrainingError when `about` is of another model (names, shapes) or of an optimizer with other groups."""
+    held = {name: shape for name, _, shape in names_of(job.blueprint.skeleton)}
+    found = {name: tuple(shape) for name, _, shape in about["names"]}
+    if held != found:
+        other = [name for name in held if name in found and held[name] != found[name]]
         raise TrainingError(
-            what,
-            numbers=f"rank {failed[0][0]}: {failed[0][1]}"
-            + (f"   (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""),
-            hint="a path that every rank sees, with room and rights to write",
+            "The checkpoint is of another model.",
+            numbers=f"missing {sorted(held.keys() - found.keys())[:3]}, "
+            f"unexpected {sorted(found.keys() - held.keys())[:3]}"
+            + (f"; {other[0]} is {found[other[0]]} there, {held[other[0]]} here" if other else ""),
+            hint="build the model that was saved",
+        )
+    here, there = _groups(job), about["groups"]
+    if [set(names) for names in here] != [set(names) for names in there]:
+        raise TrainingError(
+            "The checkpoint is of an optimizer with other parameter groups.",
+            numbers=f"parameters per group: {list(map(len, there))} there, {list(map(len, here))} here",
+            hint="build the optimizer that was saved",
         )
 
 
-def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the model under its own name, copied to the CPU."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

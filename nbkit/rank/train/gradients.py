@@ -8,7 +8,7 @@ The divisor of (sum, weight) is known when the last rank has done its last forwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.buffers import check_buffers, watched
 from nbkit.rank.parallel.norms import check_level
 from nbkit.rank.parallel.side import Side
+from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train.batch import Shard, bounds, on_device, pair, shapes_of, take, tokens_of
 from nbkit.rank.train.dropout import KeyedDropout
 from nbkit.rank.train.loss import weigh
+from nbkit.rank.train.precision import Precision
 from nbkit.rank.train.reduction import StepReduction
 from nbkit.rank.train.setup import Setup
 
@@ -50,10 +52,10 @@ class _Sums:
 class Gradients:
     """Makes the gradients of a side. microbatch: rows per forward without a pipeline, None for all of them."""
 
-    def __init__(self, side: Side, setup: Setup, *, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, side: Side, setup: Setup, precision: Precision, *, rank: int) -> None:
         self.side, self.loss, self.inputs, self.microbatch = side, setup.loss, setup.inputs, setup.microbatch
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self._bf16 = setup.precision == "bf16"
+        self.precision, self.rank = precision, rank
+        self.world_size, self.device = precision.world_size, precision.device
         self._dropout = KeyedDropout(side.module, setup.seed)
         self._watched, self._drift_unknown = watched(side.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in side.module.modules())
@@ -67,6 +69,7 @@ class Gradients:
     def begin_again(self) -> None:
         """What is done once, in the first step, is done again, on every rank alike."""
         self.side.begin_again()
+        self.precision.level()
         self._drift_unknown = True
 
     def cut(self, shard: Shard) -> list[Micro]:
@@ -123,10 +126,13 @@ class Gradients:
             sums.loss = sums.loss + part.detach() * (1 if sums.weighted else micro.rows)
             sums.weight = sums.weight + weight
             sums.tokens += tokens_of(value, micro.rows)
-            return (part if sums.weighted else part * (micro.rows / shard.total),)
+            return (self.precision.scaled(part if sums.weighted else part * (micro.rows / shard.total)),)
 
-        canary = side.backward(len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch)
+        canary = side.backward(
+            len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op
+        )
         reduction.finish(canary)
+        self.precision.unscale(side.held.values())
         if micros and side.gives_output:
             self._weighted = sums.weighted
         elif self._weighted is None:
@@ -150,7 +156,7 @@ class Gradients:
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
-            with self._autocast():
+            with self.precision.autocast():
                 value, target = pair(on_device(micro.data, self.device), self.inputs)
                 output = self.side.stage(stage, value, received)
                 if stage != self.side.last_stage:
@@ -175,9 +181,6 @@ class Gradients:
 
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:
-        with self._autocast(), self._dropout.step(step, range(micro.first, micro.first + micro.rows)):
+        rows = range(micro.first, micro.first + micro.rows)
+        with phase("forward"), self.precision.autocast(), self._dropout.step(step, rows):
             yield
-
-    def _autocast(self) -> Any:
-        # enabled=False would switch off an autocast of the caller's own.
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+from nbkit.rank.telemetry.phases import phase
+
 __all__ = ["OptimizerHandle"]
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it."""
+    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
+
+    before_step: says whether there is anything to update with.
+    """
 
     inner: torch.optim.Optimizer
 
@@ -20,7 +25,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        before_step: Callable[[], None],
+        before_step: Callable[[], bool],
         after_step: Callable[[], None],
         after_zero: Callable[[], None],
     ) -> None:
@@ -30,14 +35,16 @@ class OptimizerHandle(torch.optim.Optimizer):
         """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
-        self._before_step()
-        self.inner.step()
-        self._after_step()
+        with phase("optimizer"):
+            if self._before_step():
+                self.inner.step()
+            self._after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-        self._after_zero()
+        with phase("optimizer"):
+            self.inner.zero_grad(set_to_none=set_to_none)
+            self._after_zero()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.inner.state_dict()

@@ -75,7 +75,7 @@ def allocate(
         for key, dtype in kinds.get(name, {}).items():
             state[key] = torch.empty(param.shape, dtype=dtype, device=param.device)
         for key, value in numbers.get(name, {}).items():
-            device = param.device if id(param) in beside else "cpu"
+            device = param.device if id(param) in beside or (isinstance(value, Tensor) and value.ndim) else "cpu"
             state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 

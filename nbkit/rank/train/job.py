@@ -9,10 +9,10 @@ for batch in job.batches(loader):       # global batches, the same on every rank
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from nbkit.errors import NotFinite, Stopped, TrainingError
 from nbkit.events import RunStarted, RunStopped, Switched
 from nbkit.rank.parallel.norm import clip
 from nbkit.rank.parallel.side import Side
+from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import boundary, verdict
 from nbkit.rank.train.agreement import become_one
 from nbkit.rank.train.batch import Shard, shard_of
@@ -30,10 +31,13 @@ from nbkit.rank.train.feed import Feed
 from nbkit.rank.train.gradients import Gradients
 from nbkit.rank.train.handle import OptimizerHandle
 from nbkit.rank.train.history import History
+from nbkit.rank.train.loop import Loop
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.pending import Pending
+from nbkit.rank.train.precision import Precision, begin_update
 from nbkit.rank.train.randomness import SHARED, seed_step
+from nbkit.rank.train.recorder import Recorder, record_run
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.underway import sent
 from nbkit.rank.world import World
@@ -63,18 +67,22 @@ def prepare(
     stages: Sequence[str] | None = None,
     tp_plan: Mapping[str, str] | None = None,
     checkpoint: bool = False,
+    log_dir: str | None = "runs",
+    name: str | None = None,
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
     a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
-    names of what the model takes of a dict batch, loss gets (output, batch). precision: None or "bf16".
+    names of what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16".
     microbatch: rows per rank and forward, None for all at once. example: a small batch, by which the model's blocks are
-    found: pipelines and context parallelism need it. stages, tp_plan, checkpoint: see Trainer.
+    found: pipelines and context parallelism need it. stages, tp_plan, checkpoint, log_dir, name: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
     setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint)
-    return Job(model, optimizer, setup, strategy=strategy)
+    job = Job(model, optimizer, setup, strategy=strategy)
+    record_run(job, log_dir, name=name)
+    return job
 
 
 class Job:
@@ -86,17 +94,17 @@ class Job:
         chosen = Strategy.parse(strategy, self.world_size)
         cuda = place.device == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
         self.setup, self.seed = setup, setup.seed
         self.blueprint = Blueprint(
             model, optimizer, setup, rank=self.rank, world_size=self.world_size, device=self.device
         )
+        self.precision = Precision(setup.precision, device=self.device, world_size=self.world_size)
+        self.precision.check(self.blueprint.skeleton)
         side, inner = self.blueprint.first(chosen)
         self.model = self.blueprint.module
         self.optimizer = OptimizerHandle(
-            inner,
-            before_step=lambda: setattr(self, "half_way", True),
-            after_step=self._after_step,
-            after_zero=self._after_zero,
+            inner, before_step=lambda: begin_update(self), after_step=self._after_step, after_zero=self._after_zero
         )
         self._take(side, inner)
         self.ledger = History(world_size=self.world_size)
@@ -105,7 +113,8 @@ class Job:
         self.feed = Feed()
         self.switches: list[Switched] = []
         self._reduced = self._running = False
-        self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+        self._loop = Loop()
+        self.run_dir: Path | None = None
         note(self)
 
     def adopt(self, side: Side, inner: torch.optim.Optimizer) -> None:
@@ -118,7 +127,7 @@ class Job:
         self.optimizer.inner = inner
         self.model.__dict__ = side.module.__dict__
         self._known = {id(p) for p in self.model.parameters()}
-        self.gradients = Gradients(side, self.setup, rank=self.rank, world_size=self.world_size, device=self.device)
+        self.gradients = Gradients(side, self.setup, self.precision, rank=self.rank)
 
     @property
     def strategy(self) -> Strategy:
@@ -154,19 +163,7 @@ class Job:
         error ends when the next one begins.
         """
         verdict.check_loader(loader)
-        self._leave_loop()
-        loop = self._iterate(loader)
-        # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
-        self._loop = weakref.ref(loop)
-        return loop
-
-    def _iterate(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        with self.running():
-            self.seed_data(own=False)
-            for batch in loader:
-                yield batch
-                self.at_boundary()
-                self.seed_data(own=False)
+        return self._loop.over(self, loader)
 
     def backward(self, batch: Any) -> Result:
         """Forward and backward of one global batch (or of this rank's Shard of it), in micro-batches.
@@ -188,7 +185,7 @@ class Job:
             self.broken_off = not isinstance(error, NotFinite)
             self.optimizer.zero_grad()
             # The body of a loop over `batches` was left, and its generator is not told.
-            self._leave_loop()
+            self._loop.leave()
             raise
 
     def _backward(self, batch: Any) -> Result:
@@ -199,9 +196,10 @@ class Job:
         # Ranks that work on the same rows draw the same.
         seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
-        reduction = self.gradients.backward(
-            shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
-        )
+        with phase("backward"):
+            reduction = self.gradients.backward(
+                shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+            )
         self._reduced = True
         strategy = self.strategy
         pending = Pending(
@@ -215,12 +213,14 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
         norm = self.grad_norm()
-        clip(self.side.held, max_norm, norm)
+        with phase("optimizer"):
+            clip(self.side.held, max_norm, norm)
         return norm
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
-        norm = self.side.grad_norm(self.device)
+        with phase("optimizer"):
+            norm = self.side.grad_norm(self.device)
         self.log(grad_norm=norm)
         return norm
 
@@ -238,7 +238,7 @@ class Job:
     def running(self, *, total: int = 0, owner: Any = None, arithmetic: str = "") -> Iterator[None]:
         """Steps are made inside: requests are served at boundaries, and the history is complete after it."""
         if isinstance(other := boundary.training(), Job):
-            other._leave_loop()
+            other._loop.leave()
         if boundary.training() is not None:
             raise TrainingError(
                 "A training runs already.",
@@ -273,6 +273,7 @@ class Job:
 
     def at_boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
+        self.recorder.at_boundary(self.step)
         self.ledger.settle(keep=1, act=True)
 
     def whole_again(self) -> None:
@@ -288,15 +289,11 @@ class Job:
         axes = self.side.axes
         seed_step(self.seed, self.step, self.world_size + 1 + axes.index("dp") if own else SHARED)
 
-    def _leave_loop(self) -> None:
-        if self._loop is not None and (loop := self._loop()) is not None:
-            loop.close()
-        self._loop = None
-
     def _after_step(self) -> None:
         self.side.data.after_step()
         self.half_way = False
         self.ledger.made()
+        self.recorder.after_step(self)
 
     def _after_zero(self) -> None:
         self._reduced = False

@@ -11,6 +11,7 @@ from typing import Any
 from nbkit.errors import TrainingError
 from nbkit.rank.train import verdict
 from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.precision import PRECISIONS
 from nbkit.rank.train.stream import is_map_style
 
 __all__ = ["Setup", "example_of", "warn_without_effect"]
@@ -31,9 +32,9 @@ class Setup:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in (None, "bf16"):
+        if self.precision not in (None, *PRECISIONS):
             raise TrainingError(
-                f"There is no precision {self.precision!r}.", numbers="None, 'bf16'", hint="precision=None"
+                f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision=None"
             )
         verdict.check_counts(microbatch=self.microbatch)
 

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.events import Checkpointed, Event, LrChanged, StepDone, Switched
-from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
+from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import checkpoint
 from nbkit.rank.train.arithmetic import Arithmetic
 from nbkit.rank.train.blueprint import Model, Optimizer
@@ -26,6 +26,7 @@ from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
+from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
 from nbkit.rank.train.switch import switch, try_out, undo
@@ -41,16 +42,18 @@ class Trainer:
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
     optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
     names what the model takes and loss gets (output, batch). batch_size: global, over all ranks.
-    strategy: "ddp". seed: of weights, order and dropout. precision: None or "bf16" (forward and loss under autocast).
+    strategy: "ddp". seed: of weights, order and dropout. precision: None, or "bf16" or "fp16"
+    (forward and loss under autocast; with "fp16" a scale on the loss).
     clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch: samples
     per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
     drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch.
     eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
-    (default: checkpoint.pt in the run's directory). callbacks: called as f(trainer, record) with each finished
+    (default: checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished
     record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
-    TensorBoard directory, None for none; name: the run's. progress: print the moving line. stages: names of the modules
-    that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism splits it; both
-    only where nbkit does not find out by itself. checkpoint: recompute activations in the backward pass.
+    directory (None: no records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving
+    line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how
+    tensor parallelism splits it; both only where nbkit does not find out by itself. checkpoint: recompute activations
+    in the backward pass.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -92,7 +95,7 @@ class Trainer:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
         if save_every and save_path is None and log_dir is None:
             raise TrainingError(
-                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model.pt'"
+                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
         setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), stages, tp_plan, checkpoint)
         self.job = Job(model, optimizer, setup, strategy=strategy)
@@ -112,10 +115,7 @@ class Trainer:
         self._eval_data, self._eval_every = eval_data, eval_every
         self._save_every, self._save_path = save_every, save_path
         self._callbacks = tuple(callbacks)
-        self.run_dir: Path | None = None
-        if self.job.rank == 0 and log_dir is not None:
-            self.run_dir = new_run_dir(log_dir, name=name, strategy=str(self.strategy), batch=batch_size)
-            self.job.ledger.listeners.append(BoardWriter(self.run_dir))
+        self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
@@ -215,41 +215,30 @@ class Trainer:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write model, optimizer, step, position in the data, history and seed to `path`."""
+        """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+        Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands.
+        """
         with self.job.ledger.clock.stopped():
             self.job.ledger.settle()
-            state = {
-                "model": self.job.model.state_dict(),
-                "optimizer": self.job.optimizer.state_dict(),
-                "step": self.step,
-                "position": self._position(),
-                "history": list(self.history),
-                "seed": self.job.seed,
-                "strategy": str(self.strategy),
-                "batch_size": self.arithmetic.total,
-            }
-            checkpoint.write(path, state, rank=self.job.rank)
+            checkpoint.save(self.job, path)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample."""
+        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
         self.job.ledger.settle()
-        state = checkpoint.read(path, device=self.job.device)
         # Everything that can refuse, before anything is changed.
-        checkpoint.check_fits(state, model=self.job.model, optimizer=self.job.optimizer)
-        self._stream.seek(state["position"]["epoch"], state["position"]["offset"])
-        self.job.model.load_state_dict(state["model"])
-        self.job.optimizer.load_state_dict(state["optimizer"])
-        self.job.step, self.job.seed = state["step"], state["seed"]
-        self.job.ledger.records[:] = state["history"]
-        self.job.whole_again()
-        self._stream.seed = state["seed"]
-        self._go_to(state["position"])
+        saved = checkpoint.opened(self.job, path)
+        position = saved.about["position"]
+        self._stream.seek(position["epoch"], position["offset"])
+        checkpoint.restore(self.job, saved)
+        self._stream.seed = self.job.seed
+        self._go_to(position)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded"))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, every parameter and buffer under its own name, on every rank."""
-        return checkpoint.whole_state(self.job.model)
+        """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        return checkpoint.full_state_dict(self.job)
 
     def _make_step(self) -> None:
         job = self.job
@@ -257,7 +246,9 @@ class Trainer:
         try:
             self._rate.prepare(step)
             job.seed_data(own=self._stream.own)
-            job.backward(self._stream.next())
+            with phase("data"):
+                shard = self._stream.next()
+            job.backward(shard)
             if self._clip_norm is not None:
                 job.clip(self._clip_norm)
             elif (step + 1) % self._log_every == 0:
@@ -273,7 +264,7 @@ class Trainer:
         if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
             job.log(eval_loss=self.evaluate())
         if self._save_every and job.step % self._save_every == 0:
-            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint.pt")
+            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
         return Arithmetic.of(self.arithmetic.total, strategy, microbatch=self.job.setup.microbatch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import flat, net, points, quiet
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 
 from nbkit.errors import TrainingError
 
@@ -30,7 +33,7 @@ def again(path: Path) -> Any:
 
 
 def resumed(world: Any, folder: Path) -> list[Any]:
-    saved = folder / "every.pt"
+    saved = folder / "every"
     whole = again(saved)
     whole.fit(2)
     whole.lr = 0.05
@@ -39,7 +42,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
     first.fit(2)
     first.lr = 0.05
     first.fit(3)  # writes at step 4, and makes one step more, which is lost
-    second = again(folder / "second.pt")
+    second = again(folder / "second")
     second.load(saved)
     records = second.fit(4)
 
@@ -51,14 +54,17 @@ def resumed(world: Any, folder: Path) -> list[Any]:
         torch.equal(flat(whole.model), flat(second.model)),
         [r["step"] for r in records],
         second.lr,
+        # Saved three times; of each rank one file is left, and what names them.
+        sorted(p.name.partition("_")[2] or p.name for p in saved.iterdir()),
     ]
 
 
 def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) -> None:
-    for found in run_ranks(resumed, 2, tmp_path):
+    for found in run_ranks(resumed, 2, tmp_path, timeout=120):
         assert found[:3] == [True, True, [5, 6, 7, 8]]
         # Set when the factor of the second step, 1/2, stood.
         assert found[3] == pytest.approx(0.05 * 2 / 8)
+        assert found[4] == [".metadata", "0_0.distcp", "1_0.distcp"]
 
 
 def wider() -> torch.nn.Module:
@@ -81,42 +87,119 @@ def load_and_compare(path: Path, **changed: Any) -> None:
         trainer.fit(1)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
 def refused(world: Any, folder: Path) -> list[str]:
     trainer = quiet()
     trainer.fit(1)
-    trainer.save(folder / "good.pt")
+    trainer.save(folder / "good")
     late = quiet()
     late.fit(3)
-    late.save(folder / "late.pt")
-    before = (folder / "good.pt").read_bytes()
+    late.save(folder / "late")
+    late.save(folder / "short")
+    if world.place.rank == 0:
+        cut = next((folder / "short").glob("*_1_0.distcp"))
+        cut.write_bytes(cut.read_bytes()[:-10])
+        (folder / "harmful").mkdir()
+        (folder / "harmful" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+        (folder / "a file").write_bytes(b"")
+    before = contents(folder / "good")
     messages = []
-    # A model that rank 0 cannot write: the file of before must survive.
+    # A history that rank 0 cannot write: the checkpoint of before must survive.
     trainer.job.ledger.records.append({"step": lambda: None})
     for act in (
-        lambda: trainer.save(folder / "good.pt"),
-        lambda: quiet().load(folder / "missing.pt"),
-        lambda: quiet(model=lambda: torch.nn.Linear(6, 3)).load(folder / "good.pt"),
-        lambda: load_and_compare(folder / "good.pt", model=wider),
-        lambda: load_and_compare(folder / "good.pt", optimizer=in_groups),
-        lambda: load_and_compare(folder / "late.pt", data=points(16)),
+        lambda: trainer.save(folder / "good"),
+        lambda: trainer.save(folder / "new"),
+        lambda: late.save(folder / "a file"),
+        lambda: quiet().load(folder / "missing"),
+        lambda: quiet(model=lambda: torch.nn.Linear(6, 3)).load(folder / "good"),
+        lambda: load_and_compare(folder / "good", model=wider),
+        lambda: load_and_compare(folder / "good", optimizer=in_groups),
+        lambda: load_and_compare(folder / "late", data=points(16)),
+        lambda: load_and_compare(folder / "short"),
+        lambda: load_and_compare(folder / "harmful"),
     ):
         with pytest.raises(TrainingError) as raised:
             act()
         messages.append(str(raised.value))
-    return [*messages, str((folder / "good.pt").read_bytes() == before), str(sorted(p.name for p in folder.iterdir()))]
+    assert contents(folder / "good") == before and not Path("harmed").exists()
+    assert sorted(p.name for p in folder.iterdir()) == ["a file", "good", "harmful", "late", "short"]
+    return messages
 
 
-def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_file_stands(tmp_path: Path) -> None:
-    found = run_ranks(refused, 2, tmp_path)
+def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_stands(tmp_path: Path) -> None:
+    found = run_ranks(refused, 2, tmp_path, timeout=120)
 
     assert found[0] == found[1]
-    assert "could not be written" in found[0][0] and "rank 0" in found[0][0]
-    assert "could not be read" in found[0][1] and "missing.pt" in found[0][1]
-    assert "of another model" in found[0][2] and "0.weight" in found[0][2]
-    assert "0.weight is (16, 6) there, (17, 6) here" in found[0][3]
-    assert "other parameter groups" in found[0][4] and "[4] there, [2, 2] here" in found[0][4]
-    assert "shorter than where training stood" in found[0][5] and "position 24 of epoch 0, 16" in found[0][5]
-    assert found[0][6:] == ["True", "['good.pt', 'late.pt']"]
+    parts = (
+        ("could not be written", "rank 0"),
+        ("could not be written", "rank 0"),
+        ("could not be written", "a file"),
+        ("could not be read", "missing"),
+        ("of another model", "0.weight"),
+        ("0.weight is (16, 6) there, (17, 6) here",),
+        ("other parameter groups", "[4] there, [2, 2] here"),
+        ("shorter than where training stood", "position 24 of epoch 0, 16"),
+        ("could not be read", "_1_0.distcp has", "bytes of"),
+        ("could not be read", "holds a posix.mkdir"),
+    )
+    for message, expected in zip(found[0], parts, strict=True):
+        assert all(part in message for part in expected), (expected, message)
+
+
+def killed(world: Any, folder: Path, where: str) -> None:
+    """A rank is gone in the middle of its second save: while it writes, or when all is written but the last rename."""
+    from nbkit.rank.train import chunks
+
+    trainer = quiet(optimizer=adamw)
+    trainer.fit(2)
+    trainer.save(folder)
+    trainer.fit(1)
+
+    def kill(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "writing" and world.place.rank == 1:
+        looked_up, calls = chunks.Saving.lookup_object, []
+
+        def lookup(planner: Any, index: Any) -> Any:
+            calls.append(index)
+            return kill() if len(calls) == 3 else looked_up(planner, index)
+
+        chunks.Saving.lookup_object = lookup  # type: ignore[method-assign]
+    if where == "renaming":
+        Path.replace = kill  # type: ignore[method-assign]
+    trainer.save(folder)
+
+
+def after_it(world: Any, folder: Path) -> list[Any]:
+    whole = quiet(optimizer=adamw)
+    whole.fit(4)
+    trainer = quiet(optimizer=adamw)
+    trainer.load(folder)
+    step = trainer.step
+    trainer.fit(2)
+    same = torch.equal(flat(whole.model), flat(trainer.model))
+    trainer.save(folder)
+    return [step, same, len(list(folder.iterdir()))]
+
+
+@pytest.mark.parametrize("where", ["writing", "renaming"])
+def test_killed_in_the_middle_of_a_save_the_checkpoint_before_stands(tmp_path: Path, where: str) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(RankFailed, match=r"died|raised"):
+        run_ranks(killed, 2, folder, where, timeout=120)
+    assert len(list(folder.iterdir())) > 3
+
+    # The next save clears away what the killed one left.
+    assert run_ranks(after_it, 2, folder, timeout=120) == [[2, True, 3]] * 2
 
 
 def gathered(world: Any) -> dict[str, torch.Tensor]:

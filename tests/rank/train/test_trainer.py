@@ -51,7 +51,7 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     first, second = run_ranks(seen_by_a_user, 2, tmp_path)
 
     assert first["history"] == second["history"]
-    assert second["printed"] == "" and second["run_dir"] is None
+    assert second["printed"] == "" and second["run_dir"] == first["run_dir"]
     lines = first["printed"].splitlines()
     assert lines[0] == "global 8 = micro 4 x accum 1 x dp 2"
     assert "step 3/3 · loss " in first["printed"] and "tok/s" in first["printed"]
@@ -68,7 +68,7 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     assert "step 5" in first["repr"] and "dp=2" in first["repr"]
 
     run = Path(first["run_dir"])
-    assert "dp2-b8" in run.name and (run / "checkpoint.pt").exists()
+    assert "dp2-b8" in run.name and (run / "checkpoint" / ".metadata").exists()
     board = EventAccumulator(str(run)).Reload()
     for tag, key in (
         (tags.LOSS, "loss"),

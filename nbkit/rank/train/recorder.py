@@ -1,0 +1,134 @@
+"""What a job leaves behind on disk while it trains: records of every rank, TensorBoard's scalars, and the forecast.
+
+A Trainer and `nbkit.prepare` record by themselves, into the directory of their run; log_dir=None turns that off, and
+NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a loop of one's own: `job.batches`,
+`job.backward` and `job.optimizer` say where the time goes, and `with nbkit.rank.telemetry.phase("data"):` says more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nbkit import forecast
+from nbkit.errors import NbkitError, TrainingError
+from nbkit.events import Event, RunStarted, Switched
+from nbkit.rank.telemetry.align import clock_offset
+from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
+from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
+from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
+from nbkit.rank.telemetry.record import mode
+from nbkit.rank.telemetry.scalars import ScalarWriter
+from nbkit.rank.telemetry.session import Session
+from nbkit.rank.train.foresight import foresee
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["Recorder", "record_run"]
+
+_MEMORY_EVERY = 100
+
+
+class Recorder:
+    """Marks the ends of a job's steps, counts its memory now and then, and notes what the formulas say of it.
+
+    Made before the model is, so that what the process held already is not taken for the job's. Without a session it
+    does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.base_bytes = bytes_held(device)[0]
+        self._session: Session | None = None
+        self._run_dir = Path()
+        self._due = self._since = self._marked = 0
+        self._foreseen = ""
+
+    def begin(self, session: Session, run_dir: Path) -> None:
+        """Record from here on."""
+        self._session, self._run_dir = session, run_dir
+
+    def __call__(self, event: Event) -> None:
+        """Take an event: what a strategy needs is known two steps after it came into force."""
+        if isinstance(event, RunStarted | Switched):
+            self._due, self._since = event.step + 2, event.step
+        if isinstance(event, RunStarted):
+            self._marked = event.step
+
+    def after_step(self, job: Job) -> None:
+        """The optimizer has made its step, and the gradients are still there."""
+        step, training = job.step, clock.laps is not None and clock.state != OUTSIDE
+        # A trial's steps are none of the training's.
+        if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
+            return
+        with phase(OTHER):
+            held = job.side.held.values()
+            self._session.memory(memory_of(job.model, job.optimizer.inner, step=step, held=held, device=job.device))
+            if step == self._due:
+                reset_peak(job.device)  # the next count says what this strategy takes
+            if job.rank == 0 and self._foreseen != str(job.strategy):
+                self._foreseen = str(job.strategy)
+                # No formula is worth a training.
+                with suppress(NbkitError, OSError):
+                    forecast.append(self._run_dir, foresee(job, since=self._since))
+
+    def at_boundary(self, step: int) -> None:
+        """Step number `step` is made, if that has not been said before."""
+        if self._session is not None and step != self._marked:
+            self._marked = step
+            clock.step(step)
+
+
+def record_run(job: Job, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> Path | None:
+    """Have everything recorded that `job` does, in a new directory under `log_dir`; None: nothing. Collective.
+
+    Returns that directory, `job.run_dir`, the same on every rank. Raises TrainingError, on every rank, when rank 0
+    cannot make it; a rank on a host that cannot write there warns, and trains without records.
+    """
+    if log_dir is None:
+        return None
+    told = [_made(job, log_dir, name, batch) if job.rank == 0 else ("", "")]
+    if job.world_size > 1:
+        dist.broadcast_object_list(told, src=0, device=job.device)
+    folder, problem = told[0]
+    if problem:
+        raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
+    job.run_dir = run_dir = Path(folder)
+    listeners = job.ledger.listeners
+    if job.rank == 0:
+        listeners.append(BoardWriter(run_dir))
+    if mode() == "off":
+        return run_dir
+    offset = clock_offset(device=job.device)
+    try:
+        session = Session(
+            run_dir,
+            rank=job.rank,
+            world_size=job.world_size,
+            device=job.device,
+            strategy=str(job.strategy),
+            offset_ns=offset,
+            base_bytes=job.recorder.base_bytes,
+        )
+    except OSError as error:
+        warnings.warn(f"rank {job.rank} records nothing: {type(error).__name__}: {error}", stacklevel=3)
+        return run_dir
+    job.recorder.begin(session, run_dir)
+    # In this order: the scalars are read from what the session has written.
+    listeners += [session, job.recorder, ScalarWriter(run_dir, job.rank)]
+    return run_dir
+
+
+def _made(job: Job, log_dir: str, name: str | None, batch: int | None) -> tuple[str, str]:
+    """(the new directory, "") or ("", what is wrong)."""
+    try:
+        made = new_run_dir(log_dir, name=name, strategy=str(job.strategy), batch=batch)
+    except OSError as error:
+        return "", f"{type(error).__name__}: {error}"
+    # Absolute: a cell may change the working directory of one rank.
+    return str(made.absolute()), ""

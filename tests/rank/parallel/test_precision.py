@@ -1,0 +1,133 @@
+"""float16 with a scale on the loss: what one process with torch's own GradScaler does, under every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import ZOO, gpt, next_tokens
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train.trainer import Trainer
+
+ROWS, STEPS, GROWS_AFTER = 4, 7, 2
+NAMES = ("loss", "loss_scale", "grad_norm", "skipped")
+BLOWN = (1, 5)  # steps whose gradients overflow float16, by one row of one rank
+STRATEGIES = {2: ("ddp", "zero2", "tp"), 4: ("zero3", "dp=2 pp=2 microbatches=2", "tp=2 pp=2 microbatches=2")}
+
+
+def model() -> nn.Module:
+    made = gpt(2)
+    made.load_state_dict({k: v for k, v in ZOO["gpt"].build().state_dict().items() if k in made.state_dict()})
+    return made
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def items() -> list[tuple[Tensor, Tensor]]:
+    """The last number of a target says what its row's loss is multiplied by."""
+    ids, target = next_tokens(ROWS * STEPS, torch.Generator().manual_seed(2))
+    factor = torch.ones(ROWS * STEPS, 1, dtype=torch.long)
+    factor[[ROWS * step + ROWS - 1 for step in BLOWN]] = 10**7
+    return list(zip(ids, torch.cat([target, factor], 1), strict=True))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    each = F.cross_entropy(output.flatten(0, 1), target[:, :-1].flatten(), reduction="none")
+    return (each.view(len(target), -1).mean(1) * target[:, -1]).mean()
+
+
+def one_process() -> dict[str, list[float]]:
+    made = model()
+    update, scaler = optimizer(made), torch.amp.GradScaler("cpu", growth_interval=GROWS_AFTER)
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    rows = items()
+    for step in range(STEPS):
+        ids, target = (torch.stack(part) for part in zip(*rows[ROWS * step : ROWS * (step + 1)], strict=True))
+        with torch.autocast("cpu", dtype=torch.float16):
+            value = loss(made(ids), target)
+        found["loss_scale"].append(scaler.get_scale())
+        scaler.scale(value).backward()
+        scaler.unscale_(update)
+        found["grad_norm"].append(nn.utils.clip_grad_norm_(made.parameters(), 0.5).item())
+        before = made.head.weight.detach().clone()
+        scaler.step(update)
+        scaler.update()
+        update.zero_grad()
+        found["loss"].append(value.item())
+        found["skipped"].append(float(torch.equal(before, made.head.weight)))
+    return found
+
+
+def scaled(world: Any) -> dict[str, Any]:
+    found = {}
+    for strategy in STRATEGIES[world.place.world_size]:
+        trainer = Trainer(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            data=items(),
+            batch_size=ROWS,
+            shuffle=False,
+            strategy=strategy,
+            precision="fp16",
+            clip_norm=0.5,
+            log_dir=None,
+            progress=False,
+        )
+        trainer.job.precision.growth_interval = GROWS_AFTER
+        still = []
+        for _ in range(STEPS):
+            before = [p.detach().clone() for p in trainer.job.side.held.values()]
+            trainer.fit(1)
+            still.append(all(torch.equal(a, b) for a, b in zip(before, trainer.job.side.held.values(), strict=True)))
+        found[strategy] = {**{name: [r[name] for r in trainer.history] for name in NAMES}, "still": still}
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", STRATEGIES)
+def test_float16_is_scaled_and_skipped_on_all_ranks_alike_as_torch_does_it(num_ranks: int) -> None:
+    expected = one_process()
+    assert [bool(skipped) for skipped in expected["skipped"]] == [step in BLOWN for step in range(STEPS)]
+    assert set(expected["loss_scale"]) == {2.0**15, 2.0**16}
+    for found in run_ranks(scaled, num_ranks, timeout=170):
+        for strategy, history in found.items():
+            assert history["skipped"] == expected["skipped"], strategy
+            assert history["loss_scale"] == expected["loss_scale"], strategy
+            assert history["still"] == [step in BLOWN for step in range(STEPS)], strategy
+            kept = [step for step in range(STEPS) if step not in BLOWN]
+            for name, rtol in (("loss", 2e-3), ("grad_norm", 2e-2)):
+                ours, theirs = ([each[name][step] for step in kept] for each in (history, expected))
+                assert ours == pytest.approx(theirs, rel=rtol), (strategy, name)
+
+
+def refused(world: Any) -> list[str]:
+    found = []
+    for made, wrong in ((lambda: model().half(), loss), (model, lambda output, target: loss(output, target) * 1e30)):
+        with pytest.raises(TrainingError) as raised:
+            trainer = Trainer(
+                model=made,
+                loss=wrong,
+                optimizer=optimizer,
+                data=items(),
+                batch_size=ROWS,
+                precision="fp16",
+                log_dir=None,
+                progress=False,
+            )
+            trainer.fit(60)
+        found.append(str(raised.value))
+    return found
+
+
+def test_weights_in_float16_and_gradients_that_no_scale_saves_are_refused() -> None:
+    halves, never = run_ranks(refused, 1)[0]
+
+    assert "float32 weights" in halves and "'tokens.weight'" in halves
+    assert "not finite, whatever" in never and "bf16" in never

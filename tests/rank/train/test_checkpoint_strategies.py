@@ -1,0 +1,134 @@
+"""Saved under one strategy, loaded under another and on another number of ranks, read by plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn import functional as F
+
+from nbkit.layout import Layout
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.shares import Everyone, shares
+from nbkit.rank.train.trainer import Trainer
+
+THROUGH = ("ddp", "zero1", "dp=2 tp=2", "zero3", "pp microbatches=4", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
+ELSEWHERE = {2: "zero3", 1: "ddp"}
+STEPS = len(THROUGH)
+
+
+def gpt() -> nn.Module:
+    made = GPT(GPTConfig(vocab=33, block=8, layers=4, heads=4, width=16, dropout=0.1)).double()
+    made.head.weight = made.tokens.weight  # tied, so that stages share it
+    made.register_buffer("seen", torch.zeros(3))
+    return made
+
+
+def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.01, weight_decay=0.0)
+
+
+def trainer(strategy: str) -> Trainer:
+    draw = torch.Generator().manual_seed(1)
+    data = [tuple(torch.randint(33, (8,), generator=draw) for _ in range(2)) for _ in range(24)]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    return Trainer(
+        model=gpt, loss=loss, optimizer=in_two_groups, data=data, batch_size=8, seed=5, strategy=strategy, log_dir=None,
+        progress=False, clip_norm=1.0, lr_schedule=lambda step: 1 / (1 + 0.1 * step),
+    )  # fmt: skip
+
+
+def one_process(world: Any) -> list[float]:
+    whole = trainer("ddp")
+    whole.fit(STEPS + 2)
+    return [record["loss"] for record in whole.history]
+
+
+def led_through(world: Any, folder: Path) -> list[bool]:
+    """Each strategy makes one step, from the checkpoint of the one before; the weights of both are the same bits."""
+    same, before = [], None
+    for number, strategy in enumerate(THROUGH):
+        current = trainer(strategy)
+        if number:
+            current.load(folder / str(number - 1))
+            now = current.full_state_dict()
+            same.append(all(torch.equal(now[name], before[name]) for name in before))
+        current.fit(1)
+        before = current.full_state_dict()
+        current.save(folder / str(number))
+    return same
+
+
+def elsewhere(world: Any, saved: Path) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
+    loaded = trainer(ELSEWHERE[world.place.world_size])
+    loaded.load(saved)
+    whole = loaded.full_state_dict()
+    loaded.fit(2)
+    return [r["loss"] for r in loaded.history], [r["strategy"] for r in loaded.history], whole
+
+
+def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
+    (losses,) = run_ranks(one_process, 1, timeout=120)
+    assert run_ranks(led_through, 4, tmp_path, timeout=300) == [[True] * (STEPS - 1)] * 4
+
+    saved = tmp_path / str(STEPS - 1)
+    found = [each for number in ELSEWHERE for each in run_ranks(elsewhere, number, saved, timeout=120)]
+    for resumed, strategies, _ in found:
+        assert len(set(strategies)) >= STEPS
+        assert resumed == pytest.approx(losses, rel=1e-10)
+    whole = found[0][2]
+
+    # Nbkit's file, loaded by plain torch into the model that knows nothing of it.
+    command = [sys.executable, "-m", "nbkit", "checkpoint", "export", str(saved), str(tmp_path / "model.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    model = gpt()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert list(model.state_dict()) == list(whole)
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    assert f"{len(whole)} tensors" in done.stdout
+
+    # Torch's own tool reads the directory as it is: weights, and what the optimizer keeps.
+    dcp_to_torch_save(saved, tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt")
+    assert torch.equal(plain["weight/tokens.weight"], whole["head.weight"])
+    assert plain["exp_avg/tokens.weight"].shape == (33, 16)
+
+    failed = subprocess.run([*command[:-2], str(tmp_path), command[-1]], capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 1 and "could not be exported" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_each_element_is_written_once_by_a_rank_that_has_little_to_write() -> None:
+    whole, left, right = (
+        Layout.whole((6, 4)),
+        Layout.of_ranges((6, 4), 0, [(0, 3)]),
+        Layout.of_ranges((6, 4), 0, [(2, 6)]),
+    )
+    spreads = {"everywhere": [whole] * 3, "halves": [left, right, None], "mixed": [left, whole, right]}
+    spreads |= {f"same{i}": [whole] * 3 for i in range(5)}
+    layouts = tuple({key: spread[rank] for key, spread in spreads.items() if spread[rank]} for rank in range(3))
+    every = Everyone(layouts, dict.fromkeys(spreads, torch.float32), {})
+
+    written = [shares(every, rank) for rank in range(3)]
+
+    for key in spreads:
+        count = torch.zeros(6, 4)
+        for mine in written:
+            for box in mine.get(key, ()):
+                count[box.slices] += 1
+        assert (count == 1).all(), key
+    sizes = [sum(box.numel for boxes in mine.values() for box in boxes) for mine in written]
+    assert sum(sizes) == 8 * 24 and max(sizes) - min(sizes) <= 24

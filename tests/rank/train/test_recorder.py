@@ -1,0 +1,126 @@
+"""A training writes its own records, whoever drives it: every rank, every part of the step, no call of the user's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Recording, mean_loss, net, points, quiet
+from ranks import run_ranks
+
+from nbkit import forecast
+from nbkit.errors import TrainingError
+from nbkit.rank.train.job import prepare
+from nbkit.readings import bars, members_of, table
+from nbkit.recordfile import rank_files, read_since
+from nbkit.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
+
+STEPS = 5
+PIPELINE = "pp=2 schedule=1f1b microbatches=4"
+
+
+def trained(world: Any, folder: str) -> dict[str, Any]:
+    trainer = quiet(log_dir=folder, eval_data=points(8), eval_every=2)
+    trainer.fit(STEPS)
+    trainer._eval_every = None
+    trainer.try_out("zero2", 2)
+    trainer.switch(PIPELINE)
+    trainer.fit(STEPS)
+    return {"run": str(trainer.run_dir), "history": list(trainer.history)}
+
+
+def looped(world: Any, folder: str) -> str:
+    job = prepare(net, Recording, loss=mean_loss, strategy="zero1", log_dir=folder, name="loop")
+    data = [points()[at : at + 8] for at in range(0, 32, 8)]
+    for batch in job.batches([tuple(map(torch.stack, zip(*rows, strict=True))) for rows in data]):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return str(job.run_dir)
+
+
+def nowhere(world: Any, folder: str) -> str:
+    (Path(folder) / "file").write_text("")
+    with pytest.raises(TrainingError, match="nowhere to record"):
+        quiet(log_dir=str(Path(folder) / "file"))
+    return "refused"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = run_ranks(trained, 2, str(tmp_path_factory.mktemp("runs")), timeout=180)
+    assert found[0]["run"] == found[1]["run"]
+    return found[0]
+
+
+def read(run: str) -> dict[int, list[Record]]:
+    return {rank: read_since(path)[0] for rank, path in rank_files(Path(run)).items()}
+
+
+def of(records: list[Record], kind: type[Any]) -> list[Any]:
+    return [one for one in records if isinstance(one, kind)]
+
+
+def test_every_rank_has_every_step_with_its_parts_and_numbers(run: dict[str, Any]) -> None:
+    written = read(run["run"])
+    assert sorted(written) == [0, 1]
+    for rank, records in written.items():
+        assert of(records, Header)[0].world_size == 2 and of(records, Header)[0].rank == rank
+        # A trial leaves its numbers, without parts: it is no part of the training.
+        steps = {one.step: one for one in of(records, StepRecord) if one.parts}
+        assert sorted(steps) == list(range(1, 2 * STEPS + 1))
+        for number, step in steps.items():
+            assert math.isclose(sum(step.parts.values()), step.seconds, abs_tol=1e-6)
+            assert step.parts["compute"] > 0 and step.parts["optimizer"] > 0 and step.parts["data"] > 0
+            assert step.numbers["loss"] == pytest.approx(run["history"][number - 1]["loss"])
+            assert {row.axis for row in step.traffic} >= ({"dp"} if number <= STEPS else {"pp"})
+        assert [one.event["kind"] for one in of(records, EventRecord)].count("switch") == 2  # the trial's too
+
+
+def test_evaluation_is_no_part_of_a_step(run: dict[str, Any]) -> None:
+    for records in read(run["run"]).values():
+        calls = [row.op for one in of(records, StepRecord) if one.step == 2 for row in one.traffic if row.axis == "dp"]
+        assert calls.count("all_reduce") == 1
+
+
+def test_the_pipelines_operations_are_there(run: dict[str, Any]) -> None:
+    for rank, records in read(run["run"]).items():
+        ops = [one.pipeline for one in of(records, Detail) if one.pipeline]
+        assert not ops or sorted((op.op, op.micro) for op in ops[0]) == sorted(
+            (kind, micro) for kind in "BF" for micro in range(4)
+        ), rank
+
+
+def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None:
+    written = read(run["run"])
+    said = forecast.read(Path(run["run"]))
+    assert [one.strategy.split()[0] for one in said] == ["dp=2", "pp=2"]
+    for rank, records in written.items():
+        counted = {one.step: one for one in of(records, MemoryRecord)}
+        for step in (2, STEPS + 2):
+            predicted = forecast.in_force(said, step)
+            assert predicted is not None and counted[step].parameters == predicted.memory[rank].parameters
+            # What gradients travel in holds a canary and padding too.
+            assert 0 <= counted[step].gradients - predicted.memory[rank].gradients < 256
+    groups = [one for records in written.values() for one in of(records, Group)]
+    steps = {rank: next(one for one in of(records, StepRecord) if one.step == 3) for rank, records in written.items()}
+    measured = {(row.op, row.axis): row.bytes for row in table(steps, members_of(groups))}
+    assert [(term.op, term.axis) for term in said[0].traffic] == [("all_reduce", "dp")]
+    assert measured["all_reduce", "dp"] == pytest.approx(said[0].traffic[0].bytes, abs=256)
+    assert len(bars(steps, members_of(groups))) == 2
+
+
+def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
+    found = run_ranks(looped, 2, str(tmp_path), timeout=120)
+    for records in read(found[0]).values():
+        steps = of(records, StepRecord)
+        assert [one.step for one in steps] == [1, 2, 3, 4]
+        assert all(one.parts["data"] > 0 and one.parts["compute"] > 0 for one in steps)
+    assert "loop-dp2" in found[0]
+
+
+def test_a_run_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    assert run_ranks(nowhere, 2, str(tmp_path)) == ["refused"] * 2
