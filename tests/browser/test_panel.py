@@ -25,7 +25,9 @@ CELLS = {
     ),
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
+    "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
     "second": "%strategy",
+    "end": "handle.stop()",
     "history": (
         "%%rank 0\n"
         "strategies = [record['strategy'] for record in trainer.history]\n"
@@ -153,8 +155,11 @@ def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: P
     assert page.prompt(NUMBER["train"]) == "[*]:"
 
 
-def test_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
-    page.page.evaluate("document.body.setAttribute('data-jp-theme-light', 'false')")
+def test_the_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
+    for name in ("Settings", "Theme", "JupyterLab Dark"):
+        page.page.locator(f".lm-Menu-itemLabel:text-is('{name}'), .lm-MenuBar-itemLabel:text-is('{name}')").last.click()
+    page.page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
+    panel.choose("dp=2 tp=2")
     page.picture(tmp_path / "dark.png")
 
 
@@ -170,14 +175,23 @@ def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) ->
         assert f"'{strategy}'" in shown
 
 
-def test_a_second_panel_agrees(page: Any, panel: PanelOnPage) -> None:
+def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_agrees(
+    page: Any, panel: PanelOnPage
+) -> None:
+    page.run(NUMBER["detached"])
+    page.reload()
+    panel.root.wait_for(timeout=SECONDS * 1000)
+    before = panel.step
+    panel.wait(lambda: panel.step > before, "after the reload the panel does not follow the training")
     page.run(NUMBER["second"])
     second = PanelOnPage(page, NUMBER["second"])
     second.root.wait_for(timeout=SECONDS * 1000)
 
-    second.apply("dp=2 tp=2")  # nothing trains: at once, on the newest Trainer
+    second.apply("dp=2 tp=2")
+
     panel.wait(lambda: panel.strategy == "dp=2 tp=2", "the first panel shows another strategy")
-    assert panel.told == second.told
+    panel.wait(lambda: panel.told == second.told, "the panels tell different things")
+    page.run(NUMBER["end"])
 
 
 def test_the_page_had_no_error_of_its_own(page: Any) -> None:

@@ -1,0 +1,82 @@
+"""What a control leaves behind on a rank: a verdict in any case, and an error only where the training has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbkit.bridge.controls import VERDICTS_KEPT, Control, Controls
+from nbkit.errors import NotFinite, StrategyError
+from nbkit.rank.train import boundary, newest
+
+
+class Refusing:
+    """Stands for a Trainer whose switch raises."""
+
+    step, strategy = 7, "dp=2"
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.job = SimpleNamespace(step=7, strategy="dp=2")
+
+    def switch(self, strategy: str) -> Any:
+        raise self.error
+
+
+@pytest.fixture
+def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
+    monkeypatch.setattr(newest, "_newest", None)
+    yield Controls()
+    boundary.handlers.pop("control")
+
+
+def served(controls: Controls, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
+    newest.note(owner)
+    controls.serve(Control("a", do, args))
+    return dict(controls.verdict("a")["verdict"])
+
+
+def test_a_refusal_is_a_verdict_and_no_error(controls: Controls) -> None:
+    told = served(controls, Refusing(StrategyError("No.", numbers="3 x 2 = 6", hint="tp=2")), strategy="tp=3")
+
+    assert (told["ok"], told["error"], told["what"]) == (False, "StrategyError", "No.")
+    assert (told["numbers"], told["hint"], told["step"], told["strategy"]) == ("3 x 2 = 6", "tp=2", 7, "dp=2")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("peer gone"), KeyboardInterrupt(), NotFinite("NaN.", step=7, rank=0)])
+def test_what_breaks_the_training_is_its_error_and_told_too(controls: Controls, error: BaseException) -> None:
+    owner = Refusing(error)
+    with pytest.raises(type(error)):
+        served(controls, owner, strategy="tp=2")
+
+    told = controls.verdict("a")["verdict"]
+    assert told is not None
+    assert not told["ok"]
+    assert told["error"] == type(error).__name__
+
+
+def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
+    controls.serve(Control("a", "undo", {}))
+    assert "no Trainer" in controls.verdict("a")["verdict"]["what"]
+    owner = Refusing(StrategyError("No."))
+    assert "not a control" in served(controls, owner, "explode")["what"]
+    assert "nothing to pause" in served(controls, owner, "pause")["what"]
+    assert "not paused" in served(controls, owner, "resume")["what"]
+
+
+def test_a_control_that_came_too_late_is_told_so(controls: Controls) -> None:
+    controls.unserved(Control("b", "switch", {"strategy": "tp"}))
+
+    assert "ended before its next step boundary" in controls.verdict("b")["verdict"]["what"]
+    assert controls.verdict("c") == {"verdict": None}
+
+
+def test_verdicts_do_not_pile_up(controls: Controls) -> None:
+    for number in range(VERDICTS_KEPT + 9):
+        controls.serve(Control(str(number), "undo", {}))
+
+    assert len(controls.verdicts) == VERDICTS_KEPT
+    assert controls.verdict("0") == {"verdict": None}

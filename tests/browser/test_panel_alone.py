@@ -1,0 +1,124 @@
+"""The panel's JavaScript in a page of its own: what keys and clicks send, and that it stands 64 ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.notebook.widgets.panel import STATIC
+from nbkit.notebook.widgets.state import Looked, State, reduce
+from nbkit.notebook.widgets.view import job_view, pulse_view
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebook" / "widgets"))
+from tables import answer_of, table_of
+
+MODEL = """
+window.model = {
+  state: STATE, sent: [], heard: {},
+  get(name) { return this.state[name]; },
+  set(name, value) { this.state[name] = value; this.heard[`change:${name}`]?.(); },
+  on(event, act) { this.heard[event] = act; },
+  off() {},
+  send(message) { this.sent.push(message); },
+};
+panel.render({ model: window.model, el: document.getElementById("here") });
+"""
+
+
+def shown(browser: Any, table: dict[str, Any], **answer: Any) -> Any:
+    """A page with the panel of this table."""
+    state = reduce(State("lesson", table["ranks"]), Looked(answer_of(table, **answer)))
+    values = json.dumps({"job": job_view(state), "pulse": pulse_view(state), "note": ""})
+    script = (STATIC / "panel.js").read_text().replace("export default", "const panel =")
+    script += MODEL.replace("STATE", values)
+    page = browser.new_page(viewport={"width": 1100, "height": 700})
+    page.set_content(
+        f"<!doctype html><style>{(STATIC / 'panel.css').read_text()}</style>"
+        f"<div id='here'></div><script type='module'>{script}</script>"
+    )
+    page.wait_for_selector(".nbkit-panel tbody tr")
+    return page
+
+
+@pytest.fixture
+def page(browser: Any) -> Any:
+    page = shown(browser, table_of())
+    yield page
+    page.close()
+
+
+def sent(page: Any) -> list[dict[str, Any]]:
+    found = page.evaluate("window.model.sent")
+    return list(found)
+
+
+def test_arrows_choose_a_row_and_enter_applies_it(page: Any) -> None:
+    page.locator("tr.now").focus()
+    page.keyboard.press("ArrowDown")
+    chosen = page.locator("tr[aria-selected='true']").get_attribute("data-strategy")
+    page.keyboard.press("Enter")
+
+    assert chosen == "dp=4 zero=1"
+    assert page.locator("input").input_value() == "dp=4 zero=1"
+    assert "micro 4" in page.locator(".sum").inner_text()
+    assert page.locator(".ghost").count() > 0
+    assert sent(page) == [{"do": "switch", "strategy": "dp=4 zero=1"}]
+
+
+def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
+    page.locator("input").fill("zero3 tp=2")
+    assert page.get_by_role("button", name="Apply").is_disabled()
+    assert sent(page)[-1] == {"do": "check", "strategy": "zero3 tp=2"}
+
+    told = {"text": "zero3 tp=2", "ok": True, "strategy": "dp=2 tp=2 zero=3", "why": ""}
+    page.evaluate("told => window.model.heard['msg:custom']({ checked: told })", told)
+    page.locator("input").press("Enter")
+    assert sent(page)[-1] == {"do": "switch", "strategy": "zero3 tp=2"}
+
+    page.locator("input").press("Escape")
+    assert page.locator("input").input_value() == "dp=4"
+
+
+def test_the_strategy_in_force_and_those_that_do_not_fit_cannot_be_applied(page: Any) -> None:
+    assert page.get_by_role("button", name="Apply").is_disabled()
+    page.locator("tr.no").first.click(force=True)  # a reader of the page is told that it is disabled
+    assert page.get_by_role("button", name="Apply").is_disabled()
+    assert "which positions" in page.locator(".said").inner_text()
+
+
+def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
+    page.locator("tr[data-strategy='tp=4']").click()
+    state = reduce(State("lesson", 4), Looked(answer_of(table_of(step=8), held=True)))
+    page.evaluate("job => window.model.set('job', job)", job_view(state))
+    page.evaluate("pulse => window.model.set('pulse', pulse)", pulse_view(state))
+
+    assert page.locator("input").input_value() == "tp=4"
+    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Try 10 steps").click()
+    assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
+
+
+def test_64_ranks_fit_without_scrolling_sideways(browser: Any) -> None:
+    page = shown(browser, table_of("dp=8 tp=2 pp=4", ranks=64))
+
+    page.locator("tr[data-strategy='dp=64 zero=3']").click()
+
+    frame = page.locator(".frame").evaluate("frame => [frame.scrollWidth, frame.clientWidth]")
+    assert frame[0] <= frame[1]
+    assert page.locator(".cell").count() == 64 * 4
+    page.close()
+
+
+def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
+    page = shown(browser, table_of())
+    state = reduce(State("lesson", 4), Looked({"training": False, "held": False, "job": False}))
+    page.evaluate("pulse => window.model.set('pulse', pulse)", pulse_view(state))
+    page.evaluate("window.model.set('job', {})")
+
+    assert "nbkit.Trainer(" in page.locator(".headline").inner_text()
+    assert not page.get_by_role("button", name="Apply").is_visible()
+    page.close()
