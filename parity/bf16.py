@@ -54,7 +54,7 @@ def orders(rank: int, cell: Cell) -> list[Truth]:
     return [
         truth(cell, rows=rows, wrap=partial(_InParts, parts) if parts > 1 else nullcontext)
         for parts in (1, 2, 4)
-        for rows in (BATCH, BATCH // 2, BATCH // 4, 2, 1)
+        for rows in (BATCH, BATCH // 2, BATCH // 4, 2)
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +43,29 @@ def _truths(rank: int, cells: Sequence[Cell]) -> dict[Cell, Truth]:
 def results(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[Outcome] | str]]:
     """(cell, what each rank found, or why there is nothing) of all `cells`, which need the same number of ranks.
 
-    A cell that is refused, or that breaks the ranks, takes no other with it.
+    Each as soon as it is there. A cell that is refused, or that breaks the ranks, takes no other with it.
     """
     todo = list(cells)
     while todo:
         timeout = 60 + sum(10 + cell.steps for cell in todo)
-        with tempfile.TemporaryDirectory(prefix="nbkit-parity-") as folder:
-            broken = ""
-            try:
-                run_ranks(_noted, todo[0].ranks, todo, Path(folder), timeout=timeout)
-            except RankFailed as error:
-                broken = str(error)
-            done = 0
+        with tempfile.TemporaryDirectory(prefix="nbkit-parity-") as name, ThreadPoolExecutor(1) as pool:
+            folder, done = Path(name), 0
+            running = pool.submit(run_ranks, _noted, todo[0].ranks, todo, folder, timeout=timeout)
             for number, cell in enumerate(todo):
-                files = [Path(folder) / f"{number}.{rank}" for rank in range(cell.ranks)]
+                files = [folder / f"{number}.{rank}" for rank in range(cell.ranks)]
+                while not all(file.exists() for file in files) and not running.done():
+                    time.sleep(0.1)
                 if not all(file.exists() for file in files):
                     break
                 found = [pickle.loads(file.read_bytes()) for file in files]
                 refused = next((answer for answer in found if isinstance(answer, str)), None)
                 yield cell, found if refused is None else refused
                 done += 1
+            broken = running.exception()
+        if broken is not None and not isinstance(broken, RankFailed):
+            raise broken
         if done < len(todo):
-            yield todo[done], f"broke: {broken or 'a rank left no result'}"
+            yield todo[done], f"broke: {broken}"
         todo = todo[done + 1 :]
 
 

@@ -95,10 +95,12 @@ def test_the_matrix_leaves_nothing_out() -> None:
         assert set(EXTRAS) == {extra for strategy, extra in besides if any(word in strategy for word in words)}
 
 
-def test_a_cell_that_is_refused_takes_no_other_with_it() -> None:
-    cells = [Cell("gpt_small", "tp=3 dp=2", steps=1), Cell("gpt_small", "ddp", steps=1)]
+def test_a_cell_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
+    cells = [Cell("gpt_small", strategy, steps=1) for strategy in ("tp=3 dp=2", "ddp")]
+    broken = Cell("no such model", "ddp", steps=1)
 
-    (_, refused), (_, found) = results(cells)
+    (_, refused), (_, broke), (_, found) = results([cells[0], broken, cells[1]])
 
-    assert isinstance(refused, str) and "refused" in refused
+    assert isinstance(refused, str) and refused.startswith("refused: StrategyError")
+    assert isinstance(broke, str) and "KeyError" in broke
     assert isinstance(found, list) and len(found[0].losses) == 1
