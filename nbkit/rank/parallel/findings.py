@@ -11,6 +11,7 @@ from nbkit.planner.facts import Facts
 from nbkit.planner.validate import Finding, refuse, validate
 from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.compiled import compiles
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.wishes import Wishes
 from nbkit.strategy import Strategy
@@ -53,6 +54,11 @@ def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
     found = refuse(strategy, facts_of(model, strategy, wishes))
     if strategy.microbatches is not None and wishes.cut:
         numbers = f"microbatch= has no effect under {strategy}: microbatches= says into how many parts a pipeline cuts"
+        found.append(Finding(False, "A setting has no effect.", numbers))
+    dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
+    if wishes.compile and (dropping or not compiles(wishes, strategy)):
+        why = "with dropout, which is keyed by sample" if dropping else f"under {strategy}"
+        numbers = f"compile= has no effect {why}: the blocks run as they are"
         found.append(Finding(False, "A setting has no effect.", numbers))
     for finding in found:
         warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)

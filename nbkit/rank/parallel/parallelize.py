@@ -3,7 +3,8 @@
 1. pipeline: what other stages hold is dropped first, so that nothing below ever touches it;
 2. tensor: layers are cut while their parameters are still placeholders, so that no whole weight is ever made;
 3. context: attention learns to gather keys and values, around layers that are already cut;
-4. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too;
+4. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
+   compilation, of blocks that have none;
 5. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
 After torchtitan's `parallelize`; here it is the same function for every model and every strategy.
@@ -19,6 +20,7 @@ from torch import nn
 from nbkit.layout import Layout
 from nbkit.planner.partition import partition, spelled
 from nbkit.rank.parallel.blocks import structural_blocks
+from nbkit.rank.parallel.compiled import compile_blocks, compiles
 from nbkit.rank.parallel.connect import Connections
 from nbkit.rank.parallel.context import context_parallel
 from nbkit.rank.parallel.norms import synchronised
@@ -88,6 +90,8 @@ def parallelize(
         notes += context.notes
     if wishes.checkpoint:
         recompute(module, blocks)
+    if compiles(wishes, strategy):
+        compile_blocks(module, blocks, wishes.compile)
 
     units = [module.get_submodule(name) for name in blocks]
     data = data_axis(module, layouts, axes, zero=strategy.zero, units=units, keep=pipeline is not None)

@@ -30,7 +30,7 @@ class Wishes:
     experts: str = ""
     coupled: str = ""
     cut: bool = False
-    compile: bool = False
+    compile: bool | str = False
 
 
 def need_chain(wishes: Wishes, strategy: Strategy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.coupling import coupled
+from nbkit.rank.train.offload import offload
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.template import Template
@@ -51,6 +53,9 @@ class Blueprint:
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.offload = setup.offload is not None
+        if self.offload and device.type == "cpu":
+            warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
         self.module: nn.Module = build(model, seed=setup.seed, device=device)
         broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
@@ -65,6 +70,7 @@ class Blueprint:
             experts=experts_in(self.skeleton),
             coupled=numbers,
             cut=setup.microbatch is not None,
+            compile=setup.compile,
         )
         self.outlines = Outlines(self.skeleton, self.wishes)
 
@@ -91,7 +97,10 @@ class Blueprint:
         own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
         """
         side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
-        return side, self.template.build(side.held, like)
+        optimizer = self.template.build(side.held, like)
+        if self.offload:
+            offload(optimizer)
+        return side, optimizer
 
     def connect(self, strategy: Strategy) -> Connections:
         """The groups of `strategy`. Collective. Warns of what runs, and is good to know.

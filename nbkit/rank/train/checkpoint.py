@@ -73,6 +73,7 @@ def save(job: Job, path: str | Path) -> None:
                 "position": job.feed.position(),
                 "history": list(job.ledger.records),
                 "seed": job.seed,
+                "precision": job.precision.state_dict(),
                 "strategy": str(job.strategy),
             }
         )
@@ -142,6 +143,7 @@ def restore(job: Job, saved: Saved) -> None:
     side.data.refresh()
     job.step, job.seed = about["step"], about["seed"]
     job.ledger.records[:] = about["history"]
+    job.precision.load_state_dict(about.get("precision", {}))
     job.whole_again()
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from nbkit.rank.train.draws import DRAWS, Draw
 from nbkit.rank.train.masks import coordinates, dropped, key_of
 
-__all__ = ["KeyedDropout", "again"]
+__all__ = ["KeyedDropout", "again", "keyed"]
 
 
 @dataclass
@@ -114,6 +114,11 @@ class KeyedDropout:
     def _device(self) -> torch.device:
         first = next(self._module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+
+def keyed() -> bool:
+    """Whether a pass is under way whose draws are keyed."""
+    return _passing.get() is not None
 
 
 def again() -> Callable[[], AbstractContextManager[None]]:

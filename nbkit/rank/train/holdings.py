@@ -73,7 +73,7 @@ def allocate(
     for name, param in side.held.items():
         state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
         for key, dtype in kinds.get(name, {}).items():
-            state[key] = torch.empty(param.shape, dtype=dtype, device=param.device)
+            state[key] = torch.empty(param.shape, dtype=dtype, device=getattr(optimizer, "state_device", param.device))
         for key, value in numbers.get(name, {}).items():
             device = param.device if id(param) in beside or (isinstance(value, Tensor) and value.ndim) else "cpu"
             state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value

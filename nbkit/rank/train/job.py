@@ -67,6 +67,8 @@ def prepare(
     stages: Sequence[str] | None = None,
     tp_plan: Mapping[str, str] | None = None,
     checkpoint: bool = False,
+    offload: str | None = None,
+    compile: bool | str = False,
     log_dir: str | None = "runs",
     name: str | None = None,
 ) -> Job:
@@ -76,10 +78,10 @@ def prepare(
     a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
     names of what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16".
     microbatch: rows per rank and forward, None for all at once. example: a small batch, by which the model's blocks are
-    found: pipelines and context parallelism need it. stages, tp_plan, checkpoint, log_dir, name: see Trainer.
+    found: pipelines and context parallelism need it. All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
-    setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint)
+    setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint, offload, compile)
     job = Job(model, optimizer, setup, strategy=strategy)
     record_run(job, log_dir, name=name)
     return job
@@ -202,9 +204,8 @@ class Job:
             )
         self._reduced = True
         strategy = self.strategy
-        pending = Pending(
-            self.step + 1, reduction, asked, shard.total, shard.indices, sent(self._lr()), strategy.mesh, str(strategy)
-        )
+        lr = sent(self.optimizer.param_groups[0]["lr"])
+        pending = Pending(self.step + 1, reduction, asked, shard.total, shard.indices, lr, strategy.mesh, str(strategy))
         if self.device.type == "cpu":
             self.ledger.check(pending)
         self.ledger.pending.append(pending)
@@ -280,9 +281,6 @@ class Job:
         """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
         self.broken_off = self.half_way = False
         self.gradients.begin_again()
-
-    def _lr(self) -> float | Tensor:
-        return self.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""

@@ -19,7 +19,7 @@ __all__ = ["Setup", "example_of", "warn_without_effect"]
 
 @dataclass(frozen=True)
 class Setup:
-    """See `prepare` for what each means. Raises TrainingError for a precision or a count that does not exist."""
+    """See `prepare` for what each means. Raises TrainingError for a value that does not exist."""
 
     loss: Loss
     seed: int = 0
@@ -30,11 +30,19 @@ class Setup:
     stages: Sequence[str] | None = None
     tp_plan: Mapping[str, str] | None = None
     checkpoint: bool = False
+    offload: str | None = None
+    compile: bool | str = False
 
     def __post_init__(self) -> None:
         if self.precision not in (None, *PRECISIONS):
             raise TrainingError(
                 f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision=None"
+            )
+        if self.offload not in (None, "cpu"):
+            raise TrainingError(
+                f"There is no place {self.offload!r} for the optimizer's state.",
+                numbers="None, 'cpu'",
+                hint="offload='cpu'",
             )
         verdict.check_counts(microbatch=self.microbatch)
 

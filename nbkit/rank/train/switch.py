@@ -107,7 +107,7 @@ def try_out(job: Job, text: str | Strategy, steps: int, make_step: Callable[[], 
     """
     job.ledger.settle()
     side, inner, step, position = job.side, job.optimizer.inner, job.step, job.feed.position()
-    records, switches = len(job.ledger.records), len(job.switches)
+    records, switches, precision = len(job.ledger.records), len(job.switches), job.precision.state_dict()
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
     event = switch(job, text, keep=True)
     try:
@@ -123,6 +123,7 @@ def try_out(job: Job, text: str | Strategy, steps: int, make_step: Callable[[], 
         if tried is not side:
             tried.data.close()
         job.step = step
+        job.precision.load_state_dict(precision)
         del job.ledger.records[records:], job.switches[switches:]
         job.feed.recut()
         job.feed.go_to(position)

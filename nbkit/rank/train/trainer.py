@@ -54,6 +54,7 @@ class Trainer:
     line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how
     tensor parallelism splits it; both only where nbkit does not find out by itself. checkpoint: recompute activations
     in the backward pass.
+    offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -88,6 +89,8 @@ class Trainer:
         stages: Sequence[str] | None = None,
         tp_plan: Mapping[str, str] | None = None,
         checkpoint: bool = False,
+        offload: str | None = None,
+        compile: bool | str = False,
     ) -> None:
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_every)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
@@ -97,7 +100,8 @@ class Trainer:
             raise TrainingError(
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
-        setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), stages, tp_plan, checkpoint)
+        settings = stages, tp_plan, checkpoint, offload, compile
+        setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), *settings)
         self.job = Job(model, optimizer, setup, strategy=strategy)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch=microbatch)
         self._stream = open_stream(

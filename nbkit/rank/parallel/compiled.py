@@ -1,0 +1,47 @@
+"""`compile=True`: each block of a model compiled by itself, where what runs inside of it is the user's code alone.
+
+So it is on the data axis with whole parameters (zero 0 to 2). Not where blocks hold collectives of ours (tp, cp), are
+gathered and let go (zero 3), stand still for stages (pp) or run twice (checkpoint=True): there they run as they are.
+Nor while dropout is keyed, which torch.compile would replace by its own: such a pass, and the first one of a job, which
+finds out whether there is any, runs as it is. So do evaluation and generation, whose shapes vary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.rank.parallel.wishes import Wishes
+from nbkit.rank.train.dropout import keyed
+from nbkit.strategy import Strategy
+
+__all__ = ["compile_blocks", "compiles"]
+
+
+def compiles(wishes: Wishes, strategy: Strategy) -> bool:
+    """Whether `compile=` was asked for and is sound."""
+    return bool(wishes.compile) and not wishes.checkpoint and strategy.mesh.size == strategy.dp and strategy.zero < 3
+
+
+def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:
+    """Compile the blocks of these names when they train, with the backend named, or torch.compile's own. In place.
+
+    Only `forward` is replaced, so names, hooks and signatures stay.
+    """
+    chosen = backend if isinstance(backend, str) else "inductor"
+    for name in blocks:
+        block = module.get_submodule(name)
+        block.forward = _chosen(block, block.forward, torch.compile(block.forward, backend=chosen))  # type: ignore[method-assign]
+
+
+def _chosen(block: nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = compiled if block.training and torch.is_grad_enabled() and not keyed() else plain
+        return run(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,105 @@
+"""Settings that change where and how a step is computed, and nothing of what it computes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import ZOO, gpt
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train import offload as offloading
+from nbkit.rank.train.trainer import Trainer
+
+
+def trainer(**changed: Any) -> Trainer:
+    ids, target = ZOO["gpt"].batch(16)
+    asked: dict[str, Any] = {
+        "model": lambda: gpt(2).double(),
+        "loss": ZOO["gpt"].loss,
+        "optimizer": two_groups,
+        "data": list(zip(ids, target, strict=True)),
+        "batch_size": 4,
+        "seed": 5,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | changed))
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    groups: list[list[Tensor]] = [[p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of somebody's own."""
+
+
+def said(**changed: Any) -> tuple[Trainer, str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = trainer(**changed)
+    return made, " ".join(str(warning.message) for warning in caught)
+
+
+def offloaded(world: Any) -> dict[str, Any]:
+    offloading.PART_BYTES = 1 << 12
+    update, found = torch.optim.AdamW.step, {}
+    updated: list[int] = []
+
+    def counting(self: Any, closure: Any = None) -> Any:
+        updated.append(sum(len(group["params"]) for group in self.param_groups))
+        return update(self)
+
+    torch.optim.AdamW.step = counting  # type: ignore[method-assign]
+    for place in (None, "cpu"):
+        job, warned = said(strategy="zero1", offload=place)
+        updated.clear()
+        job.fit(3)
+        parts = len(updated), sum(updated)
+        job.switch("tp")
+        job.fit(2)
+        found[place] = parts, [record["loss"] for record in job.history], warned
+    with pytest.raises(TrainingError) as raised:
+        trainer(offload="cpu", optimizer=lambda model: Own(model.parameters(), lr=0.1))
+    return {**found, "no": str(raised.value)}
+
+
+def test_an_optimizer_that_is_offloaded_updates_in_parts_and_as_ever() -> None:
+    for found in run_ranks(offloaded, 2, timeout=170):
+        (calls, every), losses, _ = found[None]
+        (parts, together), the_same, warned = found["cpu"]
+        assert calls == 3 and parts > 6 and together == every
+        assert losses == the_same and len(losses) == 5
+        assert "offload= has no effect on CPU ranks" in warned
+        assert "nothing says that Own may be" in found["no"]
+
+
+def compiled(world: Any) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    losses = {}
+    for how in (False, "aot_eager"):
+        job = trainer(strategy="zero1", compile=how)
+        job.fit(3)
+        losses[how] = [record["loss"] for record in job.history]
+    graphs = counters["stats"]["unique_graphs"]
+    breaks = sum(counters["graph_break"].values())
+    job.switch("tp")
+    job.fit(1)
+    _, under_tp = said(strategy="tp", compile=True)
+    _, dropping = said(model=lambda: gpt(2, dropout=0.1).double(), compile=True)
+    return {"losses": losses, "graphs": graphs, "breaks": breaks, "tp": under_tp, "dropping": dropping}
+
+
+def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said() -> None:
+    for found in run_ranks(compiled, 2, timeout=170):
+        assert found["losses"]["aot_eager"] == pytest.approx(found["losses"][False], abs=1e-10)
+        assert found["graphs"] > 0 and found["breaks"] <= 2
+        assert "compile= has no effect under tp=2" in found["tp"]
+        assert "compile= has no effect with dropout" in found["dropping"]
