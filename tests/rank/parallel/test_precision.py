@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,29 @@ def test_float16_is_scaled_and_skipped_on_all_ranks_alike_as_torch_does_it(num_r
             for name, rtol in (("loss", 2e-3), ("grad_norm", 2e-2)):
                 ours, theirs = ([each[name][step] for step in kept] for each in (history, expected))
                 assert ours == pytest.approx(theirs, rel=rtol), (strategy, name)
+
+
+def carried(world: Any, path: str) -> list[Any]:
+    def trainer() -> Trainer:
+        asked: dict[str, Any] = {"model": model, "loss": loss, "optimizer": optimizer, "data": items()}
+        return Trainer(**asked, batch_size=ROWS, shuffle=False, precision="fp16", log_dir=None, progress=False)
+
+    job, found = trainer(), []
+    job.fit(2)
+    found.append(job.job.precision.state_dict())
+    job.switch("zero3")
+    job.try_out("tp", steps=5)
+    found.append(job.job.precision.state_dict())
+    job.save(path)
+    again = trainer()
+    again.load(path)
+    found.append(again.job.precision.state_dict())
+    return found
+
+
+def test_the_scale_goes_on_through_switches_and_checkpoints_and_is_not_that_of_a_trial(tmp_path: Path) -> None:
+    for found in run_ranks(carried, 2, str(tmp_path / "saved"), timeout=170):
+        assert found == [{"scale": 2.0**15, "finite": 0}] * 3
 
 
 def refused(world: Any) -> list[str]:
