@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from nbkit.errors import Stopped
 from nbkit.rank.train import boundary, hold
 
 
-def _ask(trainer: Any, rank: int) -> None:
+def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]], alone: list[bool]) -> None:
     """As requests arrive: from another thread, at each rank at its own time. From the pause on, in this order."""
 
     def once(ready: Callable[[], bool], number: int, kind: str) -> None:
@@ -25,22 +26,29 @@ def _ask(trainer: Any, rank: int) -> None:
         boundary.inbox.post(number, kind)
 
     once(hold.is_held, 2, "look")
-    for number, kind in ((3, "pause"), (4, "switch"), (5, "resume")):
-        once(lambda before=number - 1: boundary.inbox.acted >= before, number, kind)  # type: ignore[misc]
+    once(lambda: boundary.inbox.acted >= 2, 3, "pause")
+    once(lambda: boundary.inbox.acted >= 3, 4, "switch")
     at = trainer.step
+    # Rank 1 hears of it only when rank 0 has had the time to go on alone.
+    once(lambda: len(seen) == 2 and (rank == 0 or sign.exists()), 5, "resume")
+    if rank == 0:
+        time.sleep(0.3)
+        alone.append(not hold.is_held())
+        sign.touch()
     once(lambda: trainer.step > at + 2, 6, "look")
     once(lambda: boundary.inbox.acted >= 6, 7, "pause")
     once(lambda: boundary.inbox.acted >= 7, 8, "stop")
 
 
-def _held_trainer(world: Any) -> dict[str, Any]:
+def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
     rank = world.place.rank
     seen: list[tuple[str, int, bool]] = []
+    alone: list[bool] = []
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 2 + rank:
             boundary.inbox.post(1, "pause")
-            threading.Thread(target=_ask, args=(trainer, rank), daemon=True).start()
+            threading.Thread(target=_ask, args=(trainer, rank, sign, seen, alone), daemon=True).start()
 
     trainer = quiet(callbacks=[begin])
     boundary.handlers["pause"] = lambda _: hold.hold(trainer.job.device)
@@ -52,11 +60,12 @@ def _held_trainer(world: Any) -> dict[str, Any]:
         trainer.fit(100_000)
     after = trainer.fit(2)
     seconds = [record["seconds"] for record in trainer.history]
+    assert alone == ([] if rank else [False])
     return {"seen": seen, "steps": trainer.step, "more": len(after), "least": min(seconds), "held": hold.is_held()}
 
 
-def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike() -> None:
-    first, second = run_ranks(_held_trainer, 2, timeout=120)
+def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike(tmp_path: Path) -> None:
+    first, second = run_ranks(_held_trainer, 2, tmp_path / "sign", timeout=120)
 
     assert first["seen"] == second["seen"]
     assert first["steps"] == second["steps"]
