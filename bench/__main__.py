@@ -1,6 +1,6 @@
 """Measure nbkit beside its peers and print the table.
 
-python -m bench                    everything, about a quarter of an hour; writes bench/results.json and .md
+python -m bench                    everything, about 25 minutes; writes bench/results.json and .md
 python -m bench cells startup      some of it; written only with --out
 python -m bench --readme           put bench/results.md into README
 """
@@ -21,7 +21,12 @@ from bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-BENCHMARKS = ("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery")
+BENCHMARKS = (
+    *("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery"),
+    *("memory", "wire", "steps", "pipeline_stages", "balance", "switch", "switch_many", "switch_large", "telemetry"),
+)
+BY_NAME = ("switch_bytes",)
+"""Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""
 
 
 def main(arguments: list[str]) -> int:
@@ -29,16 +34,18 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join((*BENCHMARKS, *BY_NAME)))
     parser.add_argument("--quick", action="store_true", help="a few rounds of each: does it run, not what is it")
     parser.add_argument("--rounds", type=int, help="this many rounds of each")
     parser.add_argument("--ranks", type=int, nargs="+", help="only these of the cluster sizes of `cells`")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
     parser.add_argument("--readme", action="store_true", help="copy bench/results.md into README and measure nothing")
     asked = parser.parse_args(arguments)
-    unknown = set(asked.names) - set(BENCHMARKS)
+    unknown = set(asked.names) - {*BENCHMARKS, *BY_NAME}
     if unknown:
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        parser.error(
+            f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join((*BENCHMARKS, *BY_NAME))}"
+        )
     if asked.readme:
         table.quote(ROOT / "README.md", RESULTS.with_suffix(".md").read_text())
         return 0

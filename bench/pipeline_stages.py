@@ -21,7 +21,7 @@ from nbkit.schedules import NAMES, Schedule, simulate
 
 RANKS = (2, 4, 8)
 MICROBATCHES = (4, 8, 16)
-ROUNDS = 3
+ROUNDS = 2
 UNIT, IDLE_UNIT = 0.02, 0.05  # seconds; idle time is a small difference, which wants longer stages
 BAR, BAR_ZERO_BUBBLE, BAR_ZBV = 1.05, 0.4, 0.05
 
@@ -34,9 +34,9 @@ def run(settings: Settings) -> list[Row]:
     sizes, rounds = settings.sizes(RANKS), settings.count(ROUNDS)
     timed: dict[Case, list[tuple[float, float]]] = {}
     for ranks in sizes:
-        cases = [(name, m, UNIT) for name in NAMES for m in MICROBATCHES]
-        cases += [(name, m, IDLE_UNIT) for name in ("interleaved", "zb", "zbv") for m in MICROBATCHES if m >= ranks]
-        timed |= _measured(ranks, cases, rounds)
+        timed |= _measured(ranks, [(name, m, UNIT) for name in NAMES for m in MICROBATCHES], rounds)
+        idle = [(name, m, IDLE_UNIT) for name in ("interleaved", "zb", "zbv") for m in MICROBATCHES if m >= ranks]
+        timed |= _measured(ranks, idle, 1)
     rows = []
     for name in NAMES:
         for ranks in sizes:

@@ -1,0 +1,109 @@
+"""What the literature says that all ranks together send in a step, and hold after it: a GPT, written out by strategy.
+
+Ring algorithms: over n ranks an all-reduce of S bytes sends 2 (n - 1) S in all, a reduce-scatter or an all-gather that
+ends with S sends (n - 1) S (nccl-tests, doc/PERFORMANCE.md).
+
+    dp    2 (n-1) P; zero=3 3 (n-1) P, less what is kept from forward to backward     Rajbhandari et al. 2020, 7
+    tp    8 (n-1) H a block, 2 (n-1) H for the embedding and for the head             Shoeybi et al. 2019, 3
+    pp    2 H a boundary                                                              Narayanan et al. 2021, 3.2
+    cp    4 (n-1) H a block: keys, values and their gradients                         Dubey et al. 2024, 3.3.2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbkit.strategy import Strategy
+
+__all__ = ["Model", "bytes_at_rest", "wire_bytes"]
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT of nbkit.GPTConfig's shape, trained in fp32 on `batch` rows a step."""
+
+    vocab: int
+    block: int
+    layers: int
+    width: int
+    batch: int
+
+    @property
+    def inside(self) -> int:
+        """Parameters of the blocks."""
+        return self.layers * (12 * self.width**2 + 13 * self.width)
+
+    @property
+    def ends(self) -> int:
+        """Parameters before the first block and after the last: embeddings, norm, head."""
+        return (2 * self.vocab + self.block + 2) * self.width
+
+    @property
+    def uncut(self) -> int:
+        """Parameters of the blocks that every rank along tp holds whole: norms, biases of outputs."""
+        return self.layers * 6 * self.width
+
+    @property
+    def uncut_ends(self) -> int:
+        """The same outside of the blocks: positions and the last norm."""
+        return (self.block + 2) * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.inside + self.ends
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states of a whole batch."""
+        return self.batch * self.block * self.width * _FP32
+
+    def split(self, tp: int) -> int:
+        """Parameters that the ranks along tp hold together."""
+        return self.parameters + (tp - 1) * (self.uncut + self.uncut_ends)
+
+
+def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
+    """By axis ("shard" and "replicate" are halves of dp in hsdp); gradients of what is uncut count to tp and cp."""
+    dp, tp, pp, cp, shard = strategy.dp, strategy.tp, strategy.pp, strategy.cp, strategy.shard
+    held = _FP32 * model.split(tp) * cp
+    found = {}
+    if strategy.zero == 0:
+        found["dp"] = 2 * (dp - 1) * held
+    else:
+        # What lies outside the blocks is needed last and first; parameters stay while a pipeline is under way.
+        again = 0 if strategy.zero < 3 or pp > 1 else held - _FP32 * cp * (model.ends + (tp - 1) * model.uncut_ends)
+        found["dp" if shard == dp else "shard"] = (shard - 1) * dp // shard * (2 * held + again)
+        if shard < dp:
+            found["replicate"] = 2 * (dp // shard - 1) * held
+    if tp > 1:
+        # Sums over ranks: groups along tp see the rows and positions of theirs.
+        tokens = model.batch * model.block * _FP32
+        found["tp"] = (tp - 1) * (
+            (8 * model.layers + 4) * model.hidden + 3 * 2 * tokens + 2 * _FP32 * model.uncut * _copies(strategy)
+        )
+    if pp > 1:
+        found["pp"] = 2 * model.hidden * _boundaries(strategy)
+    if cp > 1:
+        inside = _FP32 * (model.inside + (tp - 1) * model.uncut)
+        found["cp"] = (cp - 1) * ((4 * model.layers + 2) * model.hidden + 2 * inside * _copies(strategy))
+    return {axis: float(size) for axis, size in found.items() if size}
+
+
+def bytes_at_rest(model: Model, strategy: Strategy) -> float:
+    """Of all ranks together, AdamW in fp32: parameters, gradients and optimizer state at the end of a step."""
+    parts = {1: 2 * _FP32, 2: _FP32, 3: _FP32}  # moments, gradients, parameters: sharded from that stage on
+    each = sum(size / strategy.shard if strategy.zero >= stage else size for stage, size in parts.items())
+    return each * model.split(strategy.tp) * strategy.dp * strategy.cp
+
+
+def _copies(strategy: Strategy) -> int:
+    """Ranks along dp whose gradients of the same elements are summed along another axis."""
+    return strategy.dp if strategy.zero == 0 else strategy.dp // strategy.shard
+
+
+def _boundaries(strategy: Strategy) -> int:
+    stages = strategy.pp * (1 if strategy.schedule in ("gpipe", "1f1b") else 2)
+    same = strategy.schedule in ("zbv", "dualpipev")  # the two middle stages are on the same rank
+    return stages - 1 - same

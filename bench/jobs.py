@@ -1,0 +1,43 @@
+"""The jobs that the ranks of a benchmark train: a GPT on random tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.rank.train.trainer import Trainer
+
+__all__ = ["config", "data", "token_loss", "trainer"]
+
+
+def config(width: int, layers: int, *, block: int = 64, heads: int = 8, vocab: int = 256) -> nbkit.GPTConfig:
+    return nbkit.GPTConfig(vocab=vocab, block=block, layers=layers, heads=heads, width=width)
+
+
+def data(of: nbkit.GPTConfig, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, of.vocab, (rows, of.block + 1), generator=draw)
+    return [(row[:-1], row[1:]) for row in ids]
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -> Trainer:
+    """A Trainer that records nothing, unless told otherwise."""
+    asked: dict[str, Any] = {
+        "model": lambda: nbkit.GPT(of),
+        "loss": token_loss,
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+        "data": data(of, 8 * batch),
+        "batch_size": batch,
+        "strategy": strategy,
+        "log_every": 1_000_000,  # the norm of the gradients is a message of its own
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | changed))

@@ -1,0 +1,29 @@
+"""Seconds of a step, from one reading of a batch to the next: the same clock in every loop that collates batches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch.utils.data import default_collate
+
+__all__ = ["Paced"]
+
+
+class Paced:
+    """A collate function that remembers when it was called."""
+
+    def __init__(self) -> None:
+        self._stamps: list[float] = []
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self._stamps.append(time.perf_counter())
+        return default_collate(samples)
+
+    def restart(self) -> None:
+        self._stamps.clear()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, mean since `restart`; what comes before the first batch and after the last one is left out."""
+        return (self._stamps[-1] - self._stamps[0]) / (len(self._stamps) - 1)
