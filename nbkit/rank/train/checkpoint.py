@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from nbkit.rank.train.chunks import Reader
     from nbkit.rank.train.job import Job
 
-__all__ = ["Saved", "agree", "full_state_dict", "names_of", "opened", "restore", "save", "take_settings"]
+__all__ = [
+    "Saved",
+    "agree",
+    "full_state_dict",
+    "names_of",
+    "opened",
+    "restore",
+    "save",
+    "settings_of",
+    "state_of",
+    "take_settings",
+]
 
 _FORMAT = 2
 
@@ -57,7 +68,7 @@ def save(job: Job, path: str | Path) -> None:
     from nbkit.rank.train.chunks import Saving, Writer
 
     side, inner = job.side, job.optimizer.inner
-    held = _state(job)
+    held = state_of(job)
     every = everyone(held, holdings.scalars(side, inner), world_size=job.world_size)
     about: list[bytes] = [b""]
 
@@ -67,7 +78,7 @@ def save(job: Job, path: str | Path) -> None:
                 "format": _FORMAT,
                 "names": names_of(job.blueprint.skeleton),
                 "groups": _groups(job),
-                "settings": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+                "settings": settings_of(inner),
                 "numbers": dict(every.numbers),
                 "step": job.step,
                 "position": job.feed.position(),
@@ -135,7 +146,7 @@ def restore(job: Job, saved: Saved) -> None:
         take_settings(inner, about["settings"])
         inner.state.clear()
         holdings.allocate(side, inner, by_name(saved.reader.kinds), about["numbers"])
-        fill(saved.reader, _state(job))
+        fill(saved.reader, state_of(job))
 
     agree(
         read, what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own."
@@ -170,8 +181,16 @@ def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, keys[id(value)], tuple(value.shape)) for name, value in kept if id(value) in keys]
 
 
+def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rate, betas and the like of each group, off the device."""
+    return [
+        {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in inner.param_groups
+    ]
+
+
 def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Learning rate, betas and the like of each group."""
+    """The counterpart of `settings_of`."""
     for group, saved in zip(inner.param_groups, settings, strict=True):
         for key, value in saved.items():
             if key in _OWN_SETTINGS:
@@ -206,7 +225,8 @@ def _failed(what: str, failures: list[tuple[int, str]]) -> TrainingError:
     )
 
 
-def _state(job: Job) -> Held:
+def state_of(job: Job) -> Held:
+    """All that this rank holds of weights, buffers and what the optimizer keeps per element."""
     side = job.side
     return holdings.weights(side) | holdings.buffers(side) | holdings.per_element(side, job.optimizer.inner)
 

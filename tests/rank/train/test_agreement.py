@@ -14,6 +14,7 @@ from jobs import flat, mean_loss, one_process, order, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train import boundary
 
 
 class Interruptible(torch.optim.AdamW):
@@ -88,7 +89,7 @@ def broken_in_forward(world: Any) -> list[Any]:
         calls: list[int] = []
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
-            calls.append(1)
+            calls.extend([1] * (boundary.training() is not None))
             if len(calls) == 3:
                 raise KeyboardInterrupt
             return mean_loss(output, target)
