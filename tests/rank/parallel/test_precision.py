@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train.precision import Precision
 from nbkit.rank.train.trainer import Trainer
 
 ROWS, STEPS, GROWS_AFTER = 4, 7, 2
@@ -106,6 +107,21 @@ def test_float16_is_scaled_and_skipped_on_all_ranks_alike_as_torch_does_it(num_r
             for name, rtol in (("loss", 2e-3), ("grad_norm", 2e-2)):
                 ours, theirs = ([each[name][step] for step in kept] for each in (history, expected))
                 assert ours == pytest.approx(theirs, rel=rtol), (strategy, name)
+
+
+def alone(world: Any) -> list[Any]:
+    precision = Precision("fp16", device=torch.device("cpu"), world_size=world.place.world_size)
+    held = nn.Parameter(torch.zeros(3))
+    found: list[Any] = []
+    for wrong in (1, None):
+        held.grad = torch.full((3,), float("inf") if world.place.rank == wrong else precision.scale)
+        precision.unscale([held])
+        found += [precision.may_step(), precision.scale]
+    return [*found, held.grad.tolist()]
+
+
+def test_one_ranks_gradient_keeps_all_of_them_from_updating() -> None:
+    assert run_ranks(alone, 2) == [[False, 2.0**15, True, 2.0**15, [1.0] * 3]] * 2
 
 
 def carried(world: Any, path: str) -> list[Any]:
