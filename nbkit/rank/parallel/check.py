@@ -88,7 +88,8 @@ def check(
     """How `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
 
     batch: rows of a global batch, or such a batch, of which two rows are run once to find where the model can be cut;
-    without one the blocks are guessed by structure. world_size: ranks; default the world there is, else what the
+    without one the blocks are guessed by structure; stages are those of blocks that cost the same, until a job has
+    measured them. world_size: ranks; default the world there is, else what the
     strategy's degrees multiply to. inputs, stages, tp_plan: as of the Trainer.
     Raises StrategyError for a strategy that cannot be written down; what does not fit is in `findings`.
     """
