@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nbkit.bridge import controls
 from nbkit.bridge.controls import Control, Controls
+from nbkit.bridge.recorded import recorded
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
@@ -48,6 +49,7 @@ class Requests:
             "control": self.control,
             "verdict": self.controls.verdict,
             "strategies": self.controls.strategies,
+            "recorded": recorded,
             "follow": self.follow,
             "complete": self.complete,
             "seen": self.seen,

@@ -1,0 +1,55 @@
+"""`%dashboard`, and `%nbkit report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from magics.arguments import HelpShown, MagicParser, parse
+from nbkit.notebook.widgets.dashboard import Dashboard
+
+
+def dashboard_parser() -> MagicParser:
+    parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
+    parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
+    return parser
+
+
+def nbkit_parser() -> MagicParser:
+    parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    report = commands.add_parser("report", help="write one self-contained page with every chart")
+    report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
+    report.add_argument("--run", help="a recorded run's directory (the cluster's newest training)")
+    return parser
+
+
+@magics_class
+class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """Two line magics."""
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def dashboard(self, line: str) -> Any:
+        try:
+            options = parse(dashboard_parser(), line)
+        except HelpShown:
+            return None
+        return Dashboard(options.run)
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def nbkit(self, line: str) -> Path | None:
+        try:
+            options = parse(nbkit_parser(), line)
+        except HelpShown:
+            return None
+        board = Dashboard(options.run)
+        try:
+            return board.report(options.path)
+        finally:
+            board.close()
+
+
+DashboardMagics.dashboard.__doc__ = dashboard_parser().format_help()
+DashboardMagics.nbkit.__doc__ = nbkit_parser().format_help()

@@ -1,0 +1,105 @@
+"""Watch a training from a terminal: loss, where each rank's step goes, traffic, memory."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.widgets.feed import Feed
+from nbkit.notebook.widgets.source import newest_run
+from nbkit.notebook.widgets.text import Piece, lines_of, plain
+
+_EVERY_S = 1.0
+_STYLES = {
+    "compute": "blue",
+    "exposed": "red",
+    "waiting": "yellow",
+    "bubble": "bright_black",
+    "data": "cyan",
+    "optimizer": "magenta",
+    "other": "white",
+    "strong": "bold",
+    "faint": "dim",
+}
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="runs", help="a cluster's name, a run, or a directory of runs")
+    parser.add_argument("--once", action="store_true", help="print it once and end")
+    parser.epilog = "Reads what the ranks record in the run's directory; Ctrl-C ends the watching, not the training."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    feed = Feed(_run_of(arguments.what))
+    if arguments.once:
+        print(plain(lines_of(feed.snapshot(), _width())))
+        return 0
+    try:
+        from rich.live import Live
+    except ImportError:
+        return _without_rich(arguments.what, feed)
+    with Live(_drawn(feed), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(_EVERY_S)
+            feed = _newest(arguments.what, feed)
+            live.update(_drawn(feed), refresh=True)
+
+
+def _without_rich(what: str, feed: Feed) -> int:
+    while True:
+        print("\033[H\033[J" + plain(lines_of(feed.snapshot(), _width())), flush=True)
+        time.sleep(_EVERY_S)
+        feed = _newest(what, feed)
+
+
+def _drawn(feed: Feed) -> Any:
+    from rich.text import Text
+
+    drawn = Text(no_wrap=True)
+    for line in lines_of(feed.snapshot(), _width()):
+        for piece in line:
+            drawn.append(piece.text, style=_style(piece))
+        drawn.append("\n")
+    return drawn
+
+
+def _style(piece: Piece) -> str:
+    return _STYLES.get(piece.style, "")
+
+
+def _newest(what: str, feed: Feed) -> Feed:
+    """Another run that has begun meanwhile takes its place."""
+    folder = _run_of(what)
+    return feed if folder == feed.run_dir else Feed(folder)
+
+
+def _run_of(what: str) -> Path:
+    """Raises UsageError when there is no run."""
+    folder = Path(what).expanduser().absolute()
+    entry = next((one for one in registry.entries() if one.name == what), None)
+    found = newest_run(folder) if entry is None or folder.is_dir() else _run_of_cluster(entry)
+    if found is None:
+        raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
+    return found
+
+
+def _run_of_cluster(entry: registry.Entry) -> Path | None:
+    """The newest of the record files that its first rank has open; else what lies in runs/ where it stands."""
+    try:
+        rank = psutil.Process(entry.ranks[0].pid)
+        files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
+        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / "runs")
+    except (psutil.Error, OSError, IndexError):
+        return None
+
+
+def _width() -> int:
+    return max(40, shutil.get_terminal_size((100, 40)).columns)

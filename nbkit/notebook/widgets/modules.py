@@ -1,0 +1,58 @@
+"""Our JavaScript as one module: what a widget and a saved page need, joined as it is read. No build, nothing foreign.
+
+The charts are those of the tab Communication. Each module becomes a function of its own, so that names never meet.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from nbkit.errors import NbkitError
+
+__all__ = ["joined", "style"]
+
+_OURS = Path(__file__).parent / "static"
+_BOARDS = Path(__file__).parents[1] / "board" / "plugin" / "static"
+_MODULES = (_BOARDS / "paint.js", _BOARDS / "charts.js", _BOARDS / "grids.js")
+_OWN = ("curves", "rows", "dashboard")
+
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
+_EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)
+# TensorBoard's page says by itself whether it is dark; here whoever shows us does.
+_DARK = re.compile(r"^export const dark = .*$", re.M)
+_ASK_PAGE = """export const dark = () => {
+  const { jpThemeLight } = document.body.dataset;
+  if (jpThemeLight) return jpThemeLight === "false";
+  if (document.body.className.includes("vscode")) return document.body.classList.contains("vscode-dark");
+  const { theme } = document.documentElement.dataset;
+  return theme ? theme === "dark" : window.matchMedia("(prefers-color-scheme: dark)").matches;
+};"""
+
+
+@cache
+def joined() -> str:
+    """The module; it exports by default what anywidget asks for, and `show` for a page of data that stands still."""
+    paths = [*_MODULES, *(_OURS / f"{name}.js" for name in _OWN)]
+    parts = [_as_function(path.stem, path.read_text()) for path in paths]
+    return "\n".join([*parts, "export const { show } = dashboard;", "export default dashboard.widget;", ""])
+
+
+@cache
+def style() -> str:
+    """The CSS of the dashboard."""
+    return (_OURS / "dashboard.css").read_text()
+
+
+def _as_function(name: str, source: str) -> str:
+    if name == "paint":
+        source, count = _DARK.subn(lambda _: _ASK_PAGE, source)
+        if count != 1:
+            raise NbkitError(
+                "The charts do not ask once whether the page is dark.", numbers=f"{count} times in paint.js"
+            )
+    source = _IMPORT.sub(lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {found[2]};", source)
+    names = [found[2] for found in _EXPORT.finditer(source)]
+    source = _EXPORT.sub(lambda found: found[1], source)
+    return f"const {name} = (() => {{\n{source}\nreturn {{ {', '.join(names)} }};\n}})();"

@@ -1,0 +1,53 @@
+"""A run as one page that needs nothing else: every chart with its data inside, for a colleague or a student."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from nbkit.notebook.widgets.feed import Feed
+from nbkit.notebook.widgets.modules import joined, style
+
+__all__ = ["page_of", "write_report"]
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>body {{ margin: 0; padding: 12px; background: #f4f5f7; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #181b20; }} }}
+main {{ max-width: 1300px; margin: auto; }}
+{style}</style></head>
+<body><main id="run"></main>
+<script type="application/json" id="data">{data}</script>
+<script type="module">
+{script}
+show(document.getElementById("run"), JSON.parse(document.getElementById("data").textContent));
+</script></body></html>
+"""
+
+
+def write_report(run_dir: Path, path: Path) -> Path:
+    """Write the page of a run, as it stands now, to `path`; returns where."""
+    path.write_text(page_of(Feed(run_dir).snapshot()), encoding="utf-8")
+    return path.absolute()
+
+
+def page_of(snapshot: dict[str, Any]) -> str:
+    """The page of what Feed.snapshot gives."""
+    # No folder of this machine goes out of it, and no text ends the script.
+    told = snapshot | {"state": {**snapshot["state"], "folder": ""}}
+    data = json.dumps(_finite(told), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    script = joined().replace("export const", "const").replace("export default", "void")
+    title = html.escape(f"nbkit: {snapshot['state']['run']}")
+    return _PAGE.format(title=title, style=style(), data=data, script=script)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,190 @@
+// The dashboard: keeps what Python tells of a run, and draws it into as many views as there are.
+//
+// Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
+// doubles, {kind: "step", step}, {kind: "note", text}. Asked: {ask: "all"}, {ask: "step", step}.
+
+import { drawBars, drawMemory } from "./charts.js";
+import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
+import { drawMoments, drawTraffic } from "./grids.js";
+import { COLOURS, MEMORY, Picture, SPOKEN, dark, number, percent, seconds } from "./paint.js";
+import { axisNote, drawAxes, drawRanks } from "./rows.js";
+
+const COLUMNS = 7;
+const DRAW_MS = 50;
+
+const swatches = (colours, names) => Object.entries(colours).map(([key, colour]) => `<span><i style="background:${colour}"></i>${names[key] || key}</span>`).join("");
+
+const LAYOUT = `
+<div class="top"><b class="run"></b><span class="chip strategy"></span><span class="chip stands"></span><span class="figures"></span></div>
+<p class="reading"></p>
+<section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: tokens a second</small>
+  <span class="buttons along"><button data-along="step">step</button><button data-along="tokens">tokens</button><button data-along="time">time</button></span></h3>
+  <div class="curves"></div></section>
+<section><h3><span class="at">The step</span>, one bar per rank <small>measured</small></h3><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
+<section><h3><span class="what"></span> <small class="whatnote"></small>
+  <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
+  <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
+<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { rest: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div></section>
+<p class="foot"></p>`;
+
+export class Story {
+  constructor() {
+    Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", views: new Set(), due: 0 });
+  }
+
+  // Returns whether the message fits what is there; if not, everything has to be asked for.
+  take(message, buffers) {
+    let fits = true;
+    if (message.kind === "state") this.state = message.state;
+    if (message.kind === "note") this.note = message.text;
+    if (message.kind === "step") this.step = message.step;
+    if (message.kind === "curve") {
+      fits = message.keep <= this.points.length && message.events_keep <= this.events.length
+        && (message.keep + message.events_keep === 0 || message.epoch === this.epoch);
+      if (fits) {
+        this.points.length = message.keep;
+        this.points.push(...rowsOf(message, buffers));
+        this.events = [...this.events.slice(0, message.events_keep), ...message.events];
+        Object.assign(this, { epoch: message.epoch, strategies: message.strategies });
+      }
+    }
+    this.draw();
+    return fits;
+  }
+
+  draw() {
+    if (this.due) return;
+    this.due = setTimeout(() => {
+      this.due = 0;
+      for (const view of this.views) view();
+    }, DRAW_MS);
+  }
+}
+
+function rowsOf(message, buffers) {
+  const found = [];
+  if (message.points) return message.points;
+  const view = buffers && buffers[0];
+  if (!view) return found;
+  const bytes = view instanceof ArrayBuffer ? new Uint8Array(view) : new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
+  const values = new Float64Array(bytes.slice().buffer); // a copy lies where doubles may lie
+  for (let i = 0; i < values.length; i += COLUMNS) found.push(Array.from(values.subarray(i, i + COLUMNS)));
+  return found;
+}
+
+// ask: sends {ask: ...} to Python, null where there is none.
+export function view(el, story, ask) {
+  const root = document.createElement("div");
+  root.className = "nbkit-dashboard";
+  root.innerHTML = LAYOUT;
+  el.append(root);
+  const $ = (name) => root.querySelector(`.${name}`);
+  const labels = { curves: "loss and tokens a second", ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
+  const pictures = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, new Picture($(name), label)]));
+  const chosen = { along: "step", pick: null, all: false };
+  root.addEventListener("click", (event) => {
+    const { along, pick } = event.target.dataset || {};
+    if (along) chosen.along = along;
+    if (pick) chosen.pick = pick;
+    if (along || pick) draw();
+  });
+  const press = (name, key, value) => {
+    for (const button of $(name).querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset[key] === value));
+  };
+
+  function draw() {
+    if (!root.isConnected || root.clientWidth === 0) return;
+    root.classList.toggle("dark", dark());
+    const { state, points, step } = story;
+    const last = points[points.length - 1];
+    $("run").textContent = state?.run || "";
+    $("strategy").textContent = last ? story.strategies[last[STRATEGY]] || "" : step?.strategy || "";
+    $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
+    $("stands").classList.toggle("on", state?.stands === "running");
+    $("figures").textContent = last ? [`step ${last[STEP]}${state?.total ? ` of ${state.total}` : ""}`,
+      Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", Number.isFinite(last[RATE]) ? `${number(last[RATE])} tokens/s` : ""].filter(Boolean).join(" · ") : "";
+    $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
+    press("along", "along", chosen.along);
+    drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
+    for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
+    if (step?.ranks?.length) drawStep(step);
+    $("foot").textContent = story.note || (step?.ranks?.length ? foot(step) : "");
+  }
+
+  function drawStep(step) {
+    $("at").textContent = step.span > 1 ? `Steps ${step.step - step.span + 1} to ${step.step}` : `Step ${step.step}`;
+    const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
+    if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
+    else drawRanks(pictures.ranks, step.ranks, step.late, turn);
+    pictures.ranks.canvas.ondblclick = turn;
+    const pipeline = step.moments?.kind === "pipeline";
+    const shown = pipeline ? chosen.pick || "pipeline" : "traffic";
+    $("pick").hidden = !pipeline;
+    press("pick", "pick", shown);
+    $("pair").hidden = shown === "pipeline";
+    $("moments").hidden = shown !== "pipeline";
+    if (shown === "pipeline") {
+      $("what").textContent = "The pipeline, planned above measured";
+      $("whatnote").textContent = `step ${step.moments.step}`;
+      $("whatlegend").innerHTML = swatches({ F: "#4e79a7", B: "#f28e2b", W: "#59a89c" }, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
+      drawMoments(pictures.moments, step.moments);
+    } else {
+      $("what").textContent = "Who sends to whom";
+      $("whatnote").textContent = `and bytes per axis, one step (${axisNote(step.table || [])})`;
+      $("whatlegend").innerHTML = swatches({ a: "#1a5496", b: "#bf5b0a" }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? "<span>lines: borders of nodes</span>" : "");
+      $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
+      if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);
+      drawAxes(pictures.axes, step.table || []);
+    }
+    const memory = step.memory || [];
+    $("memorynote").textContent = memory.length ? `counted in step ${memory[0].step}; ${memory[0].source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
+    drawMemory(pictures.memory, memory);
+  }
+
+  const redraw = () => draw();
+  const theme = new MutationObserver(redraw);
+  for (const node of [document.body, document.documentElement]) theme.observe(node, { attributes: true, attributeFilter: ["class", "data-jp-theme-light", "data-theme"] });
+  const size = new ResizeObserver(redraw);
+  size.observe(root);
+  story.views.add(draw);
+  draw();
+  if (ask && !story.points.length) ask({ ask: "all" });
+  return () => {
+    story.views.delete(draw);
+    theme.disconnect();
+    size.disconnect();
+  };
+}
+
+function foot(step) {
+  const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
+  const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
+  return `Measured, unless modelled, planned or formula is said. Measuring itself took ${seconds(step.own)}${step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : ""} on each rank${lost}${missing}.`;
+}
+
+// One story per widget, however many views it has. By its key: each call is given another stand-in for the model.
+const stories = new Map();
+
+export const widget = {
+  initialize({ model }) {
+    const story = new Story();
+    stories.set(model.get("key"), story);
+    const ask = (what) => model.send(what);
+    model.on("msg:custom", (message, buffers) => {
+      if (!story.take(message, buffers)) ask({ ask: "all" });
+    });
+    ask({ ask: "all" });
+    return () => stories.delete(model.get("key"));
+  },
+  render({ model, el }) {
+    return view(el, stories.get(model.get("key")), (what) => model.send(what));
+  },
+};
+
+// A page that stands still: everything is there.
+export function show(el, data) {
+  const story = new Story();
+  Object.assign(story, { state: data.state, points: data.points.map((point) => point.map((value) => value ?? NaN)), events: data.events, strategies: data.strategies, step: data.step });
+  view(el, story, null);
+  return story;
+}

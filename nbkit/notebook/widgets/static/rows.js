@@ -1,0 +1,102 @@
+// One bar per rank, of many ranks the slowest, the one in the middle and the rest; and the bytes of each axis.
+
+import { COLOURS, PARTS, SPOKEN, bytes, ink, paper, percent, rule, seconds, ticks } from "./paint.js";
+
+const MANY = 16;
+const AXIS = { dp: "#4e79a7", shard: "#59a89c", replicate: "#9467bd", tp: "#f2a33c", pp: "#b07aa1", cp: "#86bcb6", world: "#8d99a6" };
+
+// ranks: [rank, seconds, ...parts] of all. Returns rows {name, values, ranks} to draw: all of them, or three.
+export function folded(ranks, late) {
+  if (ranks.length <= MANY) return ranks.map((values) => ({ name: `rank ${values[0]}`, values: values.slice(1), ranks: [values[0]] }));
+  // The slow one is who waits least, not whose step is longest: a step ends for all at about the same time.
+  const own = (values) => values[1] - idle(values);
+  const sorted = [...ranks].sort((a, b) => own(a) - own(b));
+  const slow = (late && ranks.find((values) => values[0] === late.rank)) || sorted[sorted.length - 1];
+  const others = sorted.filter((values) => values !== slow);
+  const middle = others[others.length >> 1];
+  const rest = others.filter((values) => values !== middle);
+  const mean = rest[0].slice(1).map((_, i) => rest.reduce((sum, values) => sum + values[i + 1], 0) / rest.length);
+  return [
+    { name: `slowest: ${slow[0]}`, values: slow.slice(1), ranks: [slow[0]] },
+    { name: `median: ${middle[0]}`, values: middle.slice(1), ranks: [middle[0]] },
+    { name: `other ${rest.length}`, values: mean, ranks: rest.map((values) => values[0]) },
+  ];
+}
+
+const idle = (values) => values[2 + PARTS.indexOf("waiting")] + values[2 + PARTS.indexOf("bubble")];
+
+export function drawRanks(picture, ranks, late, unfold) {
+  const rows = folded(ranks, late);
+  const height = 26;
+  const left = ranks.length > MANY ? 84 : 58;
+  const bottom = rows.length * height + 6;
+  const width = picture.begin(bottom + 24);
+  Object.assign(picture.canvas.dataset, { rows: rows.length, ranks: ranks.length });
+  if (!rows.length) return;
+  const top = Math.max(...rows.map((row) => row.values[0]), 1e-9);
+  const x = (value) => left + ((width - 72 - left) * value) / top;
+  for (const value of ticks(top, 4)) {
+    if (value > top * 1.02) continue;
+    picture.line(x(value), 0, x(value), bottom, rule());
+    picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
+  }
+  rows.forEach((row, i) => {
+    const y = i * height + 4;
+    const slow = late !== null && late !== undefined && row.ranks.length === 1 && row.ranks[0] === late.rank;
+    picture.words(row.name, left - 6, y + height / 2 - 2, { align: "right", colour: slow ? COLOURS.exposed : ink(), bold: slow });
+    let at = 0;
+    PARTS.forEach((part, p) => {
+      picture.box(x(at), y, x(at + row.values[1 + p]) - x(at), height - 6, COLOURS[part]);
+      at += row.values[1 + p];
+    });
+    picture.words(seconds(row.values[0]), x(at) + 6, y + height / 2 - 2);
+    const text = () => [
+      row.ranks.length > 1 ? `mean of ${row.ranks.length} ranks: ${seconds(row.values[0])}` : `rank ${row.ranks[0]}: ${seconds(row.values[0])}`,
+      ...PARTS.map((part, p) => [part, row.values[1 + p]]).filter(([, value]) => value > 0)
+        .map(([part, value]) => `  ${SPOKEN[part]}: ${seconds(value)} (${percent(value / row.values[0])})`),
+      slow ? `the others wait ${seconds(late.seconds)} for it (${late.cause})` : "",
+      unfold ? "click: all ranks" : "",
+    ].filter(Boolean).join("\n");
+    picture.spot(0, y - 2, width, height, text, unfold);
+  });
+}
+
+// table: of a step, rows of operations. Per axis the bytes that were measured, a tick where the formula says.
+export function drawAxes(picture, table) {
+  const axes = new Map();
+  for (const row of table) {
+    if (row.op === "batch" || row.op === "recv" || !row.bytes) continue;
+    const own = axes.get(row.axis) || { bytes: 0, formula: null, rows: [] };
+    own.bytes += row.bytes;
+    if (row.formula_bytes !== null) own.formula = (own.formula || 0) + row.formula_bytes;
+    own.rows.push(row);
+    axes.set(row.axis, own);
+  }
+  const rows = [...axes].sort((a, b) => b[1].bytes - a[1].bytes);
+  const height = 34;
+  const width = picture.begin(Math.max(rows.length * height + 4, 40));
+  picture.canvas.dataset.rows = rows.length;
+  if (!rows.length) picture.words("this step sent nothing", 8, 20);
+  const top = Math.max(...rows.map(([, own]) => Math.max(own.bytes, own.formula || 0)), 1);
+  const left = 66;
+  const x = (value) => left + ((width - 80 - left) * value) / top;
+  rows.forEach(([axis, own], i) => {
+    const y = i * height + 4;
+    picture.words(axis, left - 8, y + 11, { align: "right", colour: ink(), bold: true });
+    picture.box(left, y, Math.max(x(own.bytes) - left, 1), 20, AXIS[axis] || AXIS.world);
+    picture.words(bytes(own.bytes), Math.max(x(own.bytes), own.formula === null ? 0 : x(own.formula)) + 6, y + 11);
+    if (own.formula !== null) {
+      picture.line(x(own.formula), y - 4, x(own.formula), y + 24, paper(), { width: 5 });
+      picture.line(x(own.formula), y - 4, x(own.formula), y + 24, ink(), { width: 2 });
+    }
+    const text = () => [
+      `${axis}: ${bytes(own.bytes)} a step, handed over by all ranks (measured)`,
+      own.formula === null ? "no formula is known for this" : `${bytes(own.formula)} by formula`,
+      ...own.rows.map((row) => `  ${row.op.replaceAll("_", " ")}: ${bytes(row.bytes)} in ${+row.calls.toPrecision(3)} calls of a rank`
+        + (row.seconds ? `, ${seconds(row.seconds)} each` : "") + (row.busbw ? `, bus ${bytes(row.busbw)}/s` : "")),
+    ].join("\n");
+    picture.spot(0, y - 4, width, height, text);
+  });
+}
+
+export const axisNote = (table) => (table.some((row) => row.formula_bytes !== null) ? "measured; tick: by formula" : "measured; no formula known");

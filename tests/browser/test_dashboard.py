@@ -1,0 +1,163 @@
+"""The dashboard in a real JupyterLab while a cell trains; and its saved page, with four ranks and with 64."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.notebook.widgets.report import write_report
+
+SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
+CELLS = {
+    "load": "%load_ext nbkit",
+    "start": "%cluster start -n 2 --cpu --ttl 30",
+    "dashboard": "%dashboard",
+    "trainer": (
+        "%%distributed\n"
+        "trainer = nbkit.Trainer(\n"
+        "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=2, width=32)),\n"
+        "    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),\n"
+        "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
+        "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
+        "    batch_size=4 * world_size,\n"
+        ")"
+    ),
+    "fit": "%%distributed\ntrainer.fit(100_000)",
+    "detached": "%%distributed --detach\nrecords = trainer.fit(100_000)",
+    "end": "handle.stop()",
+    "report": "%nbkit report page.html",
+    "stop": "%cluster stop",
+}
+NUMBER = {name: number for number, name in enumerate(CELLS)}
+SHOWN = ".nbkit-dashboard .curves canvas"
+
+
+def notebook_of(sources: list[str]) -> dict[str, Any]:
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        for i, source in enumerate(sources)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+@pytest.fixture(scope="module")
+def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
+    return open_page(notebook_of(list(CELLS.values())), "dashboard.ipynb", 1700)
+
+
+def wait_for_step(page: Any, least: int, seconds: float = 30) -> int:
+    """Until the loss curve has come to a step."""
+    page.page.wait_for_function(
+        f"() => Number(document.querySelector('{SHOWN}')?.dataset.step || 0) >= {least}", timeout=seconds * 1000
+    )
+    return int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.step"))
+
+
+def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
+    page.run(NUMBER["load"])
+    page.run(NUMBER["start"], seconds=120)
+    page.run(NUMBER["dashboard"])
+    page.page.wait_for_selector(".nbkit-dashboard", timeout=20_000)
+    page.wait_for_output(NUMBER["dashboard"], "No finished step yet")
+    page.run(NUMBER["trainer"])
+    page.start(NUMBER["fit"])
+
+    first = wait_for_step(page, 3, 60)
+    assert page.prompt(NUMBER["fit"]) == "[*]:"
+    wait_for_step(page, first + 5)
+    page.page.wait_for_function("document.querySelector('.nbkit-dashboard .ranks canvas').dataset.rows === '2'")
+    page.wait_for_output(NUMBER["dashboard"], "2 ranks · running")
+    page.cell(NUMBER["dashboard"]).scroll_into_view_if_needed()
+    page.picture(tmp_path / "training.png")
+    assert page.prompt(NUMBER["fit"]) == "[*]:" and "of the step" in page.output(NUMBER["dashboard"])
+
+
+def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
+    page.interrupt()
+    page.wait_done(NUMBER["fit"], seconds=30)
+    page.run(NUMBER["detached"])
+    before = wait_for_step(page, 1)
+    page.reload()
+    page.page.wait_for_selector(SHOWN, timeout=60_000)
+    wait_for_step(page, before + 1, 60)
+    assert int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.points")) >= before
+
+
+def test_a_click_changes_the_axis_and_dark_is_dark(page: Any) -> None:
+    page.page.click(".nbkit-dashboard button[data-along='time']")
+    page.page.wait_for_function(f"document.querySelector('{SHOWN}').dataset.along === 'time'")
+    page.page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    page.page.wait_for_function("document.querySelector('.nbkit-dashboard').classList.contains('dark')")
+    page.page.evaluate("document.body.dataset.jpThemeLight = 'true'")
+    page.page.wait_for_function("!document.querySelector('.nbkit-dashboard').classList.contains('dark')")
+
+
+def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None:
+    page.run(NUMBER["end"], seconds=30)
+    page.run(NUMBER["report"], seconds=30)
+    assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
+    page.run(NUMBER["stop"])
+    assert page.problems == []
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = importlib.util.spec_from_file_location("fake_run", SOURCE)
+    assert spec is not None and spec.loader is not None
+    fake = sys.modules.setdefault("fake_run", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(fake)
+    folder = tmp_path_factory.mktemp("reports")
+    for name, world, strategy, steps in (("small", 4, "dp=4", 60), ("big", 64, "dp=16 pp=4 schedule=1f1b", 6)):
+        run = fake.FakeRun(folder / name, world, strategy, late=2)
+        for number in range(steps):
+            if number == 30:
+                run.now += int(4e8)
+                run.switch("pp=4 schedule=zbv microbatches=8")
+            run.step()
+        run.close()
+        write_report(folder / name, folder / f"{name}.html")
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Path, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+
+    def data(host: str, name: str) -> str:
+        return str(page.eval_on_selector(f".{host} canvas", f"canvas => canvas.dataset.{name}"))
+
+    page.goto(f"file://{reports / 'small.html'}")
+    page.wait_for_selector(".nbkit-dashboard .memory canvas[data-rows='4']")
+    assert (data("curves", "points"), data("curves", "switches"), data("curves", "strategies")) == ("60", "1", "2")
+    assert (data("ranks", "rows"), data("moments", "kind")) == ("4", "pipeline")
+    page.click("button[data-pick='traffic']")
+    page.wait_for_selector(".grid canvas[data-world='4']")
+    page.mouse.move(*middle(page, ".ranks canvas", 0.3, 0.2))
+    assert "compute" in page.inner_text(".tip")
+    page.mouse.move(*middle(page, ".curves canvas", 0.5, 0.3))
+    assert "loss" in page.inner_text(".tip")
+    page.screenshot(path=str(tmp_path / "small.png"), full_page=True)
+
+    page.goto(f"file://{reports / 'big.html'}")
+    page.wait_for_selector(".nbkit-dashboard .ranks canvas[data-ranks='64']")
+    assert data("ranks", "rows") == "3"
+    page.mouse.click(*middle(page, ".ranks canvas", 0.3, 0.2))
+    page.wait_for_selector(".ranks canvas[data-rows='64']")
+    page.screenshot(path=str(tmp_path / "big.png"), full_page=True)
+    assert page.evaluate("document.querySelector('.nbkit-dashboard').classList.contains('dark')") == (scheme == "dark")
+    assert problems == []
+    context.close()
+
+
+def middle(page: Any, selector: str, x: float, y: float) -> tuple[float, float]:
+    box = page.locator(selector).bounding_box()
+    return box["x"] + x * box["width"], box["y"] + y * box["height"]

@@ -1,0 +1,235 @@
+"""What a dashboard is told of a run, without a widget: from record files to messages, text, and a page."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.commands import main
+from nbkit.errors import UsageError
+from nbkit.notebook.widgets.curve import COLUMNS, Curve, packed
+from nbkit.notebook.widgets.dashboard import Dashboard
+from nbkit.notebook.widgets.feed import Feed
+from nbkit.notebook.widgets.modules import joined
+from nbkit.notebook.widgets.pump import Pump
+from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.source import newest_run
+from nbkit.notebook.widgets.text import lines_of, plain
+from nbkit.records import EventRecord, Header, StepRecord
+
+SOURCE = Path(__file__).resolve().parents[1] / "board" / "fake_run.py"
+
+
+def fake_run(folder: Path, world: int, strategy: str, **how: Any) -> Any:
+    spec = importlib.util.spec_from_file_location("fake_run", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get("fake_run") or importlib.util.module_from_spec(spec)
+    if "fake_run" not in sys.modules:
+        sys.modules["fake_run"] = module
+        spec.loader.exec_module(module)
+    return module.FakeRun(folder, world, strategy, **how)
+
+
+def step(number: int, **numbers: Any) -> StepRecord:
+    told = {"loss": 1.0 / number, "tokens": 10, "seconds": 0.5, "strategy": "dp=2", **numbers}
+    return StepRecord(number, start_ns=number * 10**9, seconds=0.5, numbers=told)
+
+
+def curve_of(num: int, at_most: int = 4000) -> Curve:
+    curve = Curve(at_most)
+    curve.take_header(Header(0, 2, 1, unix_s=100.0))
+    for number in range(1, num + 1):
+        curve.take_step(step(number))
+    return curve
+
+
+def test_a_point_has_what_the_axes_need() -> None:
+    curve = curve_of(3)
+    point = dict(zip(COLUMNS, curve.points[-1], strict=True))
+    assert point == {"step": 3, "span": 1, "time": 2.5, "tokens": 30, "loss": 1 / 3, "rate": 20, "strategy": 0}
+    assert array("d", packed(curve.points)).tolist() == [value for one in curve.points for value in one]
+
+
+def test_what_was_not_told_is_not_a_number_and_harms_nothing() -> None:
+    curve = curve_of(1)
+    curve.take_step(StepRecord(2))
+    loss, rate = curve.points[-1][4:6]
+    assert math.isnan(loss) and math.isnan(rate) and curve.points[-1][3] == 10
+
+
+def test_a_reader_gets_only_what_is_new() -> None:
+    curve = curve_of(3)
+    grown = curve.since(curve.epoch, 2, 0)
+    assert (grown.keep, [point[0] for point in grown.points]) == (2, [3])
+    assert curve.since(curve.epoch - 1, 2, 0).keep == 0
+
+
+def test_a_training_that_goes_back_loses_what_comes_after() -> None:
+    curve = curve_of(5)
+    before = curve.epoch
+    curve.take_step(step(3, loss=9.0))
+    assert [point[0] for point in curve.points] == [1, 2, 3] and curve.points[-1][4] == 9.0
+    assert curve.epoch > before
+
+
+def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
+    curve = curve_of(1000, at_most=100)
+    for number in range(1001, 3000):
+        curve.take_step(step(number, strategy="tp=2"))
+    assert len(curve.points) <= 100
+    assert sum(point[1] for point in curve.points) == 2999
+    assert curve.points[-1][0] == 2999 and curve.points[-1][3] == pytest.approx(29990)
+    ends = [point[0] for point in curve.points if curve.strategies[int(point[6])] == "dp=2"]
+    assert ends[-1] == 1000
+
+
+def test_an_event_lies_at_its_own_time() -> None:
+    curve = curve_of(2)
+    curve.take_event(EventRecord(2, ns=5 * 10**9, event={"kind": "switch", "new": "tp=2"}))
+    assert curve.events == [{"step": 2, "time": 4.0, "kind": "switch", "new": "tp=2"}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    made = fake_run(tmp_path / "runs" / "one", 4, "dp=4", late=2)
+    for _ in range(20):
+        made.step()
+    yield made
+    made.close()
+
+
+class Page:
+    """Puts messages together as the page does."""
+
+    def __init__(self) -> None:
+        self.points: list[list[float]] = []
+        self.events: list[Any] = []
+        self.kinds: list[str] = []
+        self.step: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+
+    def take(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        self.kinds.append(content["kind"])
+        if content["kind"] == "curve":
+            values = array("d", buffers[0]).tolist()
+            new = [values[i : i + len(COLUMNS)] for i in range(0, len(values), len(COLUMNS))]
+            assert content["keep"] <= len(self.points) and content["events_keep"] <= len(self.events)
+            self.points = self.points[: content["keep"]] + new
+            self.events = self.events[: content["events_keep"]] + content["events"]
+        elif content["kind"] in ("step", "state"):
+            setattr(self, content["kind"], content[content["kind"]])
+
+
+def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> None:
+    page = Page()
+    pump = Pump(lambda: run.folder, page.take)
+    pump.turn(1.0)
+    assert [point[0] for point in page.points] == list(range(1, 21))
+    assert page.step["step"] == 20 and len(page.step["ranks"]) == 4 and page.state["world"] == 4
+    assert "rank 2" in page.step["reading"]
+
+    page.kinds.clear()
+    pump.turn(100.0)
+    assert page.kinds == []
+
+    run.switch("pp=4 schedule=1f1b microbatches=8")
+    run.step()
+    pump.turn(200.0)
+    assert [point[0] for point in page.points] == list(range(1, 22))
+    assert page.events[-1]["kind"] == "switch" and page.step["moments"] is not None
+    assert sorted(page.kinds) == ["curve", "step"]
+
+    late = Page()
+    pump._send = late.take
+    pump.again()
+    pump.turn(201.0)
+    assert late.points == page.points and late.events == page.events and late.step and late.state == page.state
+
+
+def test_a_pump_without_a_run_waits_and_takes_up_another_run(tmp_path: Path, run: Any) -> None:
+    page, where = Page(), [None]
+    pump = Pump(lambda: where[0], page.take)
+    pump.turn(1.0)
+    assert page.state["stands"] == "waiting" and page.points == []
+    where[0] = run.folder
+    pump.turn(2.5)
+    assert len(page.points) == 20
+    other = fake_run(tmp_path / "runs" / "two", 2, "dp=2")
+    other.step()
+    other.close()
+    where[0] = other.folder
+    pump.turn(5.0)
+    assert len(page.points) == 1 and page.state["run"] == "two"
+
+
+def test_a_run_whose_first_parts_are_gone_begins_with_its_overview(tmp_path: Path) -> None:
+    made = fake_run(tmp_path / "long", 2, "dp=2")
+    for file in made.files:
+        file._part_bytes = 40_000
+    for _ in range(900):
+        made.step()
+    made.close()
+    points = Feed(made.folder).snapshot()["points"]
+    numbers = [point[0] for point in points]
+    assert numbers == sorted(set(numbers)) and numbers[0] < 10 and numbers[-1] == 900
+    assert sum(point[1] for point in points) == 900
+
+
+def test_the_text_says_the_same(run: Any) -> None:
+    run.event("run_stopped", reason="done")
+    text = plain(lines_of(Feed(run.folder).snapshot(), 100))
+    assert "dp=4   4 ranks, ended: done" in text and "step 20" in text
+    assert "rank 2" in text and "◀ late" in text and "waiting for peers" in text
+    assert re.search(r"dp +measured 16 MiB +by formula 16 MiB", text) and "Memory, counted in step 2" in text
+    assert max(len(line) for line in text.splitlines()) <= 130
+
+
+def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
+    made = fake_run(tmp_path / "big", 64, "dp=8 tp=8", late=37)
+    for _ in range(3):
+        made.step()
+    made.close()
+    assert len(plain(lines_of(Feed(made.folder).snapshot())).splitlines()) < 45
+
+
+def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
+    run.event("checkpoint", path="</script><b>")
+    page = write_report(run.folder, tmp_path / "run.html").read_text()
+    assert not re.search(r"(?:src|href)=|@import|https?://", page) and "</script><b>" not in page
+    assert page.count("</script>") == 2 and "dp=4" in page
+    assert str(tmp_path) not in page.replace("<\\/script>", "")
+
+
+def test_the_scripts_are_joined_without_leftovers() -> None:
+    script = joined()
+    assert not re.search(r"^import ", script, re.M)
+    assert re.findall(r"^export .*$", script, re.M) == [
+        "export const { show } = dashboard;",
+        "export default dashboard.widget;",
+    ]
+    assert "jpThemeLight" in script and 'classList.contains("dark");' not in script
+
+
+def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
+    board = Dashboard(run.folder)
+    try:
+        bundle = board._repr_mimebundle_()
+        assert "step 20" in bundle["text/plain"] and "step 20" in bundle["text/html"]
+    finally:
+        board.close()
+    with pytest.raises(UsageError, match="no such run"):
+        Dashboard(run.folder / "nowhere")
+
+
+def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert newest_run(tmp_path / "runs") == run.folder
+    assert main(["watch", str(tmp_path / "runs"), "--once"]) == 0
+    assert "step 20" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "nothing")]) == 2
