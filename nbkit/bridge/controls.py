@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from nbkit.rank.train.newest import newest
 
 VERDICTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
+TABLE_REST = 20  # times what the last one took: making them is at most a twentieth of this rank's time
 STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
 
 
@@ -40,6 +42,7 @@ class Controls:
         self.verdicts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._table: dict[str, Any] = {}
         self._stamp = ""
+        self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
         boundary.handlers["control"] = self.serve
 
@@ -83,7 +86,10 @@ class Controls:
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
         stamp = f"{id(job)}/{strategy}/{len(self.verdicts)}/{age}"
-        if stamp != self._stamp and (self._tabling is None or not self._tabling.is_alive()):
+        idle = self._tabling is None or not self._tabling.is_alive()
+        # The first step makes the optimizer's state, which a switch has to move too.
+        old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
+        if stamp != self._stamp and idle and (old or time.time() > self._rest):
             self._tabling = threading.Thread(
                 target=self._make_table, args=(job, stamp), name="nbkit-table", daemon=True
             )
@@ -94,8 +100,10 @@ class Controls:
         return {**told, "table": table if stamp != known else None}
 
     def _make_table(self, job: Any, stamp: str) -> None:
+        began = time.time()
         try:
             self._table, self._stamp = preview.table(job), stamp
+            self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
             # A switch may have replaced the side under way: the next look tries again.
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)

@@ -82,8 +82,9 @@ class Training:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
         while (told := self.look()).get("job") and time.monotonic() < deadline:
-            if told["table"].get("strategy") == told["strategy"]:
-                return dict(told["table"])
+            table = told["table"]
+            if table.get("strategy") == told["strategy"] and bool(table["step"]) == bool(told["step"]):
+                return dict(table)
             time.sleep(TICK_SECONDS)
         return {}
 

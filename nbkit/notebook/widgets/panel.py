@@ -17,6 +17,7 @@ __all__ = ["StrategyPanel"]
 
 STATIC = Path(__file__).parent / "static"
 TRY_STEPS = 10
+PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be
 
 
 class StrategyPanel:
@@ -27,7 +28,7 @@ class StrategyPanel:
 
     def __init__(self, cluster: Cluster | None = None) -> None:
         cluster = cluster or current()
-        cluster.training.look_well()
+        cluster.training.look_well(PATIENCE_SECONDS)
         self.cockpit = cockpit_of(cluster)
         self.cockpit.look()
         self.widget = _widget(self.cockpit)

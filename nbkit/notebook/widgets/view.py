@@ -108,6 +108,8 @@ def text_of(state: State) -> str:
     """The panel where there are no widgets."""
     lines = [f"{state.cluster}: {_headline(state)}"]
     job = job_view(state)
+    if not job and state.pulse:
+        lines.append("what each strategy would cost is being worked out; look again")
     if not job:
         return "\n".join([*lines, *(verdict.line for verdict in state.told[:1])])
     lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]

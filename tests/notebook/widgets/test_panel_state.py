@@ -129,4 +129,5 @@ def test_the_panel_as_text_says_the_same() -> None:
     assert "* dp=4 zero=3" in text
     assert "back to dp=4" in text
     assert "state identical" in text
+    assert "being worked out" in text_of(state_of(Looked({**answer_of(table_of()), "table": {}})))
     assert "no Trainer" in text_of(state_of(Looked({"training": False, "held": False, "job": False})))

@@ -103,7 +103,9 @@ function render({ model, el }) {
   function drawPulse() {
     const { phase, headline: words, asked, told: outcomes = [] } = pulse();
     root.dataset.phase = phase ?? "looking";
-    headline.textContent = asked ? `${words} — ${asked}` : words ?? "";
+    const waiting = phase === "idle" || phase === "training" ? "working out what each strategy would cost …" : "";
+    const doing = asked || (job().strategy ? "" : waiting);
+    headline.textContent = doing ? `${words} — ${doing}` : words ?? "";
     buttons.pause.textContent = phase === "held" ? "Go on" : "Pause";
     drawTold(outcomes[0]);
     drawButtons();
@@ -145,6 +147,7 @@ function render({ model, el }) {
     }
     drawRows();
     drawChoice();
+    drawPulse();
   }
 
   // What could be ---------------------------------------------------------------------------------------------------
