@@ -144,6 +144,11 @@ def _undo(owner: Any) -> dict[str, Any]:
 
 
 def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:
+    if not hasattr(owner, "try_out"):
+        raise UsageError(
+            "Only a Trainer can try a strategy out: in a loop of your own nbkit cannot make the steps.",
+            hint=f"%strategy {strategy}   and   %strategy --undo",
+        )
     return dict(owner.try_out(strategy, steps=steps))
 
 
@@ -160,6 +165,8 @@ def _resume(owner: Any) -> dict[str, Any]:
 
 
 def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
+    if not hasattr(owner, "save"):
+        raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
     to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint.pt"
     owner.save(to)
     return {"path": str(to.absolute())}

@@ -55,11 +55,7 @@ def text_of(cell: Cell) -> str:
 def shown_by(cell: Cell) -> str:
     """What a cell has printed, and behind it the text of the value that it ends with."""
     values = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
-    return "\n".join(text for text in (text_of(cell), *map(_plain, values)) if text)
-
-
-def _plain(text: str) -> str:
-    return _ANSI.sub("", text)
+    return "\n".join(text for text in (text_of(cell), *values) if text)
 
 
 class Headless:

@@ -39,6 +39,7 @@ from nbkit.rank.train.precision import Precision, begin_update
 from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.recorder import Recorder, record_run
 from nbkit.rank.train.setup import Setup
+from nbkit.rank.train.switch import Switchable
 from nbkit.rank.train.underway import sent
 from nbkit.rank.world import World
 from nbkit.strategy import Strategy
@@ -87,7 +88,7 @@ def prepare(
     return job
 
 
-class Job:
+class Job(Switchable):
     """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life."""
 
     def __init__(self, model: Model, optimizer: Optimizer, setup: Setup, *, strategy: str) -> None:

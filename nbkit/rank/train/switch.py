@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,30 @@ from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 from nbkit.rank.train.holdings import Held
-from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
-__all__ = ["Prepared", "switch", "try_out", "undo"]
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["Prepared", "Switchable", "switch", "try_out", "undo"]
+
+
+class Switchable:
+    """What a Job and a Trainer offer alike: another strategy from the next step on."""
+
+    def switch(self, strategy: str) -> Switched:
+        """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps."""
+        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
+        with job.ledger.clock.stopped():
+            job.ledger.settle(keep=1)
+            return switch(job, strategy)
+
+    def undo(self) -> Switched:
+        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
+        with job.ledger.clock.stopped():
+            job.ledger.settle(keep=1)
+            return undo(job)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.events import Checkpointed, Event, LrChanged, StepDone, Switched
+from nbkit.events import Checkpointed, Event, LrChanged, StepDone
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import checkpoint
 from nbkit.rank.train.arithmetic import Arithmetic
@@ -29,14 +29,14 @@ from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
-from nbkit.rank.train.switch import switch, try_out, undo
+from nbkit.rank.train.switch import Switchable, try_out
 from nbkit.rank.train.verdict import check_counts
 from nbkit.strategy import Strategy
 
 __all__ = ["Trainer"]
 
 
-class Trainer:
+class Trainer(Switchable):
     """Trains `model` on `data`; collective: every rank makes the same calls.
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
@@ -175,18 +175,6 @@ class Trainer:
                 self._make_step()
                 self.job.at_boundary()
         return Records(record for record in self.history if record["step"] > first)
-
-    def switch(self, strategy: str) -> Switched:
-        """Train on under another strategy, from the next step on: see nbkit.rank.train.switch. Collective."""
-        with self.job.ledger.clock.stopped():
-            self.job.ledger.settle(keep=1)
-            return switch(self.job, strategy)
-
-    def undo(self) -> Switched:
-        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
-        with self.job.ledger.clock.stopped():
-            self.job.ledger.settle(keep=1)
-            return undo(self.job)
 
     def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
         """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective."""

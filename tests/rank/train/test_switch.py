@@ -160,3 +160,37 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
         assert rank["tried"] == ("dp=2 pp=2 schedule=1f1b microbatches=4", 3, True)
         assert len(rank["messages"]) == 3 and all("rank 1: RuntimeError: planted" in text for text in rank["messages"])
         assert rank["strategy"] == "dp=4 zero=3"
+
+
+def by_hand(world: Any) -> tuple[list[float], list[str]]:
+    """A loop of the user's own, around prepare, switched in the middle."""
+    import nbkit
+
+    draw = torch.Generator().manual_seed(1)
+    data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=4, width=16)).double()
+    job = nbkit.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        example=torch.utils.data.default_collate(data[:2]),
+        log_dir=None,
+    )
+    through = iter(["zero3", "pp=2", "ddp"] if world.place.world_size > 1 else ["ddp"] * 3)
+    for batch in job.batches(torch.utils.data.DataLoader(data * 2, batch_size=16)):
+        job.backward(batch)
+        job.clip(1.0)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if job.step < 4:
+            job.switch(next(through))
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in job.model.named_parameters()}
+    return [record["loss"] for record in job.history], [record["strategy"] for record in job.history]
+
+
+def test_a_loop_of_ones_own_is_switched_too() -> None:
+    expected, _ = run_ranks(by_hand, 1)[0]
+    for losses_, strategies in run_ranks(by_hand, 2, timeout=150):
+        assert max(abs(a - b) for a, b in zip(losses_, expected, strict=True)) <= 1e-10
+        assert strategies == ["dp=2", "dp=2 zero=3", "pp=2 schedule=1f1b microbatches=4", "dp=2"]
