@@ -25,8 +25,10 @@ from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
+from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
 from nbkit.rank.train.offload import offload
+from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.template import Template
@@ -34,7 +36,7 @@ from nbkit.strategy import Strategy
 
 __all__ = ["Blueprint", "Model", "Optimizer"]
 
-Model = nn.Module | Callable[[], nn.Module]
+Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -56,8 +58,18 @@ class Blueprint:
         self.offload = setup.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
-        self.module: nn.Module = build(model, seed=setup.seed, device=device)
-        broadcast_from_first(self.module, world_size=world_size)
+        self.shells: list[Shell] = []
+        if isinstance(model, Pretrained):
+            where, build_it = str(model.directory), model.build
+            agree(
+                lambda: self.shells.append(build_it(seed=setup.seed, device=device)),
+                what=f"The model in {where!r} could not be built.",
+                hint="a directory that every rank sees, as model.save_pretrained writes it",
+            )
+            self.module: nn.Module = self.shells[0].module
+        else:
+            self.module = build(model, seed=setup.seed, device=device)
+            broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         chain, costs, why, numbers = self._look(setup)
@@ -76,8 +88,14 @@ class Blueprint:
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
-        side, optimizer = self.side(strategy, self.connect(strategy), own=self.module)
-        fill_weights(side, self.module)
+        own = None if self.shells else self.module
+        side, optimizer = self.side(strategy, self.connect(strategy), own=own)
+        if self.shells:
+            agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
+            side.data.refresh()
+            self.shells.clear()
+        else:
+            fill_weights(side, self.module)
         fill_state(side, optimizer, self.template.state)
         # The user's own object shows from now on what this rank holds, and the whole weights are free.
         self.module.__dict__ = side.module.__dict__

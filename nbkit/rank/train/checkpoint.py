@@ -43,6 +43,8 @@ __all__ = [
 
 _FORMAT = 2
 
+_HINT = "a path that every rank sees, with room and rights to write"
+
 # How an optimizer computes is this run's business; what it computes is the checkpoint's.
 _OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -201,7 +203,7 @@ def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) 
                 group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def agree(act: Callable[[], None], *, what: str) -> None:
+def agree(act: Callable[[], None], *, what: str, hint: str = _HINT) -> None:
     """Run `act` on every rank. Raises TrainingError(`what`) on all of them when it failed on any."""
     failure = ""
     try:
@@ -213,16 +215,12 @@ def agree(act: Callable[[], None], *, what: str) -> None:
         failures = [""] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
     if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
-        raise _failed(what, failed)
+        raise _failed(what, failed, hint)
 
 
-def _failed(what: str, failures: list[tuple[int, str]]) -> TrainingError:
+def _failed(what: str, failures: list[tuple[int, str]], hint: str = _HINT) -> TrainingError:
     more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-    return TrainingError(
-        what,
-        numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}",
-        hint="a path that every rank sees, with room and rights to write",
-    )
+    return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
 
 
 def state_of(job: Job) -> Held:

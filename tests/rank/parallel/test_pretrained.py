@@ -1,0 +1,157 @@
+"""A Hugging Face directory trains under every strategy, and each rank has read what it holds and nothing else."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import hf_gpt2, hf_llama, next_tokens, object_cross_entropy
+from ranks import run_ranks
+from torch import nn
+
+import nbkit
+from nbkit.errors import TrainingError
+from nbkit.rank.train import pretrained
+from nbkit.rank.train.trainer import Trainer
+
+CASES = [
+    ("llama", "ddp"),
+    ("llama", "zero3"),
+    ("llama", "pp microbatches=2"),
+    ("gpt2", "tp"),
+    ("gpt2", "pp microbatches=2"),
+]
+
+
+def saved(world: Any, folder: Path) -> None:
+    torch.manual_seed(0)
+    # Without the output's own matrix: it is the embedding; and as a base model writes it, without its prefix.
+    hf_gpt2(2).transformer.save_pretrained(folder / "gpt2")
+    hf_llama(2).save_pretrained(folder / "llama", max_shard_size="20KB")
+    config = json.loads((folder / "gpt2" / "config.json").read_text())
+    (folder / "gpt2" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+
+
+def whole(folder: Path) -> nn.Module:
+    import transformers
+
+    kind = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}[folder.name]
+    return kind.from_pretrained(folder)
+
+
+def lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def trainer(model: Any, strategy: str = "ddp") -> Trainer:
+    ids, target = next_tokens(16, torch.Generator().manual_seed(4))
+    data = [({"input_ids": x}, y) for x, y in zip(ids, target, strict=True)]
+    return Trainer(
+        model=model, loss=object_cross_entropy, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+        data=data, batch_size=8, strategy=strategy, log_dir=None, progress=False,
+    )  # fmt: skip
+
+
+def losses(made: Trainer) -> list[float]:
+    made.fit(2)
+    return [record["loss"] for record in made.history]
+
+
+def trained(world: Any, folder: Path) -> list[dict[str, Any]]:
+    expected = {name: (whole(folder / name).state_dict(), trainer(whole(folder / name))) for name in ("gpt2", "llama")}
+    plain = {name: (state, losses(made)) for name, (state, made) in expected.items()}
+    read, found = pretrained._Files.read, []
+    for name, strategy in CASES:
+        sizes: list[int] = []
+
+        def counted(files: Any, key: str, part: Any, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append((tensor := read(files, key, part)).numel())
+            return tensor
+
+        pretrained._Files.read = counted  # type: ignore[method-assign]
+        made = trainer(nbkit.from_pretrained(folder / name), strategy)
+        state = made.full_state_dict()
+        found.append(
+            {
+                "case": (name, strategy),
+                "same": list(state) == list(plain[name][0])
+                and all(torch.equal(state[key], value) for key, value in plain[name][0].items()),
+                "read": sum(sizes),
+                "held": sum(layout.numel for _, layout in made.job.side.data.weights.values()),
+                "all": sum(p.numel() for p in made.job.blueprint.skeleton.parameters()),
+                "largest": max(sizes),
+                "losses": (losses(made), plain[name][1]),
+            }
+        )
+    return found
+
+
+def test_each_rank_reads_its_boxes_and_trains_as_the_model_loaded_whole(tmp_path: Path) -> None:
+    run_ranks(saved, 1, tmp_path, timeout=120)
+    assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
+
+    for found in run_ranks(trained, 2, tmp_path, timeout=240):
+        for one in found:
+            assert one["same"] and one["read"] == one["held"], one
+            assert one["losses"][0] == pytest.approx(one["losses"][1], rel=1e-4), one
+        zero3 = found[1]
+        assert zero3["read"] == zero3["all"] // 2 and zero3["largest"] <= 96 * 32 // 2
+        assert all(one["read"] < 0.8 * one["all"] for one in found[1:])
+
+
+def adapted(world: Any, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nbkit.from_pretrained(folder / "llama", adapt=lora, attention_dropout=0.25)
+    shell = model.build(seed=0, device=torch.device("cpu"))
+    windows = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in shell.module.parameters()}
+    made = trainer(model, "zero3")
+    state = made.full_state_dict()
+    base = whole(folder / "llama").state_dict()
+    errors = []
+    for directory, overrides in (
+        (folder, {}),
+        (folder / "llama", {"num_hidden_layers": 3}),
+        (folder / "gpt2", {"n_embd": 8}),
+    ):
+        with pytest.raises(TrainingError) as raised:
+            trainer(nbkit.from_pretrained(directory, **overrides))
+        errors.append(str(raised.value))
+    return {
+        "memory": sum(windows.values()) / sum(4 * value.numel() for value in base.values()),
+        "same": all(
+            torch.equal(value, state[f"base_model.model.{key}"])
+            for key, value in base.items()
+            if f"base_model.model.{key}" in state
+        ),
+        "split": torch.equal(
+            base["model.layers.1.self_attn.q_proj.weight"],
+            state["base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight"],
+        ),
+        "zero": all(not value.any() for key, value in state.items() if "lora_B" in key),
+        "drawn": {key: value for key, value in state.items() if "lora_A" in key},
+        "dropout": made.job.blueprint.skeleton.config.attention_dropout,
+        "steps": len(losses(made)),
+        "errors": errors,
+    }
+
+
+def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_path: Path) -> None:
+    run_ranks(saved, 1, tmp_path, timeout=120)
+    found = run_ranks(adapted, 2, tmp_path, timeout=240)
+
+    for one in found:
+        assert one["memory"] < 1 / 3 and one["same"] and one["split"] and one["zero"]
+        assert one["dropout"] == 0.25 and one["steps"] == 2
+        assert len(one["drawn"]) == 4 and all(value.std() > 0.01 for value in one["drawn"].values())
+        assert "no config.json" in one["errors"][0]
+        assert "missing, first ['model.layers.2" in one["errors"][1]
+        assert "there, " in one["errors"][2] and "n_embd" not in one["errors"][2]
+    assert all(torch.equal(found[0]["drawn"][key], found[1]["drawn"][key]) for key in found[0]["drawn"])
