@@ -112,6 +112,7 @@ class Page:
         self.points: list[list[float]] = []
         self.events: list[Any] = []
         self.kinds: list[str] = []
+        self.sent = 0  # points in the last message
         self.step: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
 
@@ -119,6 +120,7 @@ class Page:
         self.kinds.append(content["kind"])
         if content["kind"] == "curve":
             values = array("d", buffers[0]).tolist()
+            self.sent = len(values) // len(COLUMNS)
             new = [values[i : i + len(COLUMNS)] for i in range(0, len(values), len(COLUMNS))]
             assert content["keep"] <= len(self.points) and content["events_keep"] <= len(self.events)
             self.points = self.points[: content["keep"]] + new
@@ -142,7 +144,7 @@ def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> No
     run.switch("pp=4 schedule=1f1b microbatches=8")
     run.step()
     pump.turn(200.0)
-    assert [point[0] for point in page.points] == list(range(1, 22))
+    assert [point[0] for point in page.points] == list(range(1, 22)) and page.sent == 1
     assert page.events[-1]["kind"] == "switch" and page.step["moments"] is not None
     assert sorted(page.kinds) == ["curve", "step"]
 
