@@ -1,6 +1,6 @@
 // The loss of a run over its steps, its tokens or its time, and below it the tokens a second.
 
-import { COLOURS, bytes, ink, number, rule, seconds } from "./paint.js";
+import { COLOURS, bytes, dark, ink, number, rule, seconds } from "./paint.js";
 
 const LEFT = 58;
 const RIGHT = 12;
@@ -34,7 +34,7 @@ export function drawCurves(picture, { points, events, strategies, along, smooth 
   const gaps = switches.map((event) => gapOf(event, points, column, along));
   drawStrip(picture, points, strategies, column, x, gaps, 192);
   const loss = { y0: 26, y1: 186, column: LOSS, name: "loss", spoken: number, floor: false };
-  const rate = { y0: 232, y1: 296, column: RATE, name: "tokens/s", spoken: number, floor: true };
+  const rate = { y0: 232, y1: 296, column: RATE, name: "tokens/s", spoken: (value) => (value >= 1e5 ? brief(value) : number(value)), floor: true };
   for (const row of [loss, rate]) drawRow(picture, points, row, x, column, gaps, smooth);
   drawGaps(picture, switches, gaps, x, loss, rate);
   drawEvents(picture, events, points, column, x, loss, rate);
@@ -72,7 +72,7 @@ function drawRow(picture, points, row, x, column, gaps, smooth) {
   pen.rect(LEFT, row.y0 - 3, picture.width - LEFT - RIGHT + 2, row.y1 - row.y0 + 6);
   pen.clip();
   const colour = row.floor ? COLOURS.data : COLOURS.compute;
-  stroke(pen, points, values, x, y, column, gaps, colour, 1, 0.35);
+  stroke(pen, points, values, x, y, column, gaps, colour, 1, dark() ? 0.6 : 0.4);
   stroke(pen, points, bold, x, y, column, gaps, colour, 2.2, 1);
   pen.restore();
   const last = bold.findLast(Number.isFinite);
@@ -202,7 +202,7 @@ function drawGaps(picture, switches, gaps, x, loss, rate) {
     const wide = picture.pen.measureText(words).width;
     const at = Math.max(LEFT, Math.min(from, picture.width - RIGHT - wide - 60));
     if (at > free) {
-      picture.words(words, at, 12, { colour: COLOURS.optimizer, bold: true });
+      picture.words(words, at, 12, { colour: dark() ? "#b794d8" : COLOURS.optimizer, bold: true });
       free = at + wide + 6;
     }
     const text = () => [

@@ -8,8 +8,8 @@ const AXIS = { dp: "#4e79a7", shard: "#59a89c", replicate: "#9467bd", tp: "#f2a3
 // ranks: [rank, seconds, ...parts] of all. Returns rows {name, values, ranks} to draw: all of them, or three.
 export function folded(ranks, late) {
   if (ranks.length <= MANY) return ranks.map((values) => ({ name: `rank ${values[0]}`, values: values.slice(1), ranks: [values[0]] }));
-  // The slow one is who waits least, not whose step is longest: a step ends for all at about the same time.
-  const own = (values) => values[1] - idle(values);
+  // The slow one is who has most to do, not whose step is longest: a step ends for all at about the same time.
+  const own = (values) => ["compute", "data", "optimizer", "other"].reduce((sum, part) => sum + values[2 + PARTS.indexOf(part)], 0);
   const sorted = [...ranks].sort((a, b) => own(a) - own(b));
   const slow = (late && ranks.find((values) => values[0] === late.rank)) || sorted[sorted.length - 1];
   const others = sorted.filter((values) => values !== slow);
@@ -22,8 +22,6 @@ export function folded(ranks, late) {
     { name: `other ${rest.length}`, values: mean, ranks: rest.map((values) => values[0]) },
   ];
 }
-
-const idle = (values) => values[2 + PARTS.indexOf("waiting")] + values[2 + PARTS.indexOf("bubble")];
 
 export function drawRanks(picture, ranks, late, unfold) {
   const rows = folded(ranks, late);
