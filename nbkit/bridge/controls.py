@@ -167,7 +167,7 @@ def _resume(owner: Any) -> dict[str, Any]:
 def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
         raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
-    to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint.pt"
+    to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint"
     owner.save(to)
     return {"path": str(to.absolute())}
 

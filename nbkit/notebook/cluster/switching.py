@@ -60,7 +60,7 @@ class Training:
         return self._ask("resume")
 
     def checkpoint(self, path: str = "") -> Verdict:
-        """Save at the next step boundary; default: checkpoint.pt in the run's directory."""
+        """Save at the next step boundary; default: checkpoint in the run's directory."""
         return self._ask("checkpoint", path=path)
 
     def look(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 from nbkit.rank.train.holdings import Held
+from nbkit.rank.train.shares import by_name
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
     kinds = {key: dtype for one in everyone for key, dtype in one["kinds"].items()}
     numbers = {name: values for one in everyone for name, values in one["numbers"].items()}
     with _all_or_none(job, "making room for the new side"):
-        holdings.allocate(side, inner, _by_name(kinds), numbers)
+        holdings.allocate(side, inner, by_name(kinds), numbers)
         after = [_planned(one["weights"], one["held"], kinds) for one in everyone]
         plan = Plan.of([one["old"] for one in everyone], after, {key: dtype.itemsize for key, dtype in kinds.items()})
         exchange = Exchange(plan, job.rank)
@@ -188,16 +189,6 @@ def _state(side: Side, inner: torch.optim.Optimizer) -> Held:
 
 def _digest(job: Job, held: Held, holdings: Sequence[Mapping[str, Layout]]) -> str:
     return digest(held, holdings, rank=job.rank, device=job.device)
-
-
-def _by_name(kinds: dict[str, torch.dtype]) -> dict[str, dict[str, torch.dtype]]:
-    """name -> {key: dtype} of the optimizer's state."""
-    found: dict[str, dict[str, torch.dtype]] = {}
-    for key, dtype in kinds.items():
-        kind, _, name = key.partition("/")
-        if kind not in ("weight", "buffer"):
-            found.setdefault(name, {})[kind] = dtype
-    return found
 
 
 def _planned(weights: dict[str, Layout], held: dict[str, Layout], kinds: dict[str, torch.dtype]) -> dict[str, Layout]:
