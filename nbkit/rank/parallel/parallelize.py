@@ -82,11 +82,11 @@ def parallelize(
         plan = plan_of(skeleton, strategy.tp, wishes.tp_plan)
         cut = tensor_parallel(module, axes, plan=plan, sequence=strategy.cp == 1, starts=starts)
         layouts.update(cut.layouts)
-        partial.update({name: ("tp",) for name in cut.partial})
+        partial.update({name: ("tp",) for name in sorted(cut.partial)})
         notes += cut.notes
     if strategy.cp > 1:
         context = context_parallel(module, axes, every, held=blocks)
-        partial.update({name: (*partial.get(name, ()), "cp") for name in context.partial})
+        partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
     if wishes.checkpoint:
         recompute(module, blocks)

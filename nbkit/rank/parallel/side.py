@@ -133,9 +133,9 @@ class Side:
         for name, axes in self.partial.items():
             for axis in axes:
                 by_axis.setdefault(axis, []).append(name)
-        for axis, names in by_axis.items():
+        for axis, names in sorted(by_axis.items()):
             if (group := self.axes.group(axis)) is not None:
-                self._sum(names, group)
+                self._sum(sorted(names), group)  # a set has another order in every interpreter
         for group, tied in self.connections.ties:
             self._sum(tied, group)
 
@@ -143,7 +143,7 @@ class Side:
     def _sum(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
         """One all-reduce of the gradients of `names`; a missing one counts as zeros."""
         params = [p for name in names if (p := self.held[name]).requires_grad and p.numel()]
-        for dtype in {p.dtype for p in params}:
+        for dtype in dict.fromkeys(p.dtype for p in params):
             own = [p for p in params if p.dtype == dtype]
             flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own])
             dist.all_reduce(flat, group=group)

@@ -27,6 +27,7 @@ from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
+from nbkit.rank.train.follow import follow
 from nbkit.rank.train.offload import offload
 from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
@@ -55,6 +56,7 @@ class Blueprint:
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.current: Side | None = None  # what the job computes with now
         self.offload = setup.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
@@ -97,6 +99,8 @@ class Blueprint:
         else:
             fill_weights(side, self.module)
         fill_state(side, optimizer, self.template.state)
+        for p in side.module.parameters():
+            p.grad = None  # of a backward pass that the user made before
         # The user's own object shows from now on what this rank holds, and the whole weights are free.
         self.module.__dict__ = side.module.__dict__
         self.template.state.clear()
@@ -127,6 +131,8 @@ class Blueprint:
         """
         if strategy.zero or strategy.tp > 1:
             self.template.check_elementwise(str(strategy))
+        if self.current is not None:
+            follow(self.current, self.skeleton, world_size=self.world_size)
         warn_of(self.skeleton, strategy, self.wishes)
         return connect(strategy, self.outlines.of(strategy), self.rank)
 

@@ -155,6 +155,7 @@ def restore(job: Job, saved: Saved) -> None:
     )
     side.data.refresh()
     job.step, job.seed = about["step"], about["seed"]
+    job.gradients.reseed(job.seed)
     job.ledger.records[:] = about["history"]
     job.precision.load_state_dict(about.get("precision", {}))
     job.whole_again()

@@ -62,6 +62,10 @@ class Gradients:
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
         self._weighted: bool | None = None
 
+    def reseed(self, seed: int) -> None:
+        """Key dropout by `seed` from now on."""
+        self._dropout.seed = seed
+
     def release(self) -> None:
         """Take what follows the modules out of the side, which may serve again later."""
         self._dropout.release()
@@ -161,15 +165,16 @@ class Gradients:
                 output = self.side.stage(stage, value, received)
                 if stage != self.side.last_stage:
                     return output  # type: ignore[no-any-return]
-                return (weigh(self.loss(output, target), micro.rows),)
+                part, weight, weighted = weigh(self.loss(output, target), micro.rows)
+            both = [part.double() * (1 if weighted else micro.rows), torch.as_tensor(weight, device=self.device)]
+            return (torch.stack([number.double() for number in both]),)
 
         found = self.side.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
         for _ in range(self._passes(shard) - len(micros)):
             self.side.data.absent()
-        for micro, (part, weight, weighted) in zip(micros, found, strict=False):
-            if self.side.counts:
-                sums[0] += part if weighted else part * micro.rows
-                sums[1] += weight
+        if self.side.counts:
+            for both in found:
+                sums += both
         return sums
 
     def _passes(self, shard: Shard) -> int:

@@ -75,7 +75,9 @@ def allocate(
         for key, dtype in kinds.get(name, {}).items():
             state[key] = torch.empty(param.shape, dtype=dtype, device=getattr(optimizer, "state_device", param.device))
         for key, value in numbers.get(name, {}).items():
-            device = param.device if id(param) in beside or (isinstance(value, Tensor) and value.ndim) else "cpu"
+            # A scalar parameter's moments are numbers too, and live where it does.
+            follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))
+            device = param.device if id(param) in beside or follows else "cpu"
             state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 

@@ -18,6 +18,8 @@ from nbkit.rank.train import verdict
 
 __all__ = ["Template"]
 
+_ON_CPU = {"capturable": False, "fused": None}
+
 
 class Template:
     """Which parameter is in which group, by name, and everything else that the optimizer holds."""
@@ -35,6 +37,12 @@ class Template:
         """
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(skeleton)
         verdict.check_optimizer(made, module, skeleton)
+        if hasattr(getattr(made, "step", None), "_wrapped_by_lr_sched"):
+            raise TrainingError(
+                "An LR scheduler is on the optimizer already; it would change a learning rate that nobody uses.",
+                numbers=f"{type(made).__name__}, with {len(made.param_groups)} groups",
+                hint="LambdaLR(job.optimizer, ...) after nbkit.prepare; or lr_schedule= of the Trainer",
+            )
         names = {id(p): name for model in (module, skeleton) for name, p in model.named_parameters()}
         self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
         # What an optimizer that trained before remembers, by parameter.
@@ -43,11 +51,15 @@ class Template:
 
     def build(self, held: Mapping[str, nn.Parameter], like: torch.optim.Optimizer | None = None) -> Any:
         """An optimizer over `held`, without state. like: take the groups' settings from this one, not the first."""
-        return _clone(
-            self._made,
-            (like or self._made).param_groups,
-            [[held[name] for name in names if name in held] for names in self.groups],
-        )
+        source = like or self._made
+        if len(source.param_groups) != len(self.groups):
+            raise TrainingError(
+                "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
+                numbers=f"{len(source.param_groups)} groups, {len(self.groups)} at the start",
+                hint="all groups in the optimizer's factory, frozen parameters included",
+            )
+        params = [[held[name] for name in names if name in held] for names in self.groups]
+        return _clone(source, source.param_groups, params)
 
     def check_elementwise(self, strategy: str) -> None:
         """Raises TrainingError when an update of half a parameter is not half the update of the whole one.
@@ -58,10 +70,12 @@ class Template:
         draw = torch.Generator().manual_seed(0)
         weight, grads = torch.randn(4, 6, generator=draw), [torch.randn(4, 6, generator=draw) for _ in range(2)]
         try:
-            whole = self._tried([weight], [[grad] for grad in grads])[0]
-            halves = self._tried([weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
-            same = torch.allclose(whole, torch.cat(halves), rtol=1e-6, atol=1e-8)
-            found = f"largest difference {(whole - torch.cat(halves)).abs().max().item():.3g} after two updates"
+            apart = 0.0
+            for group in self._made.param_groups:
+                whole = self._tried(group, [weight], [[grad] for grad in grads])[0]
+                halves = self._tried(group, [weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
+                apart = max(apart, (whole - torch.cat(halves)).abs().max().item())
+            same, found = apart <= 1e-6, f"largest difference {apart:.3g} after two updates"
         except Exception as error:
             same, found = False, f"{type(error).__name__}: {error}"
         torch.set_rng_state(torch_state)
@@ -73,9 +87,12 @@ class Template:
                 hint="strategy='ddp', or an optimizer such as AdamW or SGD",
             )
 
-    def _tried(self, weights: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _tried(
+        self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
         params = [nn.Parameter(weight.clone()) for weight in weights]
-        settings = {**self._made.param_groups[0]}
+        # Of the small matrix, on the CPU, and not what graphs and kernels of a GPU want.
+        settings = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
         if not settings.get("lr"):
             settings["lr"] = 0.1
         optimizer = _clone(self._made, [settings], [params])

@@ -1,0 +1,69 @@
+"""Ranks that are interpreters of their own, as under torchrun: strings hash, and sets lie, otherwise in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = [{here!r}, {ranks!r}]
+from test_switch import trainer
+job = trainer(strategy=sys.argv[1])
+job.fit(4)
+print(json.dumps([record["loss"] for record in job.history]))
+"""
+HERE = Path(__file__).resolve().parent
+
+
+def start(rank: int, size: int, port: int, strategy: str, folder: Path) -> subprocess.Popen[str]:
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "PYTHONHASHSEED": rank + 1}
+    env = {**os.environ, **{key: str(value) for key, value in place.items()}}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    script = SCRIPT.format(here=str(HERE), ranks=str(HERE.parent))
+    command = [sys.executable, "-c", script, strategy]
+    return subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
+
+
+def alone(world: Any) -> list[float]:
+    from test_switch import trainer
+
+    job = trainer()
+    job.fit(4)
+    return [record["loss"] for record in job.history]
+
+
+@pytest.mark.parametrize("strategy", ["tp", "cp=2"])
+def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(strategy: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [start(rank, 2, port, strategy, tmp_path) for rank in range(2)]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    expected = run_ranks(alone, 1)[0]
+
+    for text in said:
+        losses = torch.tensor(json.loads(text.splitlines()[-1]))
+        assert (losses - torch.tensor(expected)).abs().max() <= 1e-10
+
+
+def evaluated(world: Any, strategy: str) -> float:
+    from test_switch import trainer
+
+    job = trainer(strategy=strategy)
+    return job.evaluate(job._stream.data[:11], batch_size=6)
+
+
+def test_evaluate_is_the_same_under_a_pipeline_and_every_other_strategy() -> None:
+    expected = run_ranks(evaluated, 1, "ddp")[0]
+    for strategy in ("pp microbatches=4", "dp=2 pp=2 schedule=zbv", "zero3", "tp=2 cp=2"):
+        for value in run_ranks(evaluated, 4, strategy, timeout=120):
+            assert abs(value - expected) <= 1e-10, strategy
