@@ -11,7 +11,7 @@ from bench.table import Row, absolute
 from nbkit.planner.partition import partition
 
 STAGES = (2, 4)
-WIDTH, ROWS, LAYERS = 256, 256, 32
+WIDTH, ROWS, LAYERS = 256, 192, 48
 ROUNDS, REPEATS = 3, 5
 CASES, BLOCKS = 300, 12
 BAR = 1.05

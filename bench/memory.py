@@ -45,7 +45,7 @@ def _row(name: str, ratios: dict[int, float], most: dict[int, float], rest: list
     return Row(
         f"tensor bytes at the end of a step, {name}",
         f"per parameter, the fullest of {every}",
-        f"{PER_PARAMETER[name]} bytes; beside it at most {max(rest) / 1e6:.2f} MB of batch, counters and sums",
+        f"{PER_PARAMETER[name]} bytes; beside it at most {max(rest) / 1e6:.2f} MB of other tensors",
         f"{worst:.5f}",
         "",
         f"1 ± {BAR:g}; ≤ {REST_BYTES >> 20} MB beside it",

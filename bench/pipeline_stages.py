@@ -36,7 +36,7 @@ def run(settings: Settings) -> list[Row]:
     for ranks in sizes:
         timed |= _measured(ranks, [(name, m, UNIT) for name in NAMES for m in MICROBATCHES], rounds)
         idle = [(name, m, IDLE_UNIT) for name in ("interleaved", "zb", "zbv") for m in MICROBATCHES if m >= ranks]
-        timed |= _measured(ranks, idle, 1)
+        timed |= _measured(ranks, idle, settings.rounds or 1)
     rows = []
     for name in NAMES:
         for ranks in sizes:

@@ -30,7 +30,8 @@ Holding = dict[str, Layout]
 
 @dataclass(frozen=True)
 class Visit:
-    """A switch as it was measured. bound, wire: bytes over all ranks; pause, raw: seconds."""
+    """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
+    pause, before anything moves."""
 
     old: str
     new: str
@@ -38,6 +39,7 @@ class Visit:
     moved: int
     wire: int
     pause: float
+    prepare: float
     raw: float
     identical: bool
 
@@ -75,8 +77,11 @@ def visits(settings: Settings, ranks: int) -> list[Visit]:
             job.ask("step")
             first = said[0]
             pause = max(one["pause"] for one in said)
+            prepare = max(one["prepare"] for one in said)
             same = all(one["identical"] for one in said)
-            found.append(Visit(old, new, _bound(held[old], held[new]), first["moved"], first["wire"], pause, raw, same))
+            found.append(
+                Visit(old, new, _bound(held[old], held[new]), first["moved"], first["wire"], pause, prepare, raw, same)
+            )
     return found
 
 
@@ -118,6 +123,7 @@ def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
     late = [one.pause - PAUSE_FACTOR * one.raw - PAUSE_SECONDS for one in moving]
     slow = max(moving, key=lambda one: one.pause - PAUSE_FACTOR * one.raw)
     said = [one.wire - one.bound for one in measured]
+    pause, prepare = (float(np.median([getattr(one, name) for one in moving])) for name in ("pause", "prepare"))
     return [
         Row(
             f"wire bytes of a switch, {of}",
@@ -145,14 +151,15 @@ def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
         ),
         Row(
             f"pause of a switch, the {len(moving)} that move bytes, {ranks} ranks",
-            f"{sum(excess <= 0 for excess in late)}/{len(late)} within; slowest beside its bar {slow.old} -> "
-            f"{slow.new}: {slow.pause * 1e3:.0f} ms",
+            f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause * 1e3:.0f} ms, of it "
+            f"{prepare * 1e3:.0f} ms before anything moves; slowest beside its bar "
+            f"{slow.old} -> {slow.new}: {slow.pause * 1e3:.0f} ms",
             f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
             f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
             "",
             f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",
             max(late) <= 0,
-            {"nbkit": [one.pause for one in moving], "raw": [one.raw for one in moving]},
+            {name: [getattr(one, name) for one in moving] for name in ("pause", "prepare", "raw")},
         ),
         Row(
             f"state identical after a switch, {of}",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from bench.jobs import config, trainer
 from bench.loopback import measured
@@ -26,7 +26,7 @@ class Worker:
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int = 256, block: int = 16) -> None:
         # Equal blocks, so that the stages of two pipelines nest, whatever else the machine did when they were timed.
-        blueprint.measure_costs = lambda module, chain, call: (1.0,) * len(chain)  # type: ignore[assignment]
+        setattr(blueprint, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)
@@ -72,14 +72,14 @@ class Worker:
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
         state = {key: stored(tensor, layout) for key, (tensor, layout) in self._state().items()}
-        return measured(lambda: dcp.save(state, checkpoint_id=path))[0]
+        return measured(lambda: state_dict_saver.save(state, checkpoint_id=path))[0]
 
     def load(self, path: str) -> tuple[float, bool]:
         """(seconds that it takes to read them as this rank holds them now, whether they are the same)."""
         held = self._state()
         fresh = {key: (torch.full_like(tensor, float("nan")), layout) for key, (tensor, layout) in held.items()}
         state = {key: stored(tensor, layout) for key, (tensor, layout) in fresh.items()}
-        seconds = measured(lambda: dcp.load(state, checkpoint_id=path))[0]
+        seconds = measured(lambda: state_dict_loader.load(state, checkpoint_id=path))[0]
         same = all(torch.equal(tensor, held[key][0]) for key, (tensor, _) in fresh.items())
         dist.barrier()
         if dist.get_rank() == 0:

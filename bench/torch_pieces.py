@@ -14,7 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import nbkit
@@ -78,7 +84,7 @@ def _sharded(model: nbkit.GPT, mesh: DeviceMesh, *, reshard: bool) -> Step:
 def _tensor_parallel(model: nbkit.GPT, mesh: DeviceMesh) -> None:
     """Without sequence parallelism: gloo's reduce-scatter sends twice what it has to, its all-reduce does not."""
     column, row = ColwiseParallel(), RowwiseParallel()
-    plan = {"tokens": RowwiseParallel(input_layouts=Replicate())}
+    plan: dict[str, ParallelStyle] = {"tokens": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for number, block in enumerate(model.blocks):
         plan |= {f"blocks.{number}.attention.{name}": column for name in ("q", "k", "v")}
@@ -127,5 +133,5 @@ def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def _by_kind(model: nn.Module) -> torch.optim.Optimizer:
     """Its foreach implementation takes no list of both kinds."""
     params = list(model.parameters())
-    cut = [p for p in params if isinstance(p, DTensor)]
+    cut: list[nn.Parameter] = [p for p in params if isinstance(p, DTensor)]
     return torch.optim.AdamW([{"params": cut}, {"params": [p for p in params if not isinstance(p, DTensor)]}], lr=3e-4)

@@ -27,8 +27,8 @@ class Pump:
     thread with a message and its binary parts; see static/dashboard.js for what it may be.
     """
 
-    def __init__(self, where: Callable[[], Path | None], send: Send, *, name: str = "") -> None:
-        self._where, self._send, self._name = where, send, name
+    def __init__(self, where: Callable[[], Path | None], send: Send) -> None:
+        self._where, self._send = where, send
         self.feed: Feed | None = None
         self._told = (-1, 0, 0)
         self._state: dict[str, Any] = {}
