@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import nbkit
@@ -15,6 +17,7 @@ from bench.jobs import config, data, token_loss
 from nbkit.rank.parallel.side import Side
 
 STEPS = 2
+SETTLE_SECONDS = 0.3
 
 
 class Worker:
@@ -40,6 +43,9 @@ class Worker:
             job.backward(batch_)
             job.optimizer.step()
             if made == STEPS:
+                # What torch's own threads have just done with is theirs for a moment.
+                dist.barrier()
+                time.sleep(SETTLE_SECONDS)
                 gc.collect()
                 held = _storages(_of(job.side, job.optimizer.inner))
                 other = {at: size for at, size in _storages(_alive()).items() if at not in held and at not in before}

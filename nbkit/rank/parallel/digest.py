@@ -20,7 +20,7 @@ from nbkit.errors import TrainingError
 from nbkit.layout import Box, Layout, bounds
 from nbkit.planner.cover import halves, held, uncovered
 
-__all__ = ["digest", "sums"]
+__all__ = ["digest", "scratch_bytes", "sums"]
 
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
 """Elements hashed at once. On a CPU the int64 tensors of it stay in a core's cache."""
@@ -49,6 +49,12 @@ def digest(
         dist.all_reduce(total)
     lines = [f"{key} {shapes[key]} {value % (1 << 64):016x}\n" for key, value in zip(keys, total.tolist(), strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
+    """What a digest of any of `states` takes beside it at a time: int64 of a chunk, for bits, places and a shift."""
+    elements = max((tensor.numel() for state in states for tensor, _ in state.values()), default=0)
+    return 4 * 8 * min(elements, _CHUNK)
 
 
 @torch.no_grad()

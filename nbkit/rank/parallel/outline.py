@@ -6,7 +6,6 @@ The same functions decide here and where a side is built: stages by `partition`,
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +13,7 @@ from torch import nn
 from nbkit.layout import Layout
 from nbkit.planner.partition import partition
 from nbkit.rank.parallel.chain import Chain
-from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import parts_of
 from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
@@ -83,7 +82,7 @@ class Outlines:
 
     def _split(self, size: int, index: int) -> dict[str, Layout]:
         if (size, index) not in self._parts:
-            module = copy.deepcopy(self.skeleton)
+            module = skeleton_of(self.skeleton)
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
                 if size == 1

@@ -12,8 +12,6 @@ After torchtitan's `parallelize`; here it is the same function for every model a
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -28,7 +26,7 @@ from nbkit.rank.parallel.pipeline import Pipeline
 from nbkit.rank.parallel.recompute import recompute
 from nbkit.rank.parallel.shard import data_axis
 from nbkit.rank.parallel.side import Side
-from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.stages import Staged
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import tensor_parallel
@@ -56,7 +54,7 @@ def parallelize(
     """
     axes = connections.axes
     whole = strategy.mesh.size == strategy.dp and strategy.zero == 0
-    module = own if whole and own is not None else copy.deepcopy(skeleton)
+    module = own if whole and own is not None else skeleton_of(skeleton)
     need_chain(wishes, strategy)
     chain, notes = wishes.chain, []
 

@@ -83,6 +83,13 @@ class Exchange:
             for each in ([step.sent for step in self._steps], [step.received for step in self._steps])
         )
         self.buffer_bytes = sum(self._room)
+        self._ready: tuple[Tensor, Tensor] | None = None
+
+    def make_room(self, source: State, target: State, *, device: torch.device) -> None:
+        """Do beforehand what may fail in `run` on one rank alone: look at the tensors, take the buffers."""
+        self._check(source, self.plan.old[self.rank], "old")
+        self._check(target, self.plan.new[self.rank], "new")
+        self._ready = self._buffers(device)
 
     @torch.no_grad()
     def run(self, source: State, target: State, *, device: torch.device) -> None:
@@ -91,11 +98,12 @@ class Exchange:
         device: where the buffers are; the process group must be able to send from it. Raises TrainingError, before
         anything is sent, when this rank's tensors are not those of the plan.
         """
-        self._check(source, self.plan.old[self.rank], "old")
-        self._check(target, self.plan.new[self.rank], "new")
+        if self._ready is None:
+            self.make_room(source, target, device=device)
+        buffers, self._ready = self._ready, None
+        assert buffers is not None
         old = {key: tensor for key, (tensor, _) in source.items()}
         new = {key: tensor for key, (tensor, _) in target.items()}
-        buffers = self._buffers(device)
         for step in self._steps:
             _do(step, old, new, buffers)
 

@@ -16,9 +16,11 @@ __all__ = ["homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
-    """A parameter of `shape` without memory; dtype, device, requires_grad and class as those of `like`."""
+    """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
-    return nn.Parameter(empty, requires_grad=like.requires_grad)
+    param = nn.Parameter(empty, requires_grad=like.requires_grad)
+    param.__dict__.update(like.__dict__)
+    return param
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -27,7 +29,10 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied."""
+    """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied.
+
+    Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
+    """
     memo = {id(p): placeholder(p.shape, p) for p in module.parameters()}
     return copy.deepcopy(module, memo)
 

@@ -8,6 +8,7 @@ that are whole at the furthest step of which they hold everything together.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,26 +27,38 @@ from nbkit.rank.train.shares import by_name
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["become_one"]
+__all__ = ["become_one", "ensure_one"]
+
+
+def ensure_one(job: Job) -> None:
+    """`become_one`, unless a training runs: its beginning has seen to it. Collective."""
+    if not job._running:
+        become_one(job)
 
 
 def become_one(job: Job) -> None:
     """Compare how far the ranks are; level them if a step was broken off. Collective.
 
     Raises TrainingError, on every rank, when no step is whole on the ranks that finished it: all of them were
-    interrupted within it, or a part of the state is nowhere else.
+    interrupted within it, or a part of the state is nowhere else; or when they are under different strategies.
     """
-    if job.world_size == 1:
-        everyone = [[job.step, job.broken_off, job.half_way]]
-    else:
-        mine = torch.tensor([job.step, job.broken_off, job.half_way], dtype=torch.int64, device=job.device)
-        gathered = [torch.empty_like(mine) for _ in range(job.world_size)]
-        dist.all_gather(gathered, mine)
+    mine = [job.step, job.broken_off, job.half_way, zlib.crc32(str(job.strategy).encode())]
+    everyone = [mine]
+    if job.world_size > 1:
+        told = torch.tensor(mine, dtype=torch.int64, device=job.device)
+        gathered = [torch.empty_like(told) for _ in range(job.world_size)]
+        dist.all_gather(gathered, told)
         everyone = [one.tolist() for one in gathered]
-    steps = [step for step, _, _ in everyone]
-    if len(set(steps)) == 1 and not any(broken or half for _, broken, half in everyone):
+    if len({strategy for *_, strategy in everyone}) > 1:
+        raise TrainingError(
+            "An interrupted switch left the ranks under different strategies.",
+            numbers=f"rank {job.rank}: {job.strategy}",
+            hint="build the Trainer again, and trainer.load(path) of a checkpoint",
+        )
+    steps = [step for step, *_ in everyone]
+    if len(set(steps)) == 1 and not any(broken or half for _, broken, half, _ in everyone):
         return
-    whole = [rank for rank, (_, _, half) in enumerate(everyone) if not half]
+    whole = [rank for rank, (_, _, half, _) in enumerate(everyone) if not half]
     if not whole:
         raise TrainingError(
             "Every rank was interrupted within a step: no rank has whole weights.",

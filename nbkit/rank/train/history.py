@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nbkit.events import Event, StepDone
@@ -36,7 +37,7 @@ class History:
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
-        self._torn = False
+        self._torn = self._silent = False
         self._world_size = world_size
         self._first = self._total = 0
         self._pace = 0.0
@@ -67,7 +68,8 @@ class History:
                 self.agreed = pending.asked
             record = pending.record(numbers)
             self.records.append(record)
-            self._report(record)
+            if not self._silent:
+                self._report(record)
             with self.clock.stopped():
                 self.emit(StepDone(record["step"], record=record))
         # Whoever read the numbers (save() does, and at every step it may be the only one), a boundary serves. The next
@@ -96,8 +98,24 @@ class History:
             self.pending.clear()
         return torn
 
+    def drop(self) -> None:
+        """Forget the steps whose numbers are under way, and whatever was wrong with them."""
+        self.pending.clear()
+        self._torn = False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Nobody is told of what happens inside."""
+        outer, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = outer
+
     def emit(self, event: Event) -> None:
         """Tell the job's own listeners, then everyone on this rank."""
+        if self._silent:
+            return
         for listener in self.listeners:
             listener(event)
         emit(event)

@@ -28,6 +28,7 @@ Collate = Callable[[list[Any]], Any]
 class Stream(Protocol):
     """Shards without end, and where it stands. own: each rank reads other samples, not all the same stream.
 
+    goes_back: what was read can be read again.
     rank, ranks: which part of each global batch is read; may change between batches.
     """
 
@@ -35,6 +36,7 @@ class Stream(Protocol):
     offset: int
     seed: int
     own: bool
+    goes_back: bool
     rank: int
     ranks: int
 
@@ -51,6 +53,7 @@ class MapStream:
     """Shards of a map-style dataset."""
 
     own = True
+    goes_back = True
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class IterableStream:
         self._samples: Iterator[Any] | None = None
         self._started = False
         self._drawn = torch.empty(0)
+        self.goes_back = not isinstance(data, Iterator)
 
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
@@ -171,7 +175,7 @@ class IterableStream:
         )
 
     def _check_can_start(self) -> None:
-        if self._started and isinstance(self.data, Iterator):
+        if self._started and not self.goes_back:
             raise TrainingError(
                 "The data is an iterator that cannot start again.",
                 numbers=f"epoch {self.epoch}, {self.offset} samples into it",

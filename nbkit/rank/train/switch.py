@@ -7,32 +7,35 @@ rank before that lets go of the new side on all of them, and the old strategy tr
 
 from __future__ import annotations
 
-import statistics
+import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from nbkit.errors import SwitchError
+from nbkit.errors import SwitchError, TrainingError
 from nbkit.events import Switched
 from nbkit.layout import Layout
 from nbkit.planner.exchange import Plan
-from nbkit.rank.parallel.digest import digest
+from nbkit.rank.parallel.digest import digest, scratch_bytes
 from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
+from nbkit.rank.train.agreement import ensure_one
 from nbkit.rank.train.holdings import Held
+from nbkit.rank.train.interrupts import held_back
 from nbkit.rank.train.shares import by_name
+from nbkit.rank.train.told import packed, told, unpacked
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["Prepared", "Switchable", "switch", "try_out", "undo"]
+__all__ = ["Prepared", "Switchable", "between_steps", "switch", "undo"]
 
 
 class Switchable:
@@ -42,6 +45,7 @@ class Switchable:
         """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps."""
         job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
         with job.ledger.clock.stopped():
+            between_steps(job)
             job.ledger.settle(keep=1)
             return switch(job, strategy)
 
@@ -49,6 +53,7 @@ class Switchable:
         """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
         job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
         with job.ledger.clock.stopped():
+            between_steps(job)
             job.ledger.settle(keep=1)
             return undo(job)
 
@@ -74,14 +79,15 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     old = job.strategy
     new = Strategy.parse(text, job.world_size)
     job.feed.fits(new)
-    if new == old:
+    if new == old and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
     began = time.perf_counter()
     before = _state(job.side, job.optimizer.inner)
     prepared = prepare_switch(job, new, before)
     ready = time.perf_counter()
+    # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
+    prepared.exchange.run(before, prepared.target, device=job.device)
     with _all_or_none(job, "moving the state"):
-        prepared.exchange.run(before, prepared.target, device=job.device)
         prepared.side.data.refresh()
     proof = time.perf_counter()
     plan = prepared.exchange.plan
@@ -93,24 +99,43 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
             numbers="the digests of weights and optimizer state differ",
             hint=f"{old} goes on; please report this",
         )
-    left = job.side
-    job.adopt(prepared.side, prepared.inner)
-    job.feed.recut()
-    if not keep:
-        left.data.close()
-    event = Switched(
-        job.step,
-        old=str(old),
-        new=str(new),
-        moved_bytes=plan.total_bytes,
-        prepare_s=ready - began,
-        pause_s=time.perf_counter() - began - (proven - proof),
-        proof_s=proven - proof,
-        identical=identical,
-    )
-    job.switches.append(event)
+    with held_back():
+        left = job.side
+        job.adopt(prepared.side, prepared.inner)
+        job.feed.recut()
+        if not keep:
+            left.data.close()
+        event = Switched(
+            job.step,
+            old=str(old),
+            new=str(new),
+            moved_bytes=plan.total_bytes,
+            prepare_s=ready - began,
+            pause_s=time.perf_counter() - began - (proven - proof),
+            proof_s=proven - proof,
+            identical=identical,
+        )
+        job.switches.append(event)
     job.ledger.emit(event)
+    if not keep:
+        # The sides are full of cycles, and the next steps want the old one's memory.
+        del left, before, prepared
+        gc.collect()
     return event
+
+
+def between_steps(job: Job) -> None:
+    """The ranks stand between the same two steps, whatever was broken off before. Collective outside a training.
+
+    Raises TrainingError where gradients wait for the optimizer: another side would not have them.
+    """
+    ensure_one(job)
+    if job._reduced and job.ledger.pending and not job.ledger.pending[-1].made:
+        raise TrainingError(
+            "A switch between backward() and optimizer.step() would drop the update.",
+            numbers=f"step {job.step + 1}",
+            hint="switch after job.optimizer.step()",
+        )
 
 
 def undo(job: Job) -> Switched:
@@ -118,43 +143,6 @@ def undo(job: Job) -> Switched:
     if job.previous is None:
         raise SwitchError("There is no switch to undo.", numbers=f"strategy {job.strategy} since step 0")
     return switch(job, job.previous)
-
-
-def try_out(job: Job, text: str | Strategy, steps: int, make_step: Callable[[], None]) -> dict[str, Any]:
-    """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
-
-    make_step: makes one step of the training. Takes the memory of both sides. Returns strategy, steps, and the median
-    seconds of a step there (the first left out, which makes what later ones reuse) and here before.
-    """
-    job.ledger.settle()
-    side, inner, step, position = job.side, job.optimizer.inner, job.step, job.feed.position()
-    records, switches, precision = len(job.ledger.records), len(job.switches), job.precision.state_dict()
-    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
-    event = switch(job, text, keep=True)
-    try:
-        job.ledger.clock.restart()
-        for _ in range(steps):
-            make_step()
-        job.ledger.settle()
-        seconds = [record["seconds"] for record in job.ledger.records[records:]]
-    finally:
-        job.optimizer.zero_grad()
-        tried = job.side
-        job.adopt(side, inner)
-        if tried is not side:
-            tried.data.close()
-        job.step = step
-        job.precision.load_state_dict(precision)
-        del job.ledger.records[records:], job.switches[switches:]
-        job.feed.recut()
-        job.feed.go_to(position)
-    return {
-        "strategy": event.new,
-        "steps": steps,
-        "step_s": statistics.median(seconds[1:] or seconds),
-        "before_step_s": statistics.median(before) if before else None,
-        "switch_s": event.pause_s,
-    }
 
 
 def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
@@ -165,22 +153,24 @@ def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
     own = {
         "old": {key: layout for key, (_, layout) in before.items()},
         "kinds": {key: tensor.dtype for key, (tensor, _) in before.items()},
-        "numbers": holdings.scalars(job.side, job.optimizer.inner),
+        "numbers": packed(holdings.scalars(job.side, job.optimizer.inner)),
         "held": side.data.layouts,
         "weights": {key: layout for key, (_, layout) in (holdings.weights(side) | holdings.buffers(side)).items()},
     }
-    everyone: list[Any] = [own]
-    if job.world_size > 1:
-        everyone = [None] * job.world_size
-        dist.all_gather_object(everyone, own)
+    everyone = told(own, world_size=job.world_size)
     kinds = {key: dtype for one in everyone for key, dtype in one["kinds"].items()}
-    numbers = {name: values for one in everyone for name, values in one["numbers"].items()}
+    numbers = {
+        name: unpacked(values) for one in everyone for name, values in one["numbers"].items() if name in side.held
+    }
     with _all_or_none(job, "making room for the new side"):
-        holdings.allocate(side, inner, by_name(kinds), numbers)
+        holdings.allocate(side, inner, by_name(kinds), {name: unpacked(values) for name, values in numbers.items()})
         after = [_planned(one["weights"], one["held"], kinds) for one in everyone]
         plan = Plan.of([one["old"] for one in everyone], after, {key: dtype.itemsize for key, dtype in kinds.items()})
-        exchange = Exchange(plan, job.rank)
-    return Prepared(side, inner, exchange, _state(side, inner))
+        exchange, target = Exchange(plan, job.rank), _state(side, inner)
+        # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
+        torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
+        exchange.make_room(before, target, device=job.device)
+    return Prepared(side, inner, exchange, target)
 
 
 def _state(side: Side, inner: torch.optim.Optimizer) -> Held:

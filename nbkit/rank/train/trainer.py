@@ -15,6 +15,7 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.events import Checkpointed, Event, LrChanged, StepDone
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import checkpoint
+from nbkit.rank.train.agreement import ensure_one
 from nbkit.rank.train.arithmetic import Arithmetic
 from nbkit.rank.train.blueprint import Model, Optimizer
 from nbkit.rank.train.evaluate import evaluate
@@ -29,7 +30,8 @@ from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
-from nbkit.rank.train.switch import Switchable, try_out
+from nbkit.rank.train.switch import Switchable
+from nbkit.rank.train.trial import try_out
 from nbkit.rank.train.verdict import check_counts
 from nbkit.strategy import Strategy
 
@@ -177,10 +179,13 @@ class Trainer(Switchable):
         return Records(record for record in self.history if record["step"] > first)
 
     def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
-        """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective."""
+        """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective.
+
+        No evaluation, checkpoint, callback or record of them. Raises TrainingError for data that cannot go back.
+        """
         check_counts(steps=steps)
         with self.job.ledger.clock.stopped():
-            return try_out(self.job, strategy, steps, self._make_step)
+            return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
@@ -188,6 +193,7 @@ class Trainer(Switchable):
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
         with self.job.ledger.clock.stopped():
+            ensure_one(self.job)
             return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
 
     def generate(
@@ -196,6 +202,7 @@ class Trainer(Switchable):
         """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.train.generate."""
         check_counts(tokens=tokens)
         with self.job.ledger.clock.stopped():
+            ensure_one(self.job)
             return generate(
                 self.job.side,
                 prompt,
@@ -212,6 +219,7 @@ class Trainer(Switchable):
         Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands.
         """
         with self.job.ledger.clock.stopped():
+            ensure_one(self.job)
             self.job.ledger.settle()
             checkpoint.save(self.job, path)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
@@ -230,9 +238,18 @@ class Trainer(Switchable):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        ensure_one(self.job)
         return checkpoint.full_state_dict(self.job)
 
     def _make_step(self) -> None:
+        self._update()
+        job = self.job
+        if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
+            job.log(eval_loss=self.evaluate())
+        if self._save_every and job.step % self._save_every == 0:
+            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
+
+    def _update(self) -> None:
         job = self.job
         step, epoch, offset = job.step, self._stream.epoch, self._stream.offset
         try:
@@ -253,10 +270,6 @@ class Trainer(Switchable):
                 with suppress(TrainingError):
                     self._stream.seek(epoch, offset)
             raise
-        if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
-            job.log(eval_loss=self.evaluate())
-        if self._save_every and job.step % self._save_every == 0:
-            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
         return Arithmetic.of(self.arithmetic.total, strategy, microbatch=self.job.setup.microbatch)

@@ -1,0 +1,70 @@
+"""A strategy measured on the live job: some steps under it, of which nothing stays but how long they took."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train.interrupts import held_back
+from nbkit.rank.train.switch import between_steps, switch
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["try_out"]
+
+
+def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
+    """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
+
+    make_step: makes one step of the training, and nothing beside it; nobody is told of it. again: whether the data can
+    be read again. Takes the memory of both sides. Returns strategy, steps, and the median seconds of a step there (the
+    first left out, which makes what later ones reuse) and here before. Raises TrainingError when the data cannot.
+    """
+    if not again:
+        raise TrainingError(
+            "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
+            hint="an IterableDataset, or any object whose __iter__ begins anew",
+        )
+    between_steps(job)
+    job.ledger.settle()
+    side, inner, step, position = job.side, job.optimizer.inner, job.step, job.feed.position()
+    # The side may have the user's own module, which takes on the attributes of whatever side is in force.
+    attributes = side.module.__dict__
+    records, switches, precision = len(job.ledger.records), len(job.switches), job.precision.state_dict()
+    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
+    with job.ledger.silent():
+        try:
+            event = switch(job, text, keep=True)
+            job.ledger.clock.restart()
+            for _ in range(steps):
+                make_step()
+            job.ledger.settle()
+            seconds = [record["seconds"] for record in job.ledger.records[records:]]
+        finally:
+            with held_back():
+                job.optimizer.zero_grad()
+                if (tried := job.side) is not side:
+                    side.module.__dict__ = attributes
+                    job.adopt(side, inner)
+                    tried.data.close()
+                del tried
+                # Whatever was broken off was the trial: the weights that go on are whole.
+                job.ledger.drop()
+                job.half_way = False
+                job.step = step
+                job.precision.load_state_dict(precision)
+                del job.ledger.records[records:], job.switches[switches:]
+                job.feed.recut()
+                job.feed.go_to(position)
+    gc.collect()
+    return {
+        "strategy": event.new,
+        "steps": steps,
+        "step_s": statistics.median(seconds[1:] or seconds),
+        "before_step_s": statistics.median(before) if before else None,
+        "switch_s": event.pause_s,
+    }

@@ -1,0 +1,156 @@
+"""A switch, or a look at the weights, after something was broken off: the ranks become one first, or they say so."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, mean_loss, net, one_process, points, quiet
+from ranks import run_ranks
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train import switch as switching
+from nbkit.rank.train.job import prepare
+
+AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
+
+
+class Torn(torch.optim.AdamW):
+    """In its third step, one rank's weights are spoilt and it is interrupted; the other is, right after the step."""
+
+    spoils = False
+    armed = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if Torn.armed and self.steps == 3 and Torn.spoils:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise KeyboardInterrupt
+        super().step()
+
+
+def torn(world: Any, folder: str) -> list[Any]:
+    found: list[Any] = []
+    for entry in AFTER:
+        Torn.spoils, Torn.armed = world.place.rank == 0, True
+
+        def schedule(step: int) -> float:
+            if Torn.armed and step == 3:
+                raise KeyboardInterrupt
+            return 1.0
+
+        trainer = quiet(optimizer=Torn, lr_schedule=schedule, data=points(40))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(6)
+        Torn.armed = False
+        path, arguments = str(Path(folder) / "saved"), {"switch": "zero1", "try_out": "zero1", "evaluate": points(8)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = path if entry == "save" else arguments.get(entry)
+            result = getattr(trainer, entry)(*([] if given is None else [given]))
+        if entry == "save":
+            trainer = quiet(optimizer=Torn, data=points(40))
+            trainer.load(path)
+        elif entry == "full_state_dict":
+            found.append(torch.cat([tensor.flatten() for tensor in result.values()]))
+            continue
+        elif entry == "evaluate":
+            found.append(result)
+            continue
+        found.append((trainer.step, flat(trainer.model)))
+    return found
+
+
+def test_ranks_of_a_torn_step_become_one_before_anything_is_read_or_moved(tmp_path: Path) -> None:
+    _, _, model = one_process(points(40), steps=3, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    x, y = (torch.stack(part) for part in zip(*points(8), strict=True))
+    for switched, saved, evaluated, whole, tried in run_ranks(torn, 2, str(tmp_path), timeout=90):
+        assert evaluated == pytest.approx(float(mean_loss(model(x), y).detach()), rel=1e-4)
+        torch.testing.assert_close(whole, flat(model), rtol=1e-4, atol=1e-6)
+        for step, weights in (switched, saved, tried):
+            assert step == 3
+            torch.testing.assert_close(weights, flat(model), rtol=1e-4, atol=1e-6)
+
+
+def interrupted(world: Any) -> dict[str, Any]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40))
+    trainer.fit(2)
+    job, adopt = trainer.job, trainer.job.adopt
+
+    def adopting(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        adopt(*args)
+
+    old = weakref.ref(job.side)
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 1:
+            patch.setattr(job, "adopt", adopting)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.switch("zero1")
+            gc.collect()  # what the interrupt left out
+        else:
+            trainer.switch("zero1")
+    found: dict[str, Any] = {"let go": old() is None, "now": (str(job.strategy), len(job.switches))}
+    gc.enable()
+    trainer.fit(2)
+    found["losses"] = [record["loss"] for record in trainer.history]
+
+    digests = switching._digest
+
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 1:
+            patch.setattr(switching, "_digest", lambda *args: _second(calls, digests(*args)))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.switch("ddp")
+        else:
+            trainer.switch("ddp")
+    for act in (lambda: trainer.fit(1), lambda: trainer.switch("zero2"), trainer.full_state_dict):
+        with pytest.raises(TrainingError, match="different strategies"):
+            act()
+    return found
+
+
+def _second(calls: list[int], said: str) -> str:
+    calls.append(1)
+    if len(calls) == 2:
+        raise KeyboardInterrupt
+    return said
+
+
+def test_an_interrupt_waits_until_a_rank_has_taken_over_and_ranks_that_differ_are_told() -> None:
+    losses, _, _ = one_process(points(40), steps=4, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    for found in run_ranks(interrupted, 2):
+        assert found["now"] == ("dp=2 zero=1", 1) and found["let go"]
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def by_hand(world: Any) -> list[Any]:
+    job = prepare(net, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss=mean_loss, log_dir=None)
+    x, y = (torch.stack(part) for part in zip(*points(8), strict=True))
+    job.optimizer.zero_grad()
+    job.backward((x, y))
+    with pytest.raises(TrainingError, match="between backward") as refused:
+        job.switch("zero1")
+    job.optimizer.step()
+    # The gradients are still there, and that is all right.
+    job.switch("zero1")
+    return [job.step, str(job.strategy), "optimizer.step()" in str(refused.value)]
+
+
+def test_a_switch_that_would_drop_the_update_is_refused() -> None:
+    assert run_ranks(by_hand, 2) == [[1, "dp=2 zero=1", True]] * 2

@@ -1,0 +1,81 @@
+"""A trial leaves nothing behind: no record, no file, no changed weight, however it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, one_process, points, quiet
+from ranks import run_ranks
+
+from nbkit.errors import TrainingError
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def tried(world: Any, folder: str) -> dict[str, Any]:
+    called: list[int] = []
+    events: list[str] = []
+    trainer = quiet(
+        data=points(40),
+        optimizer=adam,
+        eval_data=points(8),
+        eval_every=2,
+        save_every=3,
+        save_path=Path(folder) / "saved",
+        callbacks=[lambda trainer, record: called.append(record["step"])],
+    )
+    trainer.fit(2)
+    trainer.job.ledger.listeners.append(lambda event: events.append(event.kind))
+    before = flat(trainer.model)
+    trainer.try_out("zero1", steps=4)
+    trainer.try_out("ddp", steps=2)
+    found = {
+        "weights kept": torch.equal(flat(trainer.model), before),
+        "called": list(called),
+        "events": list(events),
+        "saved": (Path(folder) / "saved").exists(),
+    }
+
+    inner = type(trainer.job.optimizer.inner)
+    original, calls = inner.step, []
+
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        original(self, closure)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inner, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.try_out("zero1", steps=3)
+    found["half"] = (trainer.job.half_way, len(trainer.job.ledger.pending), trainer.step, str(trainer.strategy))
+    trainer.fit(2)
+    return found | {"losses": [record["loss"] for record in trainer.history]}
+
+
+def test_a_trial_changes_and_tells_nothing_even_when_it_is_interrupted(tmp_path: Path) -> None:
+    losses, _, _ = one_process(points(40), steps=4, optimizer=adam)
+    for found in run_ranks(tried, 2, str(tmp_path)):
+        assert found["weights kept"] and not found["saved"]
+        assert found["called"] == [1, 2] and found["events"] == []
+        assert found["half"] == (False, 0, 2, "dp=2")
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def read_once(world: Any) -> list[Any]:
+    trainer = quiet(data=iter(points(40)))
+    trainer.fit(1)
+    with pytest.raises(TrainingError, match="iterator") as refused:
+        trainer.try_out("zero1", steps=1)
+    trainer.fit(1)
+    return [str(trainer.strategy), trainer.step, "__iter__" in str(refused.value)]
+
+
+def test_a_trial_of_data_that_cannot_go_back_is_refused_before_it_begins() -> None:
+    assert run_ranks(read_once, 2) == [["dp=2", 2, True]] * 2
