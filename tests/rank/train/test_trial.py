@@ -45,7 +45,7 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
     original, calls = inner.step, []
 
     def step(self: Any, closure: Any = None) -> Any:
-        calls.append(1)
+        calls.extend([1] * (self is trainer.job.optimizer.inner))  # not those of a check before
         original(self, closure)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -71,7 +71,7 @@ def test_a_trial_changes_and_tells_nothing_even_when_it_is_interrupted(tmp_path:
 def read_once(world: Any) -> list[Any]:
     trainer = quiet(data=iter(points(40)))
     trainer.fit(1)
-    with pytest.raises(TrainingError, match="iterator") as refused:
+    with pytest.raises(TrainingError, match="read again") as refused:
         trainer.try_out("zero1", steps=1)
     trainer.fit(1)
     return [str(trainer.strategy), trainer.step, "__iter__" in str(refused.value)]
