@@ -23,8 +23,9 @@ help:
 demo: $(READY)
 	@$(BIN)/nbkit demo
 
+# All of them: two files at a time. A part: one after the other, so that its output is in order.
 test: $(READY)
-	@$(BIN)/python -m pytest $(T)
+	@$(BIN)/python -m pytest $(if $(T),$(T),-n 2 --dist loadfile)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
