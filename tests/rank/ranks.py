@@ -116,6 +116,8 @@ def _be_rank(
     from nbkit.rank.world import Place, World
 
     os.setpgid(0, 0)
+    # A shell that starts the tests in the background has it ignored; some ranks are interrupted on purpose.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     listeners[:] = bound
     try:

@@ -7,24 +7,39 @@ import torch
 from torch import nn
 
 from nbkit.errors import TrainingError
+from nbkit.mesh import AXES, Mesh
+from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.norms import check_level, synchronised
 
 CPU = torch.device("cpu")
 
 
+def ranks(dp: int, pp: int = 1) -> Axes:
+    """As seen from rank 0, without groups: nothing is sent here."""
+    return Axes(Mesh(dp=dp, pp=pp), 0, dp, dict.fromkeys((*AXES, "shard", "replicate")))
+
+
 def test_what_does_not_couple_samples_passes_as_it_is() -> None:
     frozen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     for model in (nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), frozen):
-        assert synchronised(model, world_size=4, device=CPU) is model
-    assert synchronised(alone := nn.BatchNorm1d(3), world_size=1, device=CPU) is alone
+        assert synchronised(model, axes=ranks(4), micros=8, device=CPU) is model
+    for alone in (ranks(1), ranks(1, pp=4)):
+        assert synchronised(norm := nn.BatchNorm1d(3), axes=alone, micros=1, device=CPU) is norm
 
 
 def test_on_cpu_ranks_it_is_refused_and_on_cuda_synchronised() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(TrainingError, match="BatchNorm '1'"):
-        synchronised(model, world_size=2, device=CPU)
+        synchronised(model, axes=ranks(2), micros=1, device=CPU)
 
-    assert isinstance(synchronised(model, world_size=2, device=torch.device("cuda"))[1], nn.SyncBatchNorm)
+    cuda = torch.device("cuda")
+    assert isinstance(synchronised(model, axes=ranks(2), micros=1, device=cuda)[1], nn.SyncBatchNorm)
+
+
+def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(TrainingError, match="one micro-batch of the pipeline"):
+        synchronised(model, axes=ranks(1, pp=2), micros=4, device=CPU)
 
 
 @pytest.mark.parametrize(("total", "microbatch"), [(8, None), (8, 1), (5, None)])
