@@ -23,7 +23,9 @@ NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_
 TTL_SECONDS = 60
 CPU_RANKS, MOST_RANKS, BATCH = 4, 8, 16
 # Further apart than this, and the switched training is not the one that was never switched.
-APART = 1e-3
+APART = 1e-8
+# Between two switches, as a person would take it: they lie apart on the curve.
+PACE_SECONDS = 2.0
 _PROGRESS = re.compile(r"step \d+[^\r\n]*")
 _LABEL = re.compile(r"^\[[\d,-]+\] ?", re.MULTILINE)
 _VERDICT = re.compile(r"never switched: ([\d.e+-]+)")
@@ -138,6 +140,8 @@ class Story:
     def on_cell(self, cell: dict[str, Any]) -> None:
         """`cell` is next, so those before it are finished."""
         self.tell()
+        if "switch" in cell["metadata"].get("tags", []):
+            time.sleep(PACE_SECONDS)
         number = self.code.index(cell) + 1
         lines = [line for line in "".join(cell["source"]).splitlines() if line and not line.startswith(("%%", "#"))]
         self.terminal.live(f"cell {number} of {len(self.code)}: {(lines or ['...'])[0]}")
