@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.loopback import measured
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import Plan
@@ -78,29 +79,6 @@ def holdings(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]:
                     holding[f"{kind}/{name}"] = layout(shape, dim, (at["tp"], mesh.tp), shard)
         found.append(holding)
     return found
-
-
-def received() -> int:
-    """Bytes that have come in over the loopback interface: everything, in a private network namespace."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    raise OSError("no loopback interface")
-
-
-def measured(work: Callable[[], object]) -> tuple[float, int]:
-    """(seconds until all ranks are done, bytes on the wire) of `work()`; the barriers' own traffic is included."""
-    dist.barrier()
-    before = received()
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    dist.barrier()
-    seconds = time.perf_counter() - began
-    after = received()
-    dist.barrier()
-    return seconds, after - before
 
 
 def raw(plan: Plan, rank: int) -> Callable[[], object]:

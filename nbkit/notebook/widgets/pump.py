@@ -1,4 +1,4 @@
-"""The thread that keeps a dashboard moving, also while the kernel runs a cell, for at most a hundredth of a core."""
+"""The thread that keeps a dashboard moving, also while the kernel runs a cell: it rests for longer than it works."""
 
 from __future__ import annotations
 
