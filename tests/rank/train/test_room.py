@@ -1,0 +1,72 @@
+"""How much memory a rank can still take, by the machine, by its cgroups, and by a limit of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nbkit.errors import UsageError
+from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.train import room
+
+CPU = torch.device("cpu")
+GB = 1 << 30
+
+
+def written(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_this_machine_says_how_much_is_available_and_ranks_of_a_node_share_it() -> None:
+    whole, half = (room.left(CPU, ranks=ranks) for ranks in (1, 2))
+
+    assert whole is not None and half is not None
+    assert abs(whole - psutil.virtual_memory().available) < 0.2 * whole
+    assert abs(whole - 2 * half) < 0.2 * whole
+
+
+def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Path) -> None:
+    proc, top = tmp_path / "proc", tmp_path / "cgroup"
+    written(proc / "self", cgroup="0::/job/step\n")
+    written(top / "job" / "step", memory__max="max\n", memory__current=f"{GB}\n")
+    written(
+        top / "job",
+        memory__max=f"{8 * GB}\n",
+        memory__current=f"{6 * GB}\n",
+        memory__stat=f"anon 7\ninactive_file {GB}\n",
+    )
+    written(top, memory__max=f"{100 * GB}\n", memory__current=f"{7 * GB}\n")
+
+    assert room.of_cgroups(proc, top) == 3 * GB
+
+
+def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_path: Path) -> None:
+    proc, top = tmp_path / "proc", tmp_path / "cgroup"
+    written(proc / "self", cgroup="5:cpu,cpuacct:/\n4:memory:/docker/abc\n")
+    written(
+        top / "memory",
+        memory__limit_in_bytes=f"{4 * GB}\n",
+        memory__usage_in_bytes=f"{3 * GB}\n",
+        memory__stat="cache 5\ntotal_inactive_file 4096\n",
+    )
+
+    assert room.of_cgroups(proc, top) == GB + 4096
+    written(top / "memory", memory__limit_in_bytes="9223372036854771712\n")
+    assert room.of_cgroups(proc, top) is None
+
+
+def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + (96 << 20)))
+    found = room.left(CPU, ranks=1)
+
+    assert found is not None and (64 << 20) < found < (128 << 20)
+    monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "1")
+    assert room.left(CPU, ranks=1) == 0
+    monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "8GB")
+    with pytest.raises(UsageError, match="number of bytes"):
+        room.left(CPU, ranks=1)
