@@ -35,7 +35,7 @@ def _last(seconds: float) -> None:
         pass
 
 
-class _Along(torch.autograd.Function):
+class Along(torch.autograd.Function):
     """The part of a stage that leads to its input: both passes take their time."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Along(torch.autograd.Function):
         return grad, None
 
 
-class _Beside(torch.autograd.Function):
+class Beside(torch.autograd.Function):
     """The part that leads to a weight: only backward takes time."""
 
     @staticmethod
@@ -92,7 +92,7 @@ def _step(pipeline: Pipeline, num_micro: int, seconds: float) -> tuple[float, fl
     last = pipeline.schedule.num_stages - 1
 
     def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = _Along.apply(received[0] if received else entrance, seconds) + _Beside.apply(weight, seconds)
+        x = Along.apply(received[0] if received else entrance, seconds) + Beside.apply(weight, seconds)
         return (x.sum(),) if stage == last else (x,)
 
     spent: list[int] = []

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
+from nbkit.lateness import Bar, Late, late_rank
+from nbkit.links import Link
 from nbkit.records import Group, StepRecord, Traffic
 
 __all__ = [
@@ -25,39 +26,11 @@ __all__ = [
     "traffic_matrix",
 ]
 
-_OWN = ("data", "compute", "optimizer", "other")
 _MESSAGES = ("send", "recv", "batch")
+_ALIKE = ("dp", "shard", "replicate", "cp", "tp")
 
 Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
 Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Seconds of one rank's step; everything but `seconds` adds up to it.
-
-    exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
-    there yet. bubble: idle in the pipeline's schedule. other: what was in none of the rest.
-    """
-
-    rank: int
-    seconds: float
-    compute: float = 0.0
-    exposed: float = 0.0
-    waiting: float = 0.0
-    bubble: float = 0.0
-    data: float = 0.0
-    optimizer: float = 0.0
-    other: float = 0.0
-
-
-@dataclass(frozen=True)
-class Late:
-    """The rank the others wait for. seconds: by how much, per step. cause: the part of its step that is longer."""
-
-    rank: int
-    seconds: float
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +81,7 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
                 least[key] = min(least.get(key, row.blocked), row.blocked)
     for label, ranks in members.items():
         here[label] = sum(rank in steps for rank in ranks)
+    peers = _peers(steps, members)
     made = []
     for rank, record in sorted(steps.items()):
         if not record.parts:
@@ -121,7 +95,7 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         parts = dict(record.parts)
         exposed = parts.pop("exposed", 0.0)
         waiting = min(waiting, exposed)
-        made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, **parts))
+        made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, peers=peers[rank], **parts))
     return made
 
 
@@ -131,26 +105,15 @@ def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     for one in steps:
         for bar in bars(one, members):
             every.setdefault(bar.rank, []).append(bar)
-    names = [name for name in Bar.__dataclass_fields__ if name != "rank"]
+    names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
     return [
-        Bar(rank, **{name: sum(getattr(bar, name) for bar in those) / len(those) for name in names})
+        Bar(
+            rank,
+            peers=those[-1].peers,
+            **{name: sum(getattr(bar, name) for bar in those) / len(those) for name in names},
+        )
         for rank, those in sorted(every.items())
     ]
-
-
-def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
-    """The rank the others wait for, when the median of them idles `at_least` of a step longer than it does."""
-    if len(of) < 2:
-        return None
-    # In a pipeline the slow stage shows as what the others idle more than it does.
-    first = min(of, key=lambda bar: bar.waiting + bar.bubble)
-    others = [bar for bar in of if bar is not first]
-    behind = median(bar.waiting + bar.bubble for bar in others) - first.waiting - first.bubble
-    excess = {part: getattr(first, part) - median(getattr(bar, part) for bar in others) for part in _OWN}
-    cause = max(excess, key=lambda part: excess[part])
-    if behind <= at_least * median(bar.seconds for bar in of) or excess[cause] <= 0:
-        return None
-    return Late(first.rank, behind, cause)
 
 
 def table(steps: Steps, members: Members) -> list[Row]:
@@ -196,18 +159,26 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
     return TrafficMatrix(tuple(map(tuple, sent)), tuple(map(tuple, modelled)))
 
 
-def reading(of: Sequence[Bar], rows: Sequence[Row] = ()) -> str:
-    """One sentence on where the step goes, and what one could try. "" without bars."""
+def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = None) -> str:
+    """One sentence on where the step goes, and what one could try. "" without bars. slow: see links.slow_link."""
     if not of:
         return ""
     step = sum(bar.seconds for bar in of) / len(of)
     if step <= 0:
         return ""
     share = {part: sum(getattr(bar, part) for bar in of) / len(of) / step for part in _ADVICE}
-    if (late := late_rank(of)) is not None:
+    late = late_rank(of)
+    if slow is not None and (late is None or slow.seconds > late.seconds):
+        return (
+            f"Messages from rank {slow.source} to rank {slow.target} hold the pipeline up for "
+            f"{slow.seconds * 1e3:.0f} ms of each step ({slow.seconds / step:.0%}): {_CAUSES['exposed']}"
+        )
+    if late is not None:
+        ranks = (late.rank, *late.beside)
+        who = f"ranks {', '.join(map(str, sorted(ranks)))}" if late.beside else f"rank {late.rank}"
         return (
             f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
-            f"for rank {late.rank}, whose {_SPOKEN[late.cause]} takes longer: {_CAUSES[late.cause]}"
+            f"for {who}, whose {_SPOKEN[late.cause]} takes longer: {_CAUSES[late.cause]}"
         )
     worst = max(share, key=lambda part: share[part])
     if share[worst] < 0.1:
@@ -250,7 +221,24 @@ _CAUSES = {
     "compute": "look at what else runs there, its clocks, and how evenly the work is split",
     "optimizer": "look at how evenly the parameters are split",
     "other": "look at what only this rank does",
+    "exposed": "look at the link between them",
 }
+
+
+def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
+    """rank -> the ranks that do the same work: joined by groups along other axes than the pipeline's, itself too."""
+    axes = {row.group: row.axis for record in steps.values() for row in record.traffic}
+    if "pp" not in axes.values():
+        return dict.fromkeys(steps, tuple(sorted(steps)))
+    # The world is made of all stages: its groups join nobody.
+    joined = [set(members.get(group, ())) for group, axis in axes.items() if axis in _ALIKE]
+    found = {}
+    for rank in steps:
+        those = {rank}
+        while more := {one for group in joined if group & those for one in group} - those:
+            those |= more
+        found[rank] = tuple(sorted(those))
+    return found
 
 
 def _collective(row: Traffic) -> bool:

@@ -163,8 +163,9 @@ def recent(num: int = 100) -> list[Call]:
 def axis_of(desc: str, name: str) -> str:
     """The axis a group lies along, from what torch holds of it; a name of its own where it lies along none."""
     desc = desc.removeprefix("mesh_")
-    if desc in _AXES:
-        return desc
+    # "pp up": the channels of a pipeline on NCCL have groups of their own.
+    if desc.partition(" ")[0] in _AXES:
+        return desc.partition(" ")[0]
     return "world" if desc == "default_pg" else name if desc in ("", "undefined") else desc
 
 

@@ -159,6 +159,14 @@ def test_a_word_that_is_no_mode_is_refused() -> None:
         record.set_mode("fast")
 
 
+@pytest.mark.parametrize(
+    ("desc", "axis"),
+    [("mesh_shard", "shard"), ("pp up", "pp"), ("default_pg", "world"), ("undefined", "7"), ("mine", "mine")],
+)
+def test_the_axis_of_a_group_comes_from_what_torch_holds_of_it(desc: str, axis: str) -> None:
+    assert record.axis_of(desc, "7") == axis
+
+
 def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
     ring, group = record.Ring(8), record.Seen("dp 1 [0,1]", "dp", (0, 1))
     for i in range(20):

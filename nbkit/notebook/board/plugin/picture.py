@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from nbkit import forecast
+from nbkit.links import Link, links, slow_link
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.notebook.board.plugin.timeline import PARTS
@@ -40,7 +41,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "seconds": short(_mean(record.seconds for record in steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
         "missing": sorted(set(range(run.world_size)) - set(steps)),
-        "reading": reading(_around(run, step) or of, rows),
+        "reading": reading(_around(run, step) or of, rows, slow=_slow_link(run, step, rows, of)),
         "late": _late(of),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
@@ -79,6 +80,17 @@ def _around(run: Run, step: int) -> list[Bar]:
     """A sentence on one step alone would change with each."""
     near = [run.steps[one] for one in range(step - _MEAN_OF + 1, step + 1) if one in run.steps]
     return mean_bars(near, run.members)
+
+
+def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
+    """Of a pipeline, from the moments nearest to the step."""
+    if not of or not any(row.op == "recv" for row in rows):
+        return None
+    details = {rank: one for rank in run.files if (one := run.detail_of(rank, step)) is not None}
+    newest = max((one.step for one in details.values()), default=0)
+    offsets = {rank: header.offset_ns for rank, header in run.headers.items()}
+    every = links({rank: one for rank, one in details.items() if one.step == newest}, offsets)
+    return slow_link(every, _mean(bar.seconds for bar in of))
 
 
 def _late(of: list[Bar]) -> dict[str, Any] | None:

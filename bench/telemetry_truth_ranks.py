@@ -1,0 +1,168 @@
+"""A rank that trains with a delay somewhere, and writes records of it. Run by bench.forked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import nbkit
+from bench.jobs import config, data, token_loss
+from bench.pipeline_rank import Along, Beside
+from nbkit.rank.groups import DelegatingGroup, live
+from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world import World
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+_COLLECTIVES = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+
+
+class Worker:
+    """One job after the other. Its delay is taken in the steps after `slow` is called with one."""
+
+    def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
+        World.join_from_env()
+        self._config, self._batch = config(width, layers, block=block), batch
+        self._delay = dict.fromkeys(("data", "compute", "link"), 0.0)
+        self._undo: list[Callable[[], None]] = []
+        self._taken: set[str] = set()
+
+    def prepare(self, strategy: str, unit: float = 0.0) -> str:
+        """Train `strategy` from here on; returns the directory of the run. unit: stages sleep, so many seconds each."""
+        self._heal()
+        pipe = Strategy.parse(strategy, dist.get_world_size()) if unit else None
+        stages = Schedule.of(pipe.schedule or "1f1b", pipe.pp, 1).num_stages if pipe else 0
+        self._trainer = Trainer(
+            model=(lambda: Sleepers(stages, unit)) if unit else self._model,
+            loss=(lambda output, target: output.mean()) if unit else token_loss,
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+            data=[(torch.zeros(1), torch.zeros(1))] * 64 if unit else data(self._config, 8 * self._batch),
+            batch_size=self._batch,
+            strategy=strategy,
+            collate=self._collate,
+            progress=False,
+        )
+        session = self._trainer.job.recorder._session
+        assert session is not None
+        session._writer._detail_every = 1  # the moments of every step
+        return str(self._trainer.run_dir)
+
+    def train(
+        self, steps: int, *, where: str = "", seconds: float = 0.0, ranks: tuple[int, ...] = ()
+    ) -> tuple[int, int]:
+        """(first, last) step of so many, with a delay of so many seconds in each on these ranks.
+
+        where: "data", "compute", or the axis of the group of `ranks` whose next transfer of a step arrives that much
+        later: a collective's on all of them, a message's on the last one, from the first one.
+        """
+        first = self._trainer.step + 1
+        self._heal()
+        if dist.get_rank() in ranks:
+            if where in self._delay:
+                self._delay[where] = seconds
+            elif where:
+                self._delay["link"] = seconds
+                self._wrap(where, ranks)
+        self._trainer.fit(steps)
+        return first, self._trainer.step
+
+    def _model(self) -> Any:
+        model = nbkit.GPT(self._config)
+        for each in model.blocks:
+            each.register_forward_pre_hook(lambda module, args: self._sleep("compute"))
+        return model
+
+    def _collate(self, samples: list[Any]) -> Any:
+        self._taken.clear()  # a step begins
+        self._sleep("data")
+        return default_collate(samples)
+
+    def _sleep(self, where: str) -> None:
+        """Once a step."""
+        if self._delay[where] and where not in self._taken:
+            self._taken.add(where)
+            time.sleep(self._delay[where])
+
+    def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
+        for group in live():
+            if group.seen.axis == axis and set(ranks) <= set(group.members):
+                inner = group.inner
+                group.inner = _SlowLink(inner, self._sleep, self._source(axis, group, ranks))
+                self._undo.append(lambda group=group, inner=inner: setattr(group, "inner", inner))  # type: ignore[misc]
+
+    def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int | None:
+        """Whose messages come late here; None: collectives do."""
+        if axis != "pp":
+            return None
+        return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else -1
+
+    def _heal(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        for where in self._delay:
+            self._delay[where] = 0.0
+
+
+class Sleepers(nn.Module):
+    """A stage's worth each: forward, the gradient of the input and that of the weight sleep `unit` seconds."""
+
+    def __init__(self, stages: int, unit: float) -> None:
+        super().__init__()
+        self.begin = nn.Parameter(torch.zeros(1))  # so that the first stage's input has a gradient too
+        self.blocks = nn.ModuleList(Sleeper(unit) for _ in range(stages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.begin
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.ones(1)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Along.apply(x, self.seconds) + Beside.apply(self.weight, self.seconds)
+        return y
+
+
+class _SlowLink:
+    """An inner group over a link on which what a step transfers first arrives late."""
+
+    def __init__(self, inner: Any, sleep: Callable[[str], None], source: int | None) -> None:
+        self._inner, self._sleep, self._source = inner, sleep, source
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._inner, name)
+        if self._source is None and name in _COLLECTIVES:
+            return lambda *args: _LateWork(own(*args), self._sleep)
+        if name == "recv":
+            return lambda tensors, peer, tag: (
+                _LateWork(own(tensors, peer, tag), self._sleep) if peer == self._source else own(tensors, peer, tag)
+            )
+        return own
+
+
+class _LateWork(dist.Work):
+    def __init__(self, inner: Any, sleep: Callable[[str], None]) -> None:
+        super().__init__()
+        self._inner, self._sleep = inner, sleep
+
+    def wait(self, *timeout: Any) -> Any:
+        done = self._inner.wait(*timeout)
+        self._sleep("link")
+        return done
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def get_future(self) -> Any:
+        return self._inner.get_future()

@@ -1,0 +1,52 @@
+"""Delays in real trainings on several axes are found again in their records, on the right rank and for the right cause.
+
+The delay is several times what the benchmark takes, so that it stands out on a busy machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from bench.forked import Ranks
+from bench.telemetry_truth import SIZE, Delay, Recorded, delays, expected
+from nbkit.links import slow_link
+from nbkit.strategy import Strategy
+
+DELAY, STEPS = 0.3, 4
+
+
+def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded, list[range]]:
+    """The records of a training with each of these delays in turn, and the steps that had it."""
+    with Ranks("telemetry_truth_ranks", 4, folder=folder, **SIZE) as ranks:
+        run = ranks.ask("prepare", strategy=strategy)[0]
+        ranks.ask("train", steps=2)
+        spans = []
+        for delay in wanted:
+            first, last = ranks.ask("train", steps=STEPS, where=delay.where, seconds=DELAY, ranks=delay.ranks)[0]
+            # The first step of a run also waits for what every run begins with.
+            spans.append(range(first + 1, last + 1))
+        return Recorded(folder / run), spans
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["dp=2 tp=2", "dp=2 pp=2"])
+def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path, strategy: str) -> None:
+    chosen = Strategy.parse(strategy, 4)
+    wanted = delays(chosen)
+    assert [delay.part for delay in wanted].count("exposed") >= 1
+
+    recorded, spans = late_in(tmp_path, strategy, wanted)
+
+    for delay, steps in zip(wanted, spans, strict=True):
+        assert len(steps) == 3
+        rank, source = delay.ranks[-1], delay.ranks[0]
+        seen = [recorded.seconds(step, rank, source)[delay.part] for step in steps]
+        assert median(seen) == pytest.approx(1.3 * DELAY, rel=0.4), delay
+        if delay.part == "link":
+            found = [slow_link(recorded.links(step), recorded.steps[step][rank].seconds) for step in steps]
+            assert [(one.source, one.target) for one in found if one].count((source, rank)) >= 2, found
+        else:
+            assert expected(delay, chosen)(recorded.late(steps)), (delay, recorded.late(steps))

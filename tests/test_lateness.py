@@ -1,0 +1,144 @@
+"""Who is late, of ranks in several groups: worked out by hand for one delay of 30 ms in a step of 100 ms."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbkit.lateness import Bar, Late, late_rank
+from nbkit.links import Link, links, slow_link
+from nbkit.readings import bars, mean_bars, reading
+from nbkit.records import Detail, StepRecord, TimedCall, Traffic
+from nbkit.strategy import Strategy
+
+MS = 0.001
+DELAY = 30 * MS
+
+
+def job(
+    text: str, *, own: dict[int, dict[str, float]] | None = None, stood: dict[int, dict[str, float]] | None = None
+) -> tuple[dict[int, StepRecord], dict[str, tuple[int, ...]]]:
+    """Records of one step. own: what a rank's parts take more than usual. stood: what it stood still on an axis.
+
+    Of what is stood for, "pp" is bubble.
+    """
+    mesh = Strategy.parse(text, 4).mesh
+    groups = {f"{axis} {ranks}": ranks for axis in ("pp", "dp", "tp") for ranks in mesh.groups(axis) if len(ranks) > 1}
+    groups["world"] = (0, 1, 2, 3)
+    steps = {}
+    for rank in range(4):
+        more, still = (own or {}).get(rank, {}), (stood or {}).get(rank, {})
+        rows = [
+            Traffic("recv" if label.startswith("pp") else "all_reduce", label.split()[0], label,
+                    None, 1, 8, 1, 0.1, still.get(label.split()[0], 0.0) + 2 * MS)
+            for label, ranks in groups.items()
+            if rank in ranks
+        ]  # fmt: skip
+        parts = {"compute": 60 * MS, "data": 1 * MS, "optimizer": 5 * MS, "other": 1 * MS, "bubble": 0.0}
+        parts = {part: seconds + more.get(part, 0.0) for part, seconds in parts.items()}
+        parts["bubble"] += sum(row.blocked for row in rows if row.axis == "pp")
+        parts["exposed"] = sum(row.blocked for row in rows if row.axis != "pp")
+        steps[rank] = StepRecord(1, seconds=sum(parts.values()), parts=parts, traffic=tuple(rows))
+    return steps, groups
+
+
+# Mesh order: tp fastest, pp slowest. A rank waits on the first axis on which it meets who is late.
+@pytest.mark.parametrize(
+    ("text", "late", "stood"),
+    [
+        ("dp=2 tp=2", 0, {1: "tp", 2: "dp", 3: "dp"}),
+        ("dp=2 tp=2", 3, {2: "tp", 1: "dp", 0: "dp"}),
+        ("dp=2 pp=2", 0, {2: "pp", 1: "dp", 3: "dp"}),
+        ("dp=2 pp=2", 3, {1: "pp", 2: "dp", 0: "dp"}),
+        ("tp=2 pp=2", 2, {0: "pp", 3: "tp", 1: "pp"}),
+        ("pp=4", 1, {0: "pp", 2: "pp", 3: "pp"}),
+        ("dp=4", 2, {0: "dp", 1: "dp", 3: "dp"}),
+    ],
+)
+@pytest.mark.parametrize("part", ["compute", "data"])
+def test_the_slow_rank_of_several_groups_is_named(text: str, late: int, stood: dict[int, str], part: str) -> None:
+    steps, members = job(text, own={late: {part: DELAY}}, stood={rank: {axis: DELAY} for rank, axis in stood.items()})
+
+    assert late_rank(bars(steps, members)) == Late(late, pytest.approx(DELAY), part)
+
+
+def test_a_stage_with_more_to_do_does_not_hide_the_rank_that_is_late_beside_its_equals() -> None:
+    # Stage 1 is ranks 2 and 3, and takes 40 ms more than stage 0; rank 0 is 30 ms late beside rank 1.
+    own = {0: {"compute": DELAY}, 2: {"compute": 40 * MS}, 3: {"compute": 40 * MS}}
+    stood = {0: {"pp": 40 * MS}, 1: {"pp": 40 * MS, "dp": DELAY}, 2: {"pp": DELAY}, 3: {"dp": DELAY}}
+    steps, members = job("dp=2 pp=2", own=own, stood=stood)
+    found = late_rank(bars(steps, members))
+    assert found is not None and (found.rank, found.cause) == (0, "compute")
+
+    # Without it the stage is what the others wait for.
+    steps, members = job("pp=4", own={3: {"compute": 40 * MS}}, stood={rank: {"pp": 40 * MS} for rank in range(3)})
+    assert late_rank(bars(steps, members)) == Late(3, pytest.approx(40 * MS), "compute")
+
+
+def test_a_slow_link_is_told_from_a_slow_rank() -> None:
+    # Between ranks 0 and 1 on tp; ranks 2 and 3 wait for them on dp.
+    stood = {0: {"tp": DELAY}, 1: {"tp": DELAY}, 2: {"dp": DELAY}, 3: {"dp": DELAY}}
+    steps, members = job("dp=2 tp=2", stood=stood)
+    found = bars(steps, members)
+
+    assert late_rank(found) == Late(0, pytest.approx(DELAY), "exposed", (1,))
+    assert "for ranks 0, 1, whose exposed communication takes longer: look at the link" in reading(found)
+    # All ranks stand at it: nobody waits for anybody.
+    steps, members = job("dp=4", stood={rank: {"dp": DELAY} for rank in range(4)})
+    assert late_rank(bars(steps, members)) is None
+
+
+def test_nobody_is_named_for_what_nobody_waits_for() -> None:
+    steps, members = job("dp=2 tp=2", own={rank: {"data": DELAY} for rank in range(4)})
+
+    assert late_rank(bars(steps, members)) is None
+
+
+def test_three_steps_of_which_one_was_broken_by_chance_name_the_late_one() -> None:
+    late, members = job(
+        "dp=2 tp=2", own={0: {"compute": DELAY}}, stood={1: {"tp": DELAY}, 2: {"dp": DELAY}, 3: {"dp": DELAY}}
+    )
+    chance, _ = job(
+        "dp=2 tp=2", own={2: {"other": DELAY}}, stood={0: {"dp": DELAY}, 3: {"tp": DELAY}, 1: {"dp": DELAY}}
+    )
+
+    found = late_rank(mean_bars([late, chance, late], members))
+
+    assert found is not None and (found.rank, found.cause) == (0, "compute")
+
+
+def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: int | None) -> TimedCall:
+    blocked = 0 if waited is None or done is None else done - waited
+    return TimedCall(op, "pp 1 [0,1]", peer, place, 100, issued, waited, done, blocked)
+
+
+def test_a_link_is_charged_for_what_comes_late_after_it_was_sent() -> None:
+    ahead = 1_000_000  # ns by which rank 1's clock runs ahead
+    sender = [
+        call("send", 1, 1, 1_000, None, None),
+        call("send", 1, 2, 5_000, None, None),
+        call("send", 1, 3, 9_000, None, None),
+    ]
+    receiver = [
+        # Waited for the sender until 1000, then 500 for the message.
+        call("recv", 0, 1, ahead, ahead + 200, ahead + 1_500),
+        # Was there already.
+        call("recv", 0, 2, ahead, ahead + 8_000, ahead + 8_000),
+        # Never waited for.
+        call("recv", 0, 3, ahead, None, None),
+    ]
+    details = {0: Detail(1, calls=tuple(sender)), 1: Detail(1, calls=tuple(receiver))}
+
+    assert links(details, {1: -ahead}) == [Link(0, 1, 2, 200, pytest.approx(500e-9))]
+    assert links({1: details[1]}) == []
+
+
+def test_the_slow_link_is_the_one_that_stands_out() -> None:
+    quick, slow = Link(0, 1, 8, 800, 2 * MS), Link(1, 0, 8, 800, DELAY)
+
+    assert slow_link([slow, quick], 0.1) == slow
+    assert slow_link([slow, quick], 1.0) is None  # too little of the step
+    assert slow_link([slow, Link(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
+    assert slow_link([], 0.1) is None
+    bar = Bar(0, 0.1, compute=0.06, bubble=0.04)
+    said = reading([bar], slow=slow)
+    assert said.startswith("Messages from rank 1 to rank 0 hold the pipeline up for 30 ms of each step (30%): look at")
