@@ -1,4 +1,4 @@
-"""`%dashboard`, and `%nbkit report`."""
+"""`%dashboard`, `%nbkit report` and `%nbkit trace`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, MagicParser, parse
+from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard import Dashboard
 
 
@@ -23,6 +25,9 @@ def nbkit_parser() -> MagicParser:
     report = commands.add_parser("report", help="write one self-contained page with every chart")
     report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
     report.add_argument("--run", help="a recorded run's directory (the cluster's newest training)")
+    trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
+    trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
+    trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
     return parser
 
 
@@ -39,11 +44,13 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return Dashboard(options.run)
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Path | None:
+    def nbkit(self, line: str) -> Path | Traced | None:
         try:
             options = parse(nbkit_parser(), line)
         except HelpShown:
             return None
+        if options.command == "trace":
+            return current().trace(options.steps, options.path)
         board = Dashboard(options.run)
         try:
             return board.report(options.path)

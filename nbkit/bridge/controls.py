@@ -1,4 +1,4 @@
-"""What a notebook does to a training from outside: switch, try, undo, pause, checkpoint; and what it is told of it.
+"""What a notebook does to a training from outside: switch, try, pause, trace, ...; and what it is told of it.
 
 While the training makes steps, a control is a request like a stop: all ranks serve it at the same boundary. A strategy
 that is refused ends nothing: the refusal is the control's verdict, and the training goes on. What breaks the
@@ -172,6 +172,15 @@ def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
     return {"path": str(to.absolute())}
 
 
+def _trace(owner: Any, steps: int) -> dict[str, Any]:
+    if boundary.training() is None:
+        raise UsageError("Nothing makes steps, so there is nothing to trace.", hint="trainer.fit(...)   with --detach")
+    if hold.is_held():
+        raise UsageError("The training is paused, so there is nothing to trace.", hint="%strategy --resume")
+    job = getattr(owner, "job", owner)
+    return dict(job.recorder.trace(steps, after=job.step))
+
+
 _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "switch": _switch,
     "undo": _undo,
@@ -179,6 +188,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "pause": _pause,
     "resume": _resume,
     "checkpoint": _checkpoint,
+    "trace": _trace,
 }
 
 controls: Controls | None = None  # set once, by the engine

@@ -29,6 +29,7 @@ CELLS = {
     ),
     "fit": "%%distributed\ntrainer.fit(100_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(100_000)",
+    "trace": "%nbkit trace 2",
     "end": "handle.stop()",
     "report": "%nbkit report page.html",
     "stop": "%cluster stop",
@@ -74,6 +75,8 @@ def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
     page.page.wait_for_function("document.querySelector('.nbkit-dashboard .ranks canvas').dataset.rows === '2'")
     page.wait_for_output(NUMBER["dashboard"], "2 ranks · running")
     page.cell(NUMBER["dashboard"]).scroll_into_view_if_needed()
+    page.page.click(".nbkit-dashboard button.trace")
+    page.wait_for_output(NUMBER["dashboard"], "open it in ui.perfetto.dev")
     page.picture(tmp_path / "training.png")
     assert page.prompt(NUMBER["fit"]) == "[*]:" and "of the step" in page.output(NUMBER["dashboard"])
 
@@ -83,6 +86,7 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
     page.wait_done(NUMBER["fit"], seconds=30)
     page.run(NUMBER["detached"])
     before = wait_for_step(page, 1)
+    assert "of 2 ranks: " in page.run(NUMBER["trace"])
     page.reload()
     page.page.wait_for_selector(SHOWN, timeout=60_000)
     wait_for_step(page, before + 1, 60)

@@ -34,6 +34,7 @@ from nbkit.notebook.cluster.switching import Training
 from nbkit.notebook.cluster.transfer import pull, push
 from nbkit.notebook.cluster.verdict import Verdict
 from nbkit.notebook.cluster.waiting import until_training, wait_async, wait_for, wait_here
+from nbkit.notebook.tracing import Traced
 
 TTL_SECONDS = 7200.0
 _current: Cluster | None = None
@@ -245,6 +246,10 @@ class Cluster:
     def switch(self, strategy: str) -> Verdict:
         """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
         return self.training.switch(strategy)
+
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+        """The next steps of the running training, all ranks in one file for Perfetto."""
+        return self.training.trace(steps, path)
 
     # Values -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ runs at once as a cell of its own, on the newest Trainer. Either way one verdict
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from dataclasses import replace
@@ -17,6 +18,7 @@ from nbkit.notebook.cluster.choose import names_of_notebook
 from nbkit.notebook.cluster.running import Running
 from nbkit.notebook.cluster.verdict import Verdict
 from nbkit.notebook.cluster.waiting import wait_here
+from nbkit.notebook.tracing import Traced, trace
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -41,27 +43,31 @@ class Training:
 
         Raises StrategyError or SwitchError when it was refused: the old strategy goes on, and nothing has changed.
         """
-        return self._ask("switch", strategy=strategy)
+        return self.ask("switch", strategy=strategy)
 
     def undo(self) -> Verdict:
         """Go back to the strategy before the last switch, with the weights of now."""
-        return self._ask("undo")
+        return self.ask("undo")
 
     def try_out(self, strategy: str, steps: int = 10) -> Verdict:
         """Measure a strategy for so many steps on the live job, then go back to where it was."""
-        return self._ask("try", strategy=strategy, steps=steps)
+        return self.ask("try", strategy=strategy, steps=steps)
 
     def pause(self) -> Verdict:
         """Hold the training at its next step boundary, until `resume` or Stop; switches act meanwhile."""
-        return self._ask("pause")
+        return self.ask("pause")
 
     def resume(self) -> Verdict:
         """Go on after `pause`."""
-        return self._ask("resume")
+        return self.ask("resume")
 
     def checkpoint(self, path: str = "") -> Verdict:
         """Save at the next step boundary; default: checkpoint in the run's directory."""
-        return self._ask("checkpoint", path=path)
+        return self.ask("checkpoint", path=path)
+
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+        """The next `steps` steps of all ranks as one file for Perfetto: see nbkit.notebook.tracing."""
+        return trace(self.cluster, steps, path)
 
     def look(self) -> dict[str, Any]:
         """What a rank says of its training, whatever it is doing now: see nbkit.bridge.controls. {}: no answer.
@@ -88,7 +94,8 @@ class Training:
             time.sleep(TICK_SECONDS)
         return {}
 
-    def _ask(self, do: str, **args: Any) -> Verdict:
+    def ask(self, do: str, **args: Any) -> Verdict:
+        """Have all ranks do one of nbkit.bridge.controls at the same boundary, or now when none makes steps."""
         cluster = self.cluster
         presence.must_be_here(cluster)
         cluster.post.check_alive(range(cluster.entry.n))

@@ -56,6 +56,8 @@ class Verdict:
                 f"tried {self.result['strategy']} for {self.result['steps']} steps: {seconds(tried)} a step, "
                 f"{seconds(before)} under {self.strategy}{change}"
             )
+        if self.do == "trace":
+            return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "checkpoint" else ""
         return f"{_DONE[self.do]}{where} after step {self.step}"
 

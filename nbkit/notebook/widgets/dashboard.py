@@ -7,13 +7,17 @@ nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
 from __future__ import annotations
 
 import html
+import os
 import sys
+import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nbkit.errors import UsageError
+from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.modules import joined, style
 from nbkit.notebook.widgets.pump import Pump
 from nbkit.notebook.widgets.report import write_report
@@ -32,10 +36,12 @@ class Dashboard:
 
     def __init__(self, of: Cluster | str | Path | None = None) -> None:
         source = of if of is not None else current()
+        self._cluster = source if isinstance(source, Cluster) else None
         self._where = ClusterRun(source) if isinstance(source, Cluster) else FolderRun(source)
+        self._tracing = threading.Lock()
         self.widget: Any = None
         self.pump = Pump(self._where, self._send)
-        self.widget = _widget(self.pump)
+        self.widget = _widget(self.pump, self._trace if self._cluster is not None else None)
         if self.widget is not None:
             self.pump.start()
 
@@ -50,11 +56,32 @@ class Dashboard:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
         return write_report(folder, Path(path).expanduser())
 
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+        """The next steps of the training that is shown, all ranks in one file for Perfetto: see Cluster.trace."""
+        if self._cluster is None:
+            raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
+        return self._cluster.trace(steps, path)
+
     def snapshot(self) -> dict[str, Any]:
         """All that is shown, as plain values; {} when nothing has been recorded yet."""
         if self.pump.feed is None:
             self.pump.find()
         return self.pump.feed.snapshot() if self.pump.feed is not None else {}
+
+    def _trace(self, steps: int) -> None:
+        """The button: what comes of it is told to the page. One at a time."""
+
+        def work() -> None:
+            with self._tracing:
+                self._send({"kind": "traced", "busy": True, "text": f"tracing the next {steps} steps …"}, [])
+                try:
+                    text = repr(self.trace(steps))
+                except (NbkitError, OSError) as error:
+                    text = str(error).splitlines()[0]
+                self._send({"kind": "traced", "busy": False, "text": text}, [])
+
+        if not self._tracing.locked():
+            threading.Thread(target=work, name="nbkit-trace", daemon=True).start()
 
     def _send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
         if self.widget is None or self.widget.comm is None:
@@ -79,7 +106,7 @@ class Dashboard:
         return bundle
 
 
-def _widget(pump: Pump) -> Any:
+def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:
     """None without anywidget."""
     try:
         import anywidget
@@ -93,8 +120,9 @@ def _widget(pump: Pump) -> Any:
         _esm = joined()
         _css = style()
         key = traitlets.Unicode().tag(sync=True)
+        live = traitlets.Bool().tag(sync=True)
 
-    view = View(key=uuid.uuid4().hex)
+    view = View(key=uuid.uuid4().hex, live=trace is not None)
     # ipykernel 7.4 sends what a page says to the thread that spoke last; that may be a busy one.
     if hasattr(view.comm, "_reply_subshell_for"):
         view.comm._reply_subshell_for = lambda data, default: default
@@ -104,6 +132,8 @@ def _widget(pump: Pump) -> Any:
             pump.again()
         elif message.get("ask") == "step":
             pump.show(message.get("step"))
+        elif message.get("ask") == "trace" and trace is not None:
+            trace(3)
 
     view.on_msg(heard)
     view.observe(lambda change: pump.stop() if change["new"] is None else None, names="comm")

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from nbkit.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.rank.telemetry.files import RecordFile
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.telemetry.record import own_ns, ring
-from nbkit.rank.telemetry.writer import Mark, Writer
+from nbkit.rank.telemetry.writer import FIRST_IN_DETAIL, Keep, Mark, Writer
 from nbkit.records import EventRecord, Header, MemoryRecord, Record
 
 __all__ = ["Session", "record_path"]
@@ -45,8 +45,8 @@ class Session:
     """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
 
     offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
-    first three too). base_bytes: what this process held before the job; default: what it holds now. What goes wrong in
-    writing is warned of at the end of a run, and never ends a training.
+    first three too, and three after a switch). base_bytes: what this process held before the job; default: what it
+    holds now. What goes wrong in writing is warned of at the end of a run, and never ends a training.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class Session:
             self.begin()
         elif isinstance(event, RunStopped):
             self.end()
+        elif isinstance(event, Switched):
+            self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
         """This thread makes steps from here on; for a loop of one's own, without events."""
@@ -129,6 +131,10 @@ class Session:
     def note(self, record: Record) -> None:
         """Have a record written as it is."""
         self._queue.put(record)
+
+    def detail(self, steps: int) -> None:
+        """Keep the next `steps` steps moment by moment."""
+        self._queue.put(Keep(steps))
 
     def memory_due(self, step: int) -> bool:
         """Whether `memory(...)` is wanted in this step: the second, and every hundredth."""

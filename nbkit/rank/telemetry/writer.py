@@ -14,10 +14,10 @@ from nbkit.rank.telemetry.phases import Step
 from nbkit.rank.telemetry.record import Call, ring
 from nbkit.records import Detail, Group, Outside, PipelineOp, Record, StepRecord
 
-__all__ = ["Mark", "Writer"]
+__all__ = ["FIRST_IN_DETAIL", "Keep", "Mark", "Writer"]
 
+FIRST_IN_DETAIL = 3
 _CALLS_IN_DETAIL = 4096
-_FIRST_IN_DETAIL = 3
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
 _PASSING_S = 60.0  # for how long a device's step is waited for before it is written without its parts
 
@@ -35,15 +35,23 @@ class Mark:
     own: int
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Keep the next steps moment by moment."""
+
+    steps: int
+
+
 @dataclass
 class _Made:
     mark: Mark
     before: Mark
+    in_detail: bool
     numbers: dict[str, Any] | None = None
 
 
 class Writer:
-    """Takes marks, (step, numbers), records, events to set when all is written, and None for the end."""
+    """Takes marks, (step, numbers), records, what to keep, events to set when all is written, None for the end."""
 
     def __init__(self, items: queue.SimpleQueue[Any], *, detail_every: int, since: int) -> None:
         self._items, self._detail_every = items, detail_every
@@ -53,7 +61,7 @@ class Writer:
         self._last: Mark | None = None
         self._read = since  # calls that have been read from the ring
         self._spent = 0  # ns of this thread that a step record has named
-        self._details = 0
+        self._keep = FIRST_IN_DETAIL  # steps to come that are kept moment by moment
         self.groups: list[Group] = []
         self.failure: Exception | None = None
         self.told = False
@@ -85,7 +93,8 @@ class Writer:
     def _take(self, item: Any) -> None:
         if isinstance(item, Mark):
             if item.step is not None and self._last is not None:
-                self._made[item.step.number] = _Made(item, self._last)
+                self._made[item.step.number] = _Made(item, self._last, self._keep > 0)
+                self._keep -= self._keep > 0
                 # A loop that reports no numbers.
                 self._write_steps([number for number in self._made if number <= item.step.number - 2])
             elif item.step is None:
@@ -93,6 +102,8 @@ class Writer:
             self._last = item
         elif isinstance(item, Record):
             self._write([item])
+        elif isinstance(item, Keep):
+            self._keep = max(self._keep, item.steps)
         elif isinstance(item, threading.Event):
             self._write_steps(list(self._made))
             self._last = None
@@ -138,8 +149,7 @@ class Writer:
         records: list[Record] = [record]
         if outside:
             records.append(Outside(step.number, traffic_of(outside)))
-        if laps and (self._details < _FIRST_IN_DETAIL or step.number % self._detail_every == 0):
-            self._details += 1
+        if laps and (made.in_detail or step.number % self._detail_every == 0):
             ops = tuple(PipelineOp(*op) for op in step.ops)
             records.append(Detail(step.number, tuple(laps), timed_calls(inside[:_CALLS_IN_DETAIL]), ops))
         self._write(records)

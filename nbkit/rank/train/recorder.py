@@ -10,13 +10,13 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from nbkit import forecast
-from nbkit.errors import NbkitError, TrainingError
+from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.events import Event, RunStarted, Switched
 from nbkit.rank.telemetry.align import clock_offset
 from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
@@ -76,6 +76,22 @@ class Recorder:
                 # No formula is worth a training.
                 with suppress(NbkitError, OSError):
                     forecast.append(self._run_dir, foresee(job, since=self._since))
+
+    def trace(self, steps: int, *, after: int) -> dict[str, Any]:
+        """Keep the next `steps` steps moment by moment; which they are: {"first", "last"}. after: finished steps.
+
+        Raises UsageError when nothing is recorded, or for no steps.
+        """
+        if self._session is None or mode() == "off":
+            raise UsageError(
+                "This training is not recorded, so there is nothing to trace.",
+                numbers=f"telemetry {mode()}",
+                hint="nbkit.Trainer(..., log_dir='runs'), without NBKIT_TELEMETRY=off",
+            )
+        if not isinstance(steps, int) or steps < 1:
+            raise UsageError("A trace has a whole number of steps, at least 1.", numbers=f"{steps!r}", hint="trace(3)")
+        self._session.detail(steps)
+        return {"first": after + 1, "last": after + steps}
 
     def at_boundary(self, step: int) -> None:
         """Step number `step` is made, if that has not been said before."""

@@ -87,12 +87,14 @@ def test_evaluation_is_no_part_of_a_step(run: dict[str, Any]) -> None:
         assert calls.count("all_reduce") == 1
 
 
-def test_the_pipelines_operations_are_there(run: dict[str, Any]) -> None:
-    for rank, records in read(run["run"]).items():
-        ops = [one.pipeline for one in of(records, Detail) if one.pipeline]
-        assert not ops or sorted((op.op, op.micro) for op in ops[0]) == sorted(
-            (kind, micro) for kind in "BF" for micro in range(4)
-        ), rank
+def test_the_first_steps_and_those_after_a_switch_are_kept_moment_by_moment(run: dict[str, Any]) -> None:
+    for records in read(run["run"]).values():
+        kept = {one.step: one for one in of(records, Detail)}
+        # A trial's switches are none of the training's.
+        assert sorted(kept) == [1, 2, 3, STEPS + 1, STEPS + 2, STEPS + 3]
+        for step in (STEPS + 1, STEPS + 2, STEPS + 3):
+            ops = sorted((op.op, op.micro) for op in kept[step].pipeline)
+            assert ops == sorted((kind, micro) for kind in "BF" for micro in range(4))
 
 
 def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nbkit.recordfile import old_part, overview_of
-from nbkit.records import Detail, EventRecord, MemoryRecord, Record, StepRecord, from_line
+from nbkit.records import Detail, EventRecord, Group, MemoryRecord, Record, StepRecord, from_line
 
-__all__ = ["detail_near", "events_of", "newest_memory", "overview_sample", "step_at"]
+__all__ = ["detail_near", "events_of", "groups_of", "newest_memory", "overview_sample", "step_at"]
 
 _AT_MOST = 2000
 
@@ -67,6 +67,12 @@ def events_of(path: Path) -> list[EventRecord]:
     return found[-_AT_MOST:]
 
 
+def groups_of(path: Path) -> list[Group]:
+    """The groups that a rank has made calls on: a part begins with those that were known, later ones follow."""
+    found = {one.label: one for data in _parts(path) for one in _groups_in(data)}
+    return list(found.values())
+
+
 def overview_sample(path: Path, num: int) -> list[StepRecord]:
     """At most about `num` lines of the overview, evenly spaced, the oldest first."""
     lines = _overview(path)
@@ -74,6 +80,11 @@ def overview_sample(path: Path, num: int) -> list[StepRecord]:
     # Counted from the end, so that all ranks choose the same steps and the newest is among them.
     chosen = lines[::-1][::every][::-1]
     return [record for line in chosen if isinstance(record := from_line(line), StepRecord)]
+
+
+def _groups_in(data: mmap.mmap) -> list[Group]:
+    those = [_line(data, at + 1) for at in _all(data, b'\n{"kind":"group",')]
+    return [one for one in those if isinstance(one, Group)]
 
 
 def _overview(path: Path) -> list[bytes]:

@@ -1,7 +1,7 @@
 // The dashboard: keeps what Python tells of a run, and draws it into as many views as there are.
 //
 // Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
-// doubles, {kind: "step", step}, {kind: "note", text}. Asked: {ask: "all"}, {ask: "step", step}.
+// doubles, {kind: "step", step}, {kind: "note", text}, {kind: "traced", busy, text}. Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}.
 
 import { drawBars, drawMemory } from "./charts.js";
 import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
@@ -20,7 +20,8 @@ const LAYOUT = `
 <section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: tokens a second</small>
   <span class="buttons along"><button data-along="step">step</button><button data-along="tokens">tokens</button><button data-along="time">time</button></span></h3>
   <div class="curves"></div></section>
-<section><h3><span class="at">The step</span>, one bar per rank <small>measured</small></h3><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
+<section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
+  <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
@@ -29,7 +30,7 @@ const LAYOUT = `
 
 export class Story {
   constructor() {
-    Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", views: new Set(), due: 0 });
+    Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", traced: { busy: false, text: "" }, live: false, views: new Set(), due: 0 });
   }
 
   // Returns whether the message fits what is there; if not, everything has to be asked for.
@@ -38,6 +39,7 @@ export class Story {
     if (message.kind === "state") this.state = message.state;
     if (message.kind === "note") this.note = message.text;
     if (message.kind === "step") this.step = message.step;
+    if (message.kind === "traced") this.traced = message;
     if (message.kind === "curve") {
       fits = message.keep <= this.points.length && message.events_keep <= this.events.length
         && (message.keep + message.events_keep === 0 || message.epoch === this.epoch);
@@ -86,6 +88,7 @@ export function view(el, story, ask) {
     const { along, pick } = event.target.dataset || {};
     if (along) chosen.along = along;
     if (pick) chosen.pick = pick;
+    if (event.target.className === "trace" && ask) ask({ ask: "trace" });
     if (along || pick) draw();
   });
   const press = (name, key, value) => {
@@ -108,6 +111,9 @@ export function view(el, story, ask) {
     drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
     for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);
+    $("trace").hidden = !story.live || state?.stands !== "running";
+    $("trace").disabled = story.traced.busy;
+    $("traced").textContent = story.traced.text;
     $("foot").textContent = story.note || (step?.ranks?.length ? foot(step) : "");
   }
 
@@ -168,6 +174,7 @@ const stories = new Map();
 export const widget = {
   initialize({ model }) {
     const story = new Story();
+    story.live = model.get("live");
     stories.set(model.get("key"), story);
     const ask = (what) => model.send(what);
     model.on("msg:custom", (message, buffers) => {
