@@ -14,6 +14,7 @@ from nbkit.errors import UsageError
 __all__ = [
     "Checkpointed",
     "Event",
+    "Failed",
     "LrChanged",
     "RunStarted",
     "RunStopped",
@@ -94,8 +95,22 @@ class Switched(Event):
     identical: bool | None = None
 
 
+@dataclass(frozen=True)
+class Failed(Event):
+    """An error ended a run, or a switch failed and the old strategy went on.
+
+    rank: the one that it began on; None: all alike, or not known. error: the name of its class; "" on a rank that only
+    heard of it. what: its first line.
+    """
+
+    kind: ClassVar[str] = "failure"
+    rank: int | None = None
+    error: str = ""
+    what: str = ""
+
+
 _KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed, Switched)
+    cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed, Switched, Failed)
 }
 
 

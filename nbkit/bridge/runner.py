@@ -28,11 +28,10 @@ from nbkit.bridge.capture import Capture
 from nbkit.bridge.link import Link
 from nbkit.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.rank import groups, world
+from nbkit.rank.train.failing import PEER_GONE
 
 VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
 RECORDS_KEPT = 50
-# How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause.
-PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
 
 
 @dataclass

@@ -123,6 +123,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if number == 30:
                 run.now += int(4e8)
                 run.switch("pp=4 schedule=zbv microbatches=8")
+            if number == 45:
+                run.event("failure", rank=2, error="NotFinite", what="The loss of step 46 is not finite on rank 2.")
             run.step()
         run.close()
         write_report(folder / name, folder / f"{name}.html")

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from nbkit.notebook.board.plugin.happened import put
 from nbkit.records import EventRecord, Header, StepRecord
 
 __all__ = ["COLUMNS", "Curve", "Grown", "packed"]
@@ -75,7 +76,7 @@ class Curve:
     def take_event(self, record: EventRecord) -> None:
         """Something happened: a switch, a checkpoint, the beginning or the end of a run."""
         happened = self._since_start(record.ns) if record.ns else (self.points[-1][2] if self.points else 0.0)
-        self.events.append({"step": record.step, "time": round(happened, 6), **record.event})
+        self.epoch += put(self.events, {"step": record.step, "time": round(happened, 6), **record.event})
         if len(self.events) > _EVENTS:
             del self.events[: _EVENTS // 4]
             self.epoch += 1

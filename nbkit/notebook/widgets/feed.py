@@ -57,6 +57,7 @@ class Feed:
         """One step of all ranks, the newest or the one asked for; {} when there is none."""
         with self.lock:
             self._run.refresh()
+            self._hear_of_failures()
             newest = self._run.newest
             if not newest:
                 return {}
@@ -70,6 +71,8 @@ class Feed:
             quiet = self._file is None or time.time() - _changed(self._file) > _LIVE_S
             if last is not None and last["kind"] == "run_stopped":
                 stands = f"ended: {last.get('reason', '')}"
+            elif quiet and self.curve.events and self.curve.events[-1]["kind"] == "failure":
+                stands = f"ended: {self.curve.events[-1].get('what', '')}"  # this rank could not tell any more
             else:
                 stands = "quiet" if quiet else "running"
             return {
@@ -93,6 +96,13 @@ class Feed:
                 "events": list(self.curve.events),
                 "step": self.step,
             }
+
+    def _hear_of_failures(self) -> None:
+        """The rank that fails says most of it, and one that died says nothing: all are listened to."""
+        known = [{key: value for key, value in one.items() if key != "time"} for one in self.curve.events]
+        for event in self._run.events:
+            if event["kind"] == "failure" and event not in known:
+                self.curve.take_event(EventRecord(event["step"], event=event))
 
     def _find(self) -> bool:
         files = rank_files(self.run_dir)

@@ -52,7 +52,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
         (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
-    lines += _switches(snapshot["events"])
+    lines += [*_switches(snapshot["events"]), *_failures(snapshot["events"])]
     if step.get("ranks"):
         lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step)]
     return lines
@@ -80,6 +80,16 @@ def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
         )
         for event in told
     ]
+
+
+def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
+    told = [event for event in events if event["kind"] == "failure"][-3:]
+    return [(Piece(f"✕ after step {event['step']}: {_failure(event)}", "exposed"),) for event in told]
+
+
+def _failure(event: dict[str, Any]) -> str:
+    whose = f"rank {event['rank']}" if event.get("rank") is not None else ""
+    return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
 
 
 def _ranks(step: dict[str, Any], width: int) -> list[Line]:

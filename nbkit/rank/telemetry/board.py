@@ -120,7 +120,7 @@ def _write(writer: Any, item: Event | threading.Event) -> None:
         for tag, value in _scalars(item.record).items():
             writer.add_scalar(tag, value, item.step)
     else:
-        text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value != "")
+        text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
         writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbkit.errors import Stopped
 from nbkit.events import Event, StepDone
 from nbkit.rank.telemetry.emit import emit
 from nbkit.rank.train import boundary, verdict
 from nbkit.rank.train.clock import Clock
+from nbkit.rank.train.failing import failure_of
 from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.reduction import StepNumbers
 
@@ -119,6 +121,14 @@ class History:
         for listener in self.listeners:
             listener(event)
         emit(event)
+
+    def ended_by(self, error: BaseException) -> str:
+        """Why a run ends, in a word; of a failure everyone is told what it was."""
+        if isinstance(error, Stopped | GeneratorExit):
+            return "stopped"
+        if (failure := failure_of(error, step=self.step)) is not None:
+            self.emit(failure)
+        return type(error).__name__
 
     def _report(self, record: dict[str, Any]) -> None:
         step, seconds = record["step"] - self._first, record["seconds"]

@@ -190,7 +190,7 @@ class Job(Switchable):
             self.broken_off = not isinstance(error, NotFinite)
             self.optimizer.zero_grad()
             # The body of a loop over `batches` was left, and its generator is not told.
-            self._loop.leave()
+            self._loop.leave(self.ledger.ended_by, error)
             raise
 
     def _backward(self, batch: Any) -> Result:
@@ -263,7 +263,7 @@ class Job(Switchable):
             reason = "done"
         except BaseException as error:
             self.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
-            reason = "stopped" if isinstance(error, Stopped | GeneratorExit) else type(error).__name__
+            reason = self.ledger.ended_by(error)
             self.half_way |= self.ledger.torn()
             with suppress(NotFinite):
                 self.ledger.settle()

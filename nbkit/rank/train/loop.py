@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbkit.rank.telemetry.phases import phase
@@ -28,9 +28,11 @@ class Loop:
         self._batches = weakref.ref(batches)
         return batches
 
-    def leave(self) -> None:
-        """Nothing more comes of it."""
+    def leave(self, tell: Callable[[Any], object] | None = None, error: BaseException | None = None) -> None:
+        """Nothing more comes of it. tell: gets the error first, if a loop is under way."""
         if self._batches is not None and (batches := self._batches()) is not None:
+            if tell is not None:
+                tell(error)
             batches.close()
         self._batches = None
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.events import Switched
+from nbkit.events import Failed, Switched
 from nbkit.layout import Layout
 from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel.digest import digest, scratch_bytes
@@ -94,11 +94,12 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     identical = _digest(job, before, plan.old) == _digest(job, prepared.target, plan.new) if verify else None
     proven = time.perf_counter()
     if identical is False:
-        raise SwitchError(
+        error = SwitchError(
             f"The state under {new} is not the one under {old}.",
             numbers="the digests of weights and optimizer state differ",
             hint=f"{old} goes on; please report this",
         )
+        raise _told(job, error)
     with held_back():
         left = job.side
         job.adopt(prepared.side, prepared.inner)
@@ -206,8 +207,15 @@ def _all_or_none(job: Job, doing: str) -> Iterator[None]:
         failures = [""] * job.world_size
         dist.all_gather_object(failures, failure)
     if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
-        raise SwitchError(
+        refusal = SwitchError(
             f"The switch failed while {doing}; {job.strategy} goes on, unchanged.",
             numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
             hint="%strategy shows what can be picked",
-        ) from (cause if failure else None)
+        )
+        raise _told(job, refusal) from (cause if failure else None)
+
+
+def _told(job: Job, error: SwitchError) -> SwitchError:
+    """The error, of which everyone has been told: all ranks raise it alike."""
+    job.ledger.emit(Failed(job.step, error="SwitchError", what=f"{error.what} {error.numbers}"))
+    return error

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from nbkit.commands import main
+from nbkit.errors import CellError
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.widgets.dashboard import Dashboard
 from nbkit.notebook.widgets.feed import Feed
 from nbkit.notebook.widgets.source import ClusterRun
+from nbkit.notebook.widgets.text import lines_of, plain
 
 TRAIN = """
 trainer = nbkit.Trainer(
@@ -55,3 +57,26 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         assert "step 15" in capsys.readouterr().out
     finally:
         board.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "what"),
+    [("raise ValueError('odd sample')", "ValueError", "odd sample"), ("os.kill(os.getpid(), 9)", "", "rank 1 died")],
+)
+def test_a_rank_that_fails_or_dies_is_named_once(cluster: Any, how: str, error: str, what: str) -> None:
+    cluster.run(TRAIN)
+    folder = ClusterRun(cluster)()
+    assert folder is not None
+    feed = Feed(folder)
+    assert [event["kind"] for event in feed.snapshot()["events"]] == ["run_started", "run_stopped"]
+
+    with pytest.raises(CellError):
+        cluster.run(
+            f"import os\ndef fail(trainer, record):\n    if record['step'] == 15 and rank == 1: {how}\n"
+            "trainer._callbacks += (fail,)\ntrainer.fit(8)"
+        )
+    found = [event for event in feed.snapshot()["events"] if event["kind"] == "failure"]
+    assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, error, what)]
+    assert found[0]["step"] in (15, 16)
+    said = plain(lines_of(feed.snapshot()))
+    assert f"✕ after step {found[0]['step']}: rank 1" in said and what in said

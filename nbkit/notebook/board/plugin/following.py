@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.board.plugin import lookup
+from nbkit.notebook.board.plugin.happened import put
 from nbkit.notebook.board.plugin.timeline import Timeline, point_of
 from nbkit.readings import Late, bars, late_rank, mean_bars
 from nbkit.recordfile import START, cursor_near_end, rank_files, read_head, read_since
@@ -158,10 +159,11 @@ class Run:
         key = f"{record.step} {record.event}"
         if key not in self._seen:
             self._seen.add(key)
-            self.events.append({"step": record.step, **record.event})
+            # Readers' cursors mean others where one is replaced, or the oldest go.
+            self.timeline.epoch += put(self.events, {"step": record.step, **record.event})
         if len(self.events) > _EVENTS:
             del self.events[: _EVENTS // 4]
-            self.timeline.epoch += 1  # readers' cursors mean others now
+            self.timeline.epoch += 1
 
     def _close_steps(self) -> None:
         reached = sorted(self._last.values())

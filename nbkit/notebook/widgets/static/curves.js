@@ -223,7 +223,8 @@ function drawEvents(picture, events, points, column, x, loss, rate) {
     const at = x(near[column]);
     picture.line(at, loss.y0, at, rate.y1, sign[1], { dash: [2, 4] });
     picture.words(sign[0], at, loss.y1 - 6, { colour: sign[1], align: "center", bold: true });
-    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${event.path || (event.new ?? "")}`;
+    const failed = event.kind === "failure" ? [Number.isInteger(event.rank) ? `rank ${event.rank}` : "", event.error, event.what].filter(Boolean).join(": ") : "";
+    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${failed || event.path || (event.new ?? "")}`;
     picture.late = picture.late || [];
     picture.late.push([at - 5, loss.y1 - 14, 10, 16, text]);
   }

@@ -1,0 +1,105 @@
+"""What ends a run, or refuses a switch, is told once by everyone, with the rank that it began on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Recording, mean_loss, net, points, quiet
+from ranks import run_ranks
+
+from nbkit.errors import NotFinite, SwitchError
+from nbkit.events import Event, Failed, RunStopped
+from nbkit.rank.train import holdings
+from nbkit.rank.train.failing import failure_of
+from nbkit.rank.train.job import prepare
+from nbkit.recordfile import rank_files, read_since
+from nbkit.records import EventRecord
+
+
+def failing(world: Any, folder: str) -> dict[str, Any]:
+    data = points()
+    data[9] = (torch.full((6,), float("nan")), data[9][1])
+    trainer = quiet(data=data, shuffle=False, log_dir=folder)
+    with pytest.raises(NotFinite):
+        trainer.fit(3)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
+        patch.setattr(holdings, "allocate", lambda *args: 1 / 0)
+        trainer.switch("zero2")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
+        patch.setattr(holdings, "allocate", lambda *args: 1 / 0)
+        trainer.try_out("zero2", 2)  # of which nobody is told
+    trainer.fit(1)
+    return {"run": str(trainer.run_dir)}
+
+
+def test_a_loss_that_is_not_finite_and_a_failed_switch_are_events_on_every_rank(tmp_path: Path) -> None:
+    found = run_ranks(failing, 2, str(tmp_path), timeout=120)
+
+    run = Path(found[0]["run"])
+    for path in rank_files(run).values():
+        told = [one.event for one in read_since(path)[0] if isinstance(one, EventRecord)]
+        nan, switch = (one for one in told if one["kind"] == "failure")
+        assert (nan["step"], nan["rank"], nan["error"]) == (1, 0, "NotFinite") and "step 2 is not finite" in nan["what"]
+        assert (switch["rank"], switch["error"]) == (None, "SwitchError")
+        assert "making room for the new side" in switch["what"] and "ZeroDivisionError" in switch["what"]
+        kinds = [one["kind"] for one in told]
+        assert kinds == ["run_started", "failure", "run_stopped", "failure", "run_started", "run_stopped"]
+    assert ["NotFinite" in text for text in board_texts(run)].count(True) == 2  # the failure, and why the run stopped
+    assert any(text.startswith("failure: step 1, error SwitchError") for text in board_texts(run))
+
+
+def board_texts(run: Path) -> list[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    read = EventAccumulator(str(run)).Reload()
+    return [
+        make_ndarray(event.tensor_proto).item().decode()
+        for tag in read.Tags()["tensors"]
+        if "event" in tag
+        for event in read.Tensors(tag)
+    ]
+
+
+def alone(world: Any) -> list[Event]:
+    told: list[Event] = []
+    job = prepare(net, Recording, loss=mean_loss, log_dir=None)
+    job.ledger.listeners.append(told.append)
+    batch = tuple(map(torch.stack, zip(*points()[:8], strict=True)))
+    with pytest.raises(RuntimeError, match="shapes"):
+        for inputs, target in job.batches([batch]):
+            job.backward((inputs[:, :5], target))
+    trainer = quiet(callbacks=[lambda *_: 1 / 0])
+    trainer.job.ledger.listeners.append(told.append)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(3)
+    return [event for event in told if isinstance(event, Failed | RunStopped)]
+
+
+def test_an_error_is_told_by_the_rank_it_is_on_also_in_a_loop_of_ones_own() -> None:
+    (told,) = run_ranks(alone, 1)
+
+    loop, _, callback, stopped = told
+    assert (loop.rank, loop.error) == (0, "RuntimeError") and "shapes" in loop.what
+    assert (callback.rank, callback.error, callback.what) == (0, "ZeroDivisionError", "division by zero")
+    assert stopped.reason == "ZeroDivisionError"
+
+
+def released(world: Any) -> list[Any]:
+    world.dirty = "rank 1 died"
+    gone = failure_of(RuntimeError("Connection closed by peer"), step=4)
+    world.dirty = "the cell was stopped while it waited"
+    stopped = failure_of(RuntimeError("Connection closed by peer"), step=4)
+    world.dirty = ""
+    return [gone, stopped, failure_of(RuntimeError("[/pair.cc] Connection closed by peer\nmore"), step=4)]
+
+
+def test_a_rank_that_was_released_names_the_one_it_waited_for() -> None:
+    ((gone, stopped, unknown),) = run_ranks(released, 1)
+
+    assert gone == Failed(4, rank=1, what="rank 1 died")
+    assert stopped is None
+    assert unknown == Failed(4, rank=None, error="RuntimeError", what="[/pair.cc] Connection closed by peer")
