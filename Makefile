@@ -16,7 +16,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
-	@echo "make parity  train every strategy beside one process, and print how far apart they are: about an hour"
+	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 

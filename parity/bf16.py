@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from parity.cells import FAMILIES, Cell
+from parity.cells import FAMILIES, Cell, layers_for
 from parity.figures import Bars, far
 from parity.training import BATCH, Truth, truth
 
@@ -25,7 +25,7 @@ def bf16_cells(steps: int) -> Iterator[Cell]:
     chosen = [FAMILIES["data"][0], FAMILIES["data"][3], "tp", "pp schedule=1f1b", "pp schedule=zbv", "cp=4"]
     for subject in ("gpt", "llama"):
         for strategy in (*chosen, "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"):
-            yield Cell(subject, strategy, "float32", steps, frozenset({"bf16"}))
+            yield Cell(subject, strategy, "float32", steps, frozenset({"bf16"}), layers_for(strategy))
 
 
 class _InParts(TorchFunctionMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["EXTRAS", "FAMILIES", "Cell", "extra_cells", "matrix"]
+__all__ = ["EXTRAS", "FAMILIES", "Cell", "extra_cells", "layers_for", "matrix"]
 
 FAMILIES = {
     "data": ("ddp", "zero1", "zero2", "zero3", "hsdp"),
@@ -15,6 +15,7 @@ FAMILIES = {
     "context": ("cp=4", "dp=2 cp=2"),
 }
 MODELS = ("gpt", "gpt2", "llama", "llama_tied", "encoder")
+_EIGHT_STAGES = FAMILIES["pipeline"][2:]
 
 EXTRAS = ("dropout", "clip", "accumulate", "tied", "ragged", "mask", "checkpoint")
 """dropout of 0.1; clipping to a norm that is exceeded; micro-batches of two rows where there is no pipeline; weights
@@ -24,17 +25,23 @@ mask; activations recomputed."""
 
 @dataclass(frozen=True)
 class Cell:
-    """One training to compare. dtype: of the weights; bf16 among the extras: forward and loss under autocast."""
+    """One training to compare. dtype: of the weights; bf16 among the extras: forward and loss under autocast.
+
+    layers: of the model, where it has any number of them; a stage takes one at least.
+    """
 
     subject: str
     strategy: str
     dtype: str = "float64"
     steps: int = 3
     extras: frozenset[str] = frozenset()
+    layers: int = 4
 
     @property
     def ranks(self) -> int:
         """How many it takes."""
+        if "pp=5" in self.strategy:
+            return 5
         return 8 if self.strategy.count("=2") == 3 else 4
 
     @property
@@ -48,13 +55,20 @@ class Cell:
 
 
 def matrix(dtype: str, steps: int) -> Iterator[Cell]:
-    """Every strategy on every model; the convolutions, which have no heads and no positions, on those that apply."""
+    """Every strategy on every model; the convolutions, which have no heads and no positions, on those that apply: in
+    five stages of two, for one.
+    """
     for subject in MODELS:
         for strategies in FAMILIES.values():
             for strategy in strategies:
-                yield Cell(subject, strategy, dtype, steps)
-    for strategy in ("ddp", "zero3", "pp", "dp=2 pp=2"):
+                yield Cell(subject, strategy, dtype, steps, layers=layers_for(strategy))
+    for strategy in ("ddp", "zero3", "pp=5 microbatches=8", "dp=2 pp=2"):
         yield Cell("ten_convs", strategy, dtype, steps)
+
+
+def layers_for(strategy: str) -> int:
+    """Two stages on each of four ranks want eight; to all else more than four show nothing more."""
+    return 8 if strategy in _EIGHT_STAGES else 4
 
 
 def extra_cells(dtype: str, steps: int) -> Iterator[Cell]:
@@ -70,7 +84,7 @@ def extra_cells(dtype: str, steps: int) -> Iterator[Cell]:
         for extra, strategy in zip(EXTRAS, chosen, strict=True):
             for subject in _subjects(family, extra):
                 # One process recomputes nothing and accumulates nothing; there, several at a time save a truth.
-                yield Cell(subject, strategy, dtype, max(steps, 4), frozenset({extra}))
+                yield Cell(subject, strategy, dtype, max(steps, 4), frozenset({extra}), layers_for(strategy))
 
 
 def _subjects(family: str, extra: str) -> tuple[str, ...]:

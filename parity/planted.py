@@ -175,7 +175,7 @@ def _local_norm(_: Any) -> Any:
     return lambda self, device: norm.grad_norm(self.held, {}, device=device, world_size=1)
 
 
-def _cell(strategy: str, *extras: str, subject: str = "gpt_small") -> Cell:
+def _cell(strategy: str, *extras: str, subject: str = "gpt") -> Cell:
     return Cell(subject, strategy, steps=2, extras=frozenset(extras))
 
 

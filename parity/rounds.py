@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch.distributed as dist
 from ranks import RankFailed, run_ranks
 
 from nbkit.errors import NbkitError
 from parity.cells import Cell
 from parity.training import Outcome, Truth, by_hand, ours, truth
 
-__all__ = ["looped", "results", "trained", "truths"]
+__all__ = ["in_lanes", "looped", "results", "trained", "truths"]
+
+Result = tuple[Cell, list[Outcome] | str]
+"""A cell and what each rank found, or why there is nothing."""
 
 
 def trained(world: Any, cells: Sequence[Cell]) -> list[Outcome]:
@@ -40,17 +48,46 @@ def _truths(rank: int, cells: Sequence[Cell]) -> dict[Cell, Truth]:
     return {cell: truth(cell) for cell in cells}
 
 
-def results(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[Outcome] | str]]:
-    """(cell, what each rank found, or why there is nothing) of all `cells`, which need the same number of ranks.
+def in_lanes(cells: Sequence[Cell], lanes: int = 2) -> Iterator[Result]:
+    """`results` of all `cells`, in several sets of ranks at a time: while one waits for messages another computes.
 
-    Each as soon as it is there. A cell that is refused, or that breaks the ranks, takes no other with it.
+    Cells of few ranks come first.
+    """
+    found: SimpleQueue[Result | BaseException | None] = SimpleQueue()
+
+    def work(some: Sequence[Cell]) -> None:
+        try:
+            for _, alike in groupby(some, key=lambda cell: cell.ranks):
+                for result in results(list(alike)):
+                    found.put(result)
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    ordered = sorted(cells, key=lambda cell: (cell.ranks, str(cell)))
+    for i in range(lanes):
+        threading.Thread(target=work, args=(ordered[i::lanes],), daemon=True).start()
+    while lanes:
+        result = found.get()
+        if isinstance(result, BaseException):
+            raise result
+        lanes -= result is None
+        if result is not None:
+            yield result
+
+
+def results(cells: Sequence[Cell], *, patience: int = 400) -> Iterator[Result]:
+    """The result of each of `cells`, which need the same number of ranks, as soon as it is there.
+
+    A cell that is refused, that breaks the ranks or does not end takes no other with it. patience: seconds that one
+    may take.
     """
     todo = list(cells)
     while todo:
-        timeout = 60 + sum(10 + cell.steps for cell in todo)
+        timeout = 60 + patience * len(todo)
         with tempfile.TemporaryDirectory(prefix="nbkit-parity-") as name, ThreadPoolExecutor(1) as pool:
             folder, done = Path(name), 0
-            running = pool.submit(run_ranks, _noted, todo[0].ranks, todo, folder, timeout=timeout)
+            running = pool.submit(run_ranks, _noted, todo[0].ranks, todo, folder, patience, timeout=timeout)
             for number, cell in enumerate(todo):
                 files = [folder / f"{number}.{rank}" for rank in range(cell.ranks)]
                 while not all(file.exists() for file in files) and not running.done():
@@ -65,12 +102,15 @@ def results(cells: Sequence[Cell]) -> Iterator[tuple[Cell, list[Outcome] | str]]
         if broken is not None and not isinstance(broken, RankFailed):
             raise broken
         if done < len(todo):
-            yield todo[done], f"broke: {broken}"
+            yield todo[done], f"broke, or took too long: {broken}"
         todo = todo[done + 1 :]
 
 
-def _noted(world: Any, cells: Sequence[Cell], folder: Path) -> None:
+def _noted(world: Any, cells: Sequence[Cell], folder: Path, patience: int) -> None:
     for number, cell in enumerate(cells):
+        # Ends this process, wherever it stands, and with it the set.
+        signal.alarm(patience)
+        dist.barrier()  # who breaks in this one takes no rank along that is still at the last one
         try:
             found: Outcome | str = ours(cell)
         except NbkitError as error:  # the same on every rank, which go on
@@ -78,3 +118,4 @@ def _noted(world: Any, cells: Sequence[Cell], folder: Path) -> None:
         written = folder / f"{number}.{world.place.rank}.part"
         written.write_bytes(pickle.dumps(found))
         written.rename(written.with_suffix(""))
+    signal.alarm(0)

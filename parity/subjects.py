@@ -16,16 +16,19 @@ __all__ = ["SUBJECTS", "Subject", "weighted"]
 
 @dataclass(frozen=True)
 class Subject:
-    """make: builds the model with a probability of dropping. sample, padded: (rows, generator) -> (input, target)."""
+    """make: builds the model with a probability of dropping and a number of layers. sample, padded: (rows, generator)
+    -> (input, target). stages: the modules with which those of five stages begin; else nbkit finds them.
+    """
 
     name: str
-    make: Callable[[float], nn.Module]
+    make: Callable[[float, int], nn.Module]
     sample: Callable[[int, torch.Generator], tuple[Any, Any]]
     padded: Callable[[int, torch.Generator], tuple[Any, Any]]
+    stages: tuple[str, ...] | None = None
 
-    def build(self, dtype: torch.dtype, dropout: float) -> nn.Module:
+    def build(self, dtype: torch.dtype, dropout: float, layers: int) -> nn.Module:
         """In training mode, the same weights every time; in float32 without kinks, see `_smooth`."""
-        made = zoo.Specimen(lambda: self.make(dropout), self.sample, mean, ()).build(dtype)
+        made = zoo.Specimen(lambda: self.make(dropout, layers), self.sample, mean, ()).build(dtype)
         return (made if dtype == torch.float64 else _smooth(made)).train()
 
     def items(self, num: int, dtype: torch.dtype, *, masked: bool) -> list[tuple[Any, Any]]:
@@ -69,36 +72,32 @@ def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     return (losses * keep.flatten()).sum(), keep.sum()
 
 
-def _gpt(dropout: float, layers: int = 8) -> nn.Module:
+def _gpt(dropout: float, layers: int) -> nn.Module:
     return zoo.gpt(layers, dropout=dropout)
 
 
-def _gpt_small(dropout: float) -> nn.Module:
-    return _gpt(dropout, 4)
-
-
-def _gpt_tied(dropout: float) -> nn.Module:
-    model: Any = _gpt_small(dropout)
+def _gpt_tied(dropout: float, layers: int) -> nn.Module:
+    model: Any = _gpt(dropout, layers)
     model.head.weight = model.tokens.weight
     return model  # type: ignore[no-any-return]
 
 
-def _gpt2(dropout: float) -> nn.Module:
-    return zoo.hf_gpt2(8, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+def _gpt2(dropout: float, layers: int) -> nn.Module:
+    return zoo.hf_gpt2(layers, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
 
 
-def _llama(dropout: float, *, tied: bool = False) -> nn.Module:
+def _llama(dropout: float, layers: int, *, tied: bool = False) -> nn.Module:
     """Two query heads for each of the key-value heads, which four ranks divide."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return zoo.hf_llama(8, attention_dropout=dropout, tie_word_embeddings=tied, **heads)
+    return zoo.hf_llama(layers, attention_dropout=dropout, tie_word_embeddings=tied, **heads)
 
 
-def _llama_tied(dropout: float) -> nn.Module:
-    return _llama(dropout, tied=True)
+def _llama_tied(dropout: float, layers: int) -> nn.Module:
+    return _llama(dropout, layers, tied=True)
 
 
-def _encoder(dropout: float) -> nn.Module:
-    model = zoo.Encoder(8)
+def _encoder(dropout: float, layers: int) -> nn.Module:
+    model = zoo.Encoder(layers)
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = dropout
@@ -107,22 +106,22 @@ def _encoder(dropout: float) -> nn.Module:
     return model
 
 
-def _convs(dropout: float) -> nn.Module:
+def _convs(dropout: float, layers: int) -> nn.Module:
     return zoo.TenConvs()
 
 
 _IMAGES = zoo.classes(3, 12, 12)
+_PAIRS = tuple(f"convs.{i}" for i in range(2, 10, 2))
 
 SUBJECTS = {
     made.name: made
     for made in (
         Subject("gpt", _gpt, zoo.next_tokens, zoo.next_tokens),
-        Subject("gpt_small", _gpt_small, zoo.next_tokens, zoo.next_tokens),
         Subject("gpt_tied", _gpt_tied, zoo.next_tokens, zoo.next_tokens),
         Subject("gpt2", _gpt2, zoo.next_tokens, zoo.padded_tokens),
         Subject("llama", _llama, zoo.next_tokens, zoo.padded_tokens),
         Subject("llama_tied", _llama_tied, zoo.next_tokens, zoo.padded_tokens),
         Subject("encoder", _encoder, zoo.encoder_rows, zoo.encoder_rows),
-        Subject("ten_convs", _convs, _IMAGES, _IMAGES),
+        Subject("ten_convs", _convs, _IMAGES, _IMAGES, _PAIRS),
     )
 }

@@ -54,7 +54,8 @@ def _items(cell: Cell) -> list[tuple[Any, Any]]:
 
 
 def _build(cell: Cell) -> nn.Module:
-    return SUBJECTS[cell.subject].build(getattr(torch, cell.dtype), DROP if "dropout" in cell.extras else 0.0)
+    dropout = DROP if "dropout" in cell.extras else 0.0
+    return SUBJECTS[cell.subject].build(getattr(torch, cell.dtype), dropout, cell.layers)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -71,6 +72,7 @@ def ours(cell: Cell) -> Outcome:
         data=_items(cell),
         batch_size=BATCH,
         strategy=cell.strategy,
+        stages=SUBJECTS[cell.subject].stages if "pp=5" in cell.strategy else None,
         seed=SEED,
         precision="bf16" if "bf16" in cell.extras else None,
         clip_norm=CLIP if "clip" in cell.extras else None,

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from parity.bf16 import bars_of_bf16
 from parity.cells import EXTRAS, FAMILIES, Cell, extra_cells, matrix
 from parity.figures import BARS, compared
-from parity.rounds import looped, results, trained, truths
+from parity.rounds import in_lanes, looped, results, trained, truths
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,12 +36,12 @@ def _with(subject: str, strategy: str, *extras: str, dtype: str = "float64") -> 
 
 
 SMALL = [
-    *(Cell("gpt_small", strategy) for strategy in (*FAMILIES["data"], "tp", "pp", "cp=4")),
-    *(Cell("gpt_small", strategy) for strategy in FAMILIES["hybrid"] if Cell("", strategy).ranks == 4),
+    *(Cell("gpt", strategy) for strategy in (*FAMILIES["data"], "tp", "pp", "cp=4")),
+    *(Cell("gpt", strategy) for strategy in FAMILIES["hybrid"] if Cell("", strategy).ranks == 4),
 ]
 
 SCHEDULES = [
-    *(Cell("gpt_small", strategy) for strategy in FAMILIES["pipeline"]),
+    *(Cell("gpt", strategy) for strategy in FAMILIES["pipeline"]),
     _with("encoder", "zero3", "dropout", "clip", "ragged"),
     _with("ten_convs", "pp schedule=zbv", "mask", "ragged"),
     _with("gpt_tied", "pp schedule=1f1b", "dropout", "clip"),
@@ -53,7 +53,7 @@ HF = [
     _with("llama_tied", "tp=2 pp=2", "mask", "clip", "checkpoint"),
     _with("llama", "dp=2 cp=2", "dropout", "ragged"),
     _with("llama", "zero=3 dp=2 tp=2", "mask", "accumulate", dtype="float32"),
-    _with("gpt_small", "dp=2 tp=2", "bf16", dtype="float32"),
+    _with("gpt", "dp=2 tp=2", "bf16", dtype="float32"),
 ]
 
 
@@ -70,11 +70,11 @@ def test_unmodified_models_and_bfloat16() -> None:
 
 
 def test_three_axes_on_eight_ranks() -> None:
-    assert _off([Cell("gpt_small", "dp=2 tp=2 pp=2", steps=2)], 8) == []
+    assert _off([Cell("gpt", "dp=2 tp=2 pp=2", steps=2)], 8) == []
 
 
 def test_a_loop_around_prepare_trains_the_same() -> None:
-    cells = [_with("gpt_small", "pp schedule=zbv", "dropout", "clip"), _with("gpt_tied", "zero1", "mask", "ragged")]
+    cells = [_with("gpt", "pp schedule=zbv", "dropout", "clip"), _with("gpt_tied", "zero1", "mask", "ragged")]
     known = truths(cells)
 
     for losses in run_ranks(looped, 2, cells, timeout=240):
@@ -87,7 +87,7 @@ def test_the_matrix_leaves_nothing_out() -> None:
     by_model = {name: {cell.strategy for cell in cells if cell.subject == name} for name in {c.subject for c in cells}}
     every = {strategy for family in FAMILIES.values() for strategy in family}
 
-    assert by_model.pop("ten_convs") == {"ddp", "zero3", "pp", "dp=2 pp=2"}
+    assert by_model.pop("ten_convs") == {"ddp", "zero3", "pp=5 microbatches=8", "dp=2 pp=2"}
     assert sorted(by_model) == ["encoder", "gpt", "gpt2", "llama", "llama_tied"]
     assert all(strategies == every for strategies in by_model.values())
     besides = {(cell.strategy, extra) for cell in extra_cells("float64", 6) for extra in cell.extras}
@@ -96,7 +96,7 @@ def test_the_matrix_leaves_nothing_out() -> None:
 
 
 def test_a_cell_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
-    cells = [Cell("gpt_small", strategy, steps=1) for strategy in ("tp=3 dp=2", "ddp")]
+    cells = [Cell("gpt", strategy, steps=1) for strategy in ("tp=3 dp=2", "ddp")]
     broken = Cell("no such model", "ddp", steps=1)
 
     (_, refused), (_, broke), (_, found) = results([cells[0], broken, cells[1]])
@@ -104,3 +104,19 @@ def test_a_cell_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
     assert isinstance(refused, str) and refused.startswith("refused: StrategyError")
     assert isinstance(broke, str) and "KeyError" in broke
     assert isinstance(found, list) and len(found[0].losses) == 1
+
+
+def test_a_cell_that_does_not_end_is_ended() -> None:
+    ((_, ended),) = results([Cell("gpt", "ddp", steps=500)], patience=1)
+
+    assert isinstance(ended, str) and "the process ended without an answer" in ended
+
+
+def test_ten_convolutions_in_five_stages_of_two() -> None:
+    cell = Cell("ten_convs", "pp=5 microbatches=8", steps=2)
+    ((_, ranks),) = in_lanes([cell], lanes=1)
+
+    assert isinstance(ranks, list)
+    held = [{int(name.split(".")[1]) for name in rank.weights if name.startswith("convs")} for rank in ranks]
+    assert held == [{2 * i, 2 * i + 1} for i in range(5)]
+    assert compared(ranks, truths([cell])[cell.truth]).missed(BARS["float64"]) == []
