@@ -9,7 +9,7 @@ operations, and received in that order, which the receiver knows since it has al
 receives are posted ahead, so no order of operations that `simulate` can run comes to a standstill. gloo's messages
 bear their number as a tag. NCCL knows no tags and runs what is issued on one communicator one after the other: a
 receive that was posted early would block the sends behind it, and at both ends that is a standstill. There each
-channel has a group of its own (`edge_groups`), where the order is the same at both ends by what is said above.
+channel has a group of its own (edges.py), where the order is the same at both ends by what is said above.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.axes import group_of
+from nbkit.rank.parallel.edges import Edges, meet
 from nbkit.rank.parallel.routes import Message, Routes
 
-__all__ = ["Channels", "Edges", "edge_groups"]
-
-Edges = dict[tuple[int, int], dist.ProcessGroup]
-"""(sender, receiver), as ranks of the world -> the group that serves this channel only."""
+__all__ = ["Channels"]
 
 _DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -47,29 +44,6 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_grad: bool
-
-
-def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool = False) -> Edges:
-    """The groups of this rank's channels where the backend needs them, none on gloo. Collective over the world.
-
-    pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: on gloo too.
-    """
-    if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
-        return {}
-    edges: Edges = {}
-    for a, b in _pairs(len(pipelines[0])):
-        every: list[tuple[int, ...]] = [(ranks[a], ranks[b]) for ranks in pipelines]
-        for axis in ("pp up", "pp down"):
-            group = group_of(axis, every, rank)
-            for low, high in every:
-                if rank in (low, high) and group is not None:
-                    edges[(low, high) if axis == "pp up" else (high, low)] = group
-    return edges
-
-
-def _pairs(ranks: int) -> list[tuple[int, int]]:
-    """Neighbours, and the way from the last rank to the first."""
-    return sorted({(i, i + 1) for i in range(ranks - 1)} | {(0, ranks - 1)})
 
 
 @dataclass
@@ -109,19 +83,16 @@ class Channels:
         self.device, self.edges = device, edges or {}
         self._ends = _ends(group, self.edges) if group is not None else {}
         self._left_over: list[_Posted | _Sent] = []
-        self.begin_again()
+        self._forget()
 
     def begin_again(self) -> None:
         """Forget all shapes and numbers, on every rank alike: an interrupted one may know others than these."""
+        self._forget()
+        meet(self.edges, self.device)
+
+    def _forget(self) -> None:
         self._turn = 0
         self._specs: dict[tuple[int, Hashable], tuple[Spec, ...]] = {}
-        # NCCL connects at the first message and blocks until both ends are there: in one order, before any run.
-        for edge in sorted(self.edges, key=lambda pair: (min(pair), max(pair), pair)):
-            token = torch.zeros(1, device=self.device)
-            if edge[0] == dist.get_rank():
-                dist.send(token, edge[1], group=self.edges[edge])
-            else:
-                dist.recv(token, edge[0], group=self.edges[edge])
 
     def begin(self, routes: Routes, keys: Sequence[Hashable]) -> None:
         """A run along `routes`. keys: for each micro-batch, what the shapes and the needed gradients depend on."""

@@ -9,13 +9,13 @@ finds out whether there is any, runs as it is. So do evaluation and generation, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbkit.rank.parallel.wishes import Wishes
+from nbkit.rank.parallel.wrapper import Wrapper
 from nbkit.rank.train.dropout import keyed
 from nbkit.strategy import Strategy
 
@@ -35,13 +35,22 @@ def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str
     chosen = backend if isinstance(backend, str) else "inductor"
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = _chosen(block, block.forward, torch.compile(block.forward, backend=chosen))  # type: ignore[method-assign]
+        block.forward = _Compiled(block, chosen)  # type: ignore[method-assign]
 
 
-def _chosen(block: nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        run = compiled if block.training and torch.is_grad_enabled() and not keyed() else plain
-        return run(*args, **kwargs)
+class _Compiled(Wrapper):
+    def __init__(self, block: nn.Module, backend: str) -> None:
+        super().__init__(block.forward)
+        self.block, self.backend = block, backend
+        self._compiled: Callable[..., Any] | None = None
 
-    return forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()) or keyed():
+            return self.plain(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.plain, backend=self.backend)
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is compiled is of this block's weights: a copy compiles its own.
+        return {**self.__dict__, "_compiled": None}

@@ -31,6 +31,7 @@ from nbkit.rank.parallel.stages import Staged
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import tensor_parallel
 from nbkit.rank.parallel.wishes import Wishes, need_chain
+from nbkit.rank.parallel.wrapper import mark_parts
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
@@ -93,4 +94,6 @@ def parallelize(
 
     units = [module.get_submodule(name) for name in blocks]
     data = data_axis(module, layouts, axes, zero=strategy.zero, units=units, keep=pipeline is not None)
+    if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
+        mark_parts(module, str(strategy))
     return Side(strategy, connections, module, data, staged, pipeline, partial, tuple(notes))

@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.backward import Deferred, backward, backward_input, enter
-from nbkit.rank.parallel.channels import Channels, Edges
+from nbkit.rank.parallel.channels import Channels
+from nbkit.rank.parallel.edges import Edges
 from nbkit.rank.parallel.routes import Message, Routes
 from nbkit.schedules import Op, Schedule
 

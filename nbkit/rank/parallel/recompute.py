@@ -11,15 +11,15 @@ once per forward and once before its backward, and the recomputation in between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import copy_context
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nbkit.rank.parallel.wrapper import Wrapper
 from nbkit.rank.train.dropout import again
 
 __all__ = ["recompute"]
@@ -29,12 +29,12 @@ def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
     """From now on the blocks of these names keep no activations between forward and backward. In place."""
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = _forgetful(block.forward)  # type: ignore[method-assign]
+        block.forward = _Forgetful(block.forward)  # type: ignore[method-assign]
 
 
-def _forgetful(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def forgetting(*args: Any, **kwargs: Any) -> Any:
+class _Forgetful(Wrapper):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.plain
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         surroundings, replayed, first = copy_context(), again(), True
@@ -53,5 +53,3 @@ def _forgetful(forward: Callable[..., Any]) -> Callable[..., Any]:
             return surroundings.copy().run(once_more)
 
         return checkpoint(compute, *args, use_reentrant=False, **kwargs)
-
-    return forgetting

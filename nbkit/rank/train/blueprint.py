@@ -103,7 +103,6 @@ class Blueprint:
             p.grad = None  # of a backward pass that the user made before
         # The user's own object shows from now on what this rank holds, and the whole weights are free.
         self.module.__dict__ = side.module.__dict__
-        self.template.state.clear()
         return side, optimizer
 
     def side(
@@ -134,7 +133,12 @@ class Blueprint:
         if self.current is not None:
             follow(self.current, self.skeleton, world_size=self.world_size)
         warn_of(self.skeleton, strategy, self.wishes)
-        return connect(strategy, self.outlines.of(strategy), self.rank)
+        return connect(strategy, self.outlines.of(strategy), self.rank, self.device)
+
+    def took(self, side: Side) -> None:
+        """The job computes with `side` now."""
+        self.current = side
+        self.template.follow(side.held)
 
     def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str]:
         """(chain, costs, why there is no chain, what couples the rows): see Wishes.

@@ -185,11 +185,17 @@ def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, betas and the like of each group, off the device."""
-    return [
-        {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in inner.param_groups
-    ]
+    """Learning rate, betas and the like of each group, as plain numbers."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and tensors with one element as Python's: what a checkpoint holds is read without their code."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 else value.cpu()
+    return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
 
 
 def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from nbkit.rank.train.draws import DRAWS, Draw
 from nbkit.rank.train.masks import coordinates, dropped, key_of
 
-__all__ = ["KeyedDropout", "again", "keyed"]
+__all__ = ["KeyedDropout", "again", "keyed", "unfollow"]
 
 
 @dataclass
@@ -105,7 +105,7 @@ class KeyedDropout:
 
     def release(self) -> None:
         """Take the hooks out of the module, as when it passes to another owner. A later step puts them in again."""
-        _unfollow(self._module)
+        unfollow(self._module)
 
     def seen(self) -> None:
         """Something was dropped."""
@@ -181,7 +181,7 @@ def _leave(_: nn.Module, __: Any, ___: Any) -> None:
 def _follow(module: nn.Module) -> None:
     """Hooks by which a pass knows the module that draws. They hold nothing, and are idle outside of a pass."""
     # A copy of a followed module has its hooks, and two on one module would count every call twice.
-    _unfollow(module)
+    unfollow(module)
     sequence_first = tuple(
         f"{path.rpartition('.')[0]}."
         for path, part in module.named_modules()
@@ -197,7 +197,8 @@ def _followed(module: nn.Module) -> bool:
     return any(isinstance(hook, _Enter) for hook in module._forward_pre_hooks.values())
 
 
-def _unfollow(module: nn.Module) -> None:
+def unfollow(module: nn.Module) -> None:
+    """Take the hooks of every KeyedDropout out of `module`."""
     for part in module.modules():
         for number in [n for n, hook in part._forward_pre_hooks.items() if isinstance(hook, _Enter)]:
             del part._forward_pre_hooks[number]

@@ -130,7 +130,7 @@ class Job(Switchable):
         self.optimizer.inner = inner
         self.model.__dict__ = side.module.__dict__
         self._known = {id(p) for p in self.model.parameters()}
-        self.blueprint.current = side
+        self.blueprint.took(side)
         self.gradients = Gradients(side, self.setup, self.precision, rank=self.rank)
         self.gradients.reseed(self.seed)
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.wrapper import marked_parts, unwrap
+from nbkit.rank.train.dropout import unfollow
 
 __all__ = ["ITERATED", "SHARED", "build", "mixed", "seed_step", "seeded"]
 
@@ -40,7 +42,8 @@ def seeded(device: torch.device) -> AbstractContextManager[None]:
 def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torch.device) -> nn.Module:
     """The module that trains, on `device`: a callable is called under `seed`, the same on every rank.
 
-    Raises TrainingError for what is no module, or has no parameters, or holds meta tensors.
+    What an earlier job put around its blocks is taken off. Raises TrainingError for what is no module, has no
+    parameters, holds meta tensors, or is in parts.
     """
     if isinstance(model, nn.Module):
         module = model
@@ -68,6 +71,8 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
             numbers=f"{len(meta)} parameters, first {meta[0]!r}",
             hint="build it without torch.device('meta')",
         )
+    unwrap(module)
+    unfollow(module)
     if not module.training:
         # A model loaded for inference; modules that are frozen inside a training model stay as they are.
         module.train()
@@ -84,6 +89,13 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 numbers=f"{type(part).__name__}, with {sum(1 for _ in part.parameters())} parameters",
                 hint="model=ddp.module" if name.endswith("DataParallel") else "the model before fully_shard(...)",
             )
+    if (strategy := marked_parts(module)) is not None:
+        raise TrainingError(
+            f"The model is in parts: it is that of a job under {strategy}.",
+            numbers=f"this rank holds {sum(p.numel() for p in module.parameters()):,} elements of it",
+            hint="trainer.switch('ddp') makes it whole; or model=lambda: ... builds a new one, which takes over "
+            "trainer.full_state_dict()",
+        )
     if split := [name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"]:
         raise TrainingError(
             "The model's parameters are split over ranks already.",

@@ -60,6 +60,7 @@ class Rate:
         """The first group's rate from now on; other groups keep their ratio to it, a schedule keeps its shape."""
         if not value >= 0:
             raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
+        value = float(value)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         scale = value / rates[0] if rates[0] else None
         rates = [rate * scale if scale is not None else value for rate in rates]

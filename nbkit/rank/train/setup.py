@@ -34,6 +34,8 @@ class Setup:
     compile: bool | str = False
 
     def __post_init__(self) -> None:
+        # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.
+        object.__setattr__(self, "seed", int(self.seed))
         if self.precision not in (None, *PRECISIONS):
             raise TrainingError(
                 f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision=None"

@@ -61,6 +61,16 @@ class Template:
         params = [[held[name] for name in names if name in held] for names in self.groups]
         return _clone(source, source.param_groups, params)
 
+    def follow(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Point the groups of the optimizer that was given at `held`, and clear its state, which the job has.
+
+        It lives as long as its user holds it, and would keep the whole model, and two moments of it, in memory.
+        """
+        self.state.clear()
+        self._made.state.clear()
+        for group, names in zip(self._made.param_groups, self.groups, strict=True):
+            group["params"] = [held[name] for name in names if name in held]
+
     def check_elementwise(self, strategy: str) -> None:
         """Raises TrainingError when an update of half a parameter is not half the update of the whole one.
 

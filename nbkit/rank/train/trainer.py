@@ -111,7 +111,7 @@ class Trainer(Switchable):
             batch_size=batch_size,
             rank=self.job.side.axes.index("dp"),
             ranks=self.strategy.dp,
-            seed=seed,
+            seed=setup.seed,
             shuffle=shuffle is not False,
             drop_last=drop_last,
             collate=collate,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank import groups, sockets
-from nbkit.rank.parallel.channels import edge_groups
+from nbkit.rank.parallel.edges import edge_groups, meet
 from nbkit.rank.parallel.pipeline import Pipeline
 from nbkit.schedules import NAMES, Schedule, simulate
 
@@ -284,6 +284,7 @@ def channel_of_its_own(world: Any) -> list[float]:
     pipelines = [(0, 2), (1, 3)]
     rank = world.place.rank
     edges = edge_groups(pipelines, rank, always=True)
+    meet(edges, torch.device("cpu"))
     assert set(edges) == {(rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)}
     axes = [torch.distributed.new_group(list(ranks)) for ranks in pipelines]
     off = []

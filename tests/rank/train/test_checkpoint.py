@@ -8,12 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import flat, net, points, quiet
 from ranks import RankFailed, run_ranks
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train.checkpoint import about_of
+from nbkit.rank.train.chunks import Reader
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -213,3 +216,25 @@ def test_the_full_state_dict_is_the_same_on_every_rank() -> None:
 
     assert list(first) == list(net().state_dict())
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model[::3], lrs, strict=True)]
+        return torch.optim.AdamW(groups, betas=(np.float64(0.8), 0.9), eps=np.float32(1e-6))
+
+    lrs = [np.float64(0.01), torch.tensor(0.02)]
+    first = quiet(optimizer=optimizer, seed=np.int64(3), lr_schedule=lambda step: np.float64(1.0))
+    first.fit(1)
+    first.lr = np.float64(0.03)
+    first.save(path)
+    settings = about_of(Reader(path))["settings"]
+    second = quiet(optimizer=optimizer)
+    second.load(path)
+    same = [r["loss"] for r in first.fit(2)] == [r["loss"] for r in second.fit(2)]
+    return [[type(group[key]) for group in settings for key in ("lr", "eps")], type(settings[0]["betas"][0]), same]
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    for found in run_ranks(numbers_of_numpy, 2, tmp_path / "kept"):
+        assert found == [[float] * 4, float, True]

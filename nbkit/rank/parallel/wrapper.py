@@ -1,0 +1,49 @@
+"""Something around the forward of a user's module, that comes off again.
+
+An object, and no function that closes over the original: a deep copy of the module has to compute with its own weights,
+and a function is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Wrapper", "mark_parts", "marked_parts", "unwrap"]
+
+_MARK = "_nbkit_parts_of"
+
+
+class Wrapper:
+    """What a module's `forward` becomes. plain: the one before, whose name and signature it has."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+        update_wrapper(self, plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def unwrap(module: nn.Module) -> None:
+    """Take every Wrapper off `module` and what is in it, in place."""
+    for part in module.modules():
+        while isinstance(wrapper := vars(part).get("forward"), Wrapper):
+            if getattr(wrapper.plain, "__func__", None) is type(part).forward:
+                del part.forward
+            else:
+                part.forward = wrapper.plain  # type: ignore[method-assign]
+
+
+def mark_parts(module: nn.Module, strategy: str) -> None:
+    """Note on `module` and all in it that `strategy` has left a part of each on this rank. Copies have it too."""
+    for part in module.modules():
+        vars(part)[_MARK] = strategy
+
+
+def marked_parts(module: nn.Module) -> str | None:
+    """The strategy that has left a part of something in `module`; None when all of it is whole."""
+    return next((vars(part)[_MARK] for part in module.modules() if _MARK in vars(part)), None)
