@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 __all__ = [
     "Detail",
     "EventRecord",
+    "GpuHealth",
     "Group",
     "Header",
+    "HealthRecord",
     "MemoryRecord",
     "Outside",
     "PipelineOp",
@@ -197,6 +199,41 @@ class MemoryRecord(Record):
 
 
 @dataclass(frozen=True)
+class GpuHealth:
+    """A GPU at a moment; None: the driver does not tell. busy: share of the time. slowed: what lowers its clocks."""
+
+    uuid: str
+    index: int
+    mhz: float | None = None
+    top_mhz: float | None = None
+    celsius: float | None = None
+    watts: float | None = None
+    limit_watts: float | None = None
+    busy: float | None = None
+    slowed: str = ""
+
+
+@dataclass(frozen=True)
+class HealthRecord(Record):
+    """How a rank was at a moment, and on the first rank of a host also the host (cores > 0) and its GPUs.
+
+    cpu: cores that this process used on average since the last one. rss: bytes. gpu: UUID of the rank's, "" without.
+    load: processes that wanted to run, over a minute. mhz: mean clock of the cores.
+    """
+
+    kind: ClassVar[str] = "health"
+    step: int
+    ns: int = 0
+    cpu: float = 0.0
+    rss: int = 0
+    gpu: str = ""
+    load: float | None = None
+    cores: int = 0
+    mhz: float | None = None
+    gpus: tuple[GpuHealth, ...] = ()
+
+
+@dataclass(frozen=True)
 class EventRecord(Record):
     """Something that happened: a switch, a checkpoint, a failure. event: as nbkit.events.to_json writes it."""
 
@@ -207,9 +244,9 @@ class EventRecord(Record):
 
 
 _KINDS: dict[str, type[Record]] = {
-    cls.kind: cls for cls in (Header, Group, StepRecord, Outside, Detail, MemoryRecord, EventRecord)
+    cls.kind: cls for cls in (Header, Group, StepRecord, Outside, Detail, MemoryRecord, HealthRecord, EventRecord)
 }
-_ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp}
+_ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp, "gpus": GpuHealth}
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
 

@@ -27,6 +27,9 @@ EVERY: list[Record] = [
     records.Outside(7, (ROW,)),
     DETAIL,
     records.MemoryRecord(7, parameters=4, peak=9),
+    records.HealthRecord(
+        7, 5, 0.5, 9, "GPU-a", 1.5, 4, 2400.0, (records.GpuHealth("GPU-a", 0, 1.0, slowed="power cap"),)
+    ),
     records.EventRecord(7, ns=3, event={"kind": "checkpoint", "path": "x"}),
 ]
 

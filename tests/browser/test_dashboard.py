@@ -126,6 +126,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if number == 45:
                 run.event("failure", rank=2, error="NotFinite", what="The loss of step 46 is not finite on rank 2.")
             run.step()
+        run.health()
         run.close()
         write_report(folder / name, folder / f"{name}.html")
     return folder

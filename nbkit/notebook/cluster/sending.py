@@ -11,6 +11,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster import presence, screen, source
 from nbkit.notebook.cluster.choose import chosen_ranks, names_of_notebook, notebook_number
 from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.widgets import card
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
@@ -40,4 +41,5 @@ def send(cluster: Cluster, request: CellRequest, note: str, *, live: bool) -> Ru
         cluster.post.wire.soon(running.say, note)
     running.before_done = lambda: cluster.generation.learn_from(running)
     cluster.post.send(running)
+    card.follow(cluster, running)
     return running

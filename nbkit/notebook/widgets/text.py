@@ -10,12 +10,13 @@ from typing import Any
 
 from nbkit.notebook.board.plugin.timeline import PARTS
 
-__all__ = ["Piece", "lines_of", "plain"]
+__all__ = ["Piece", "failure", "figure", "lines_of", "plain"]
 
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
 _NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
 _RANKS_AT_MOST = 8
+_UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     ]
     lines += [*_switches(snapshot["events"]), *_failures(snapshot["events"])]
     if step.get("ranks"):
-        lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step)]
+        lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
     return lines
 
 
@@ -84,10 +85,11 @@ def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
 
 def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
     told = [event for event in events if event["kind"] == "failure"][-3:]
-    return [(Piece(f"✕ after step {event['step']}: {_failure(event)}", "exposed"),) for event in told]
+    return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in told]
 
 
-def _failure(event: dict[str, Any]) -> str:
+def failure(event: dict[str, Any]) -> str:
+    """Whose it was, and what."""
     whose = f"rank {event['rank']}" if event.get("rank") is not None else ""
     return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
 
@@ -154,11 +156,35 @@ def _memory(step: dict[str, Any]) -> list[Line]:
     return lines
 
 
+def _health(step: dict[str, Any]) -> list[Line]:
+    seen = step.get("health")
+    if not seen:
+        return []
+    lines: list[Line] = [(), (Piece(f"Ranks and hosts, seen in step {seen['step']}", "strong"),)]
+    for row in seen["ranks"]:
+        words = [f"rank {row['rank']:<4}CPU {row['cpu']:.0%}", _bytes(row["rss"])]
+        words += [f"GPU {row['busy']:.0%} busy"] if row["busy"] is not None else []
+        words += [f"{row[key]:.0f} {unit}" for key, unit in _UNITS.items() if row[key] is not None]
+        slowed = f", slowed by {row['slowed']}" if row["slowed"] else ""
+        lines.append((Piece(", ".join(words)), Piece(slowed, "exposed")))
+    for host in seen["hosts"]:
+        load = f"load {host['load']:g} on {host['cores']} cores" if host["load"] is not None else ""
+        clock = f"{host['mhz']:.0f} MHz" if host["mhz"] is not None else ""
+        lines.append((Piece(", ".join(word for word in (host["host"], load, clock) if word), "faint"),))
+    return lines
+
+
 def _number(name: str, value: float | None, *, behind: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return ""
-    text = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return f"{text} {name}" if behind else f"{name} {text}"
+    return f"{figure(value)} {name}" if behind else f"{name} {figure(value)}"
+
+
+def figure(value: float) -> str:
+    """A number for people; "" for what is none."""
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _seconds(value: float) -> str:

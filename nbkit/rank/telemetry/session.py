@@ -25,6 +25,7 @@ import torch
 
 from nbkit.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.rank.telemetry.files import RecordFile
+from nbkit.rank.telemetry.health import Health
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.telemetry.record import own_ns, ring
@@ -46,7 +47,8 @@ class Session:
 
     offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
     first three too, and three after a switch). base_bytes: what this process held before the job; default: what it
-    holds now. What goes wrong in writing is warned of at the end of a run, and never ends a training.
+    holds now. first_of_host: see health.py. What goes wrong in writing is warned of at the end of a run, and never ends
+    a training.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Session:
         offset_ns: int = 0,
         detail_every: int = 50,
         base_bytes: int | None = None,
+        first_of_host: bool = True,
     ) -> None:
         self.path = record_path(run_dir, rank)
         self._cuda = device is not None and device.type == "cuda"
@@ -87,6 +90,8 @@ class Session:
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._queue.put, None)
         threading.Thread(target=writer.run, name="nbkit-records", daemon=True).start()
+        self._health = Health(self._queue.put, gpu=_uuid(device), first=first_of_host)
+        weakref.finalize(self, self._health.end)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
@@ -107,10 +112,12 @@ class Session:
             clock.listeners.append(self._made)
         self._queue.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
         clock.begin(cuda=self._cuda)
+        self._health.run(True)
 
     def end(self) -> None:
         """No steps for now. Returns when everything is on disk."""
         clock.end()
+        self._health.run(False)
         if self._made in clock.listeners:
             clock.listeners.remove(self._made)
         self.flush()
@@ -147,7 +154,16 @@ class Session:
     def close(self) -> None:
         """Write what there is, and end."""
         self.end()
+        self._health.end()
         self._queue.put(None)
 
     def _made(self, step: Step) -> None:
+        self._health.step = step.number
         self._queue.put(Mark(step, ring.end, time.process_time_ns(), own_ns()))
+
+
+def _uuid(device: torch.device | None) -> str:
+    """As nvidia-smi names the GPU; "" for a CPU."""
+    if device is None or device.type != "cuda":
+        return ""
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nbkit import forecast
 from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.events import Event, RunStarted, Switched
+from nbkit.rank import world
 from nbkit.rank.telemetry.align import clock_offset
 from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
 from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
@@ -120,7 +121,7 @@ def record_run(job: Job, log_dir: str | None, *, name: str | None = None, batch:
         listeners.append(BoardWriter(run_dir))
     if mode() == "off":
         return run_dir
-    offset = clock_offset(device=job.device)
+    offset, here = clock_offset(device=job.device), world.current()
     try:
         session = Session(
             run_dir,
@@ -130,6 +131,7 @@ def record_run(job: Job, log_dir: str | None, *, name: str | None = None, batch:
             strategy=str(job.strategy),
             offset_ns=offset,
             base_bytes=job.recorder.base_bytes,
+            first_of_host=here is None or job.rank % here.place.local_world_size == 0,
         )
     except OSError as error:
         warnings.warn(f"rank {job.rank} records nothing: {type(error).__name__}: {error}", stacklevel=3)

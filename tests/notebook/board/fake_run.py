@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from nbkit import forecast
@@ -12,8 +13,10 @@ from nbkit.rank.telemetry.files import Overview, RecordFile
 from nbkit.records import (
     Detail,
     EventRecord,
+    GpuHealth,
     Group,
     Header,
+    HealthRecord,
     MemoryRecord,
     PipelineOp,
     Record,
@@ -112,6 +115,21 @@ class FakeRun:
             for i, members in enumerate(mesh.groups(axis))
         ]
         forecast.append(self.folder, forecast.forecast(WEIGHTS, FACTS, self.strategy, step=self.number))
+
+    def health(self, *, node: int = 8, gpus: bool = True) -> None:
+        for rank in range(self.world):
+            first = rank % node == 0
+            seen = []
+            for one in range(rank, min(rank + node, self.world)) if gpus and first else ():
+                late = one == self.late
+                mhz, slowed = (1400.0, "thermal slowdown") if late else (1980.0, "")
+                seen.append(
+                    GpuHealth(f"GPU-{one}", one % node, mhz, 1980.0, 60.0 + one % 9, 640.0, 700.0, 0.97, slowed)
+                )
+            record = HealthRecord(self.number, self.now, cpu=0.99, rss=300 << 20, gpu=f"GPU-{rank}" if gpus else "")
+            if first:
+                record = replace(record, load=3.2, cores=16, mhz=2400.0, gpus=tuple(seen))
+            self._write(rank, record)
 
     def _head(self, rank: int, part: int, node: int) -> list[Record]:
         header = Header(

@@ -235,3 +235,50 @@ def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str
     assert main(["watch", str(tmp_path / "runs"), "--once"]) == 0
     assert "step 20" in capsys.readouterr().out
     assert main(["watch", str(tmp_path / "nothing")]) == 2
+
+
+def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: Path) -> None:
+    assert Feed(run.folder).snapshot()["step"]["health"] is None
+    assert "Ranks and hosts" not in plain(lines_of(Feed(run.folder).snapshot()))
+
+    run.health()
+    run.step()
+    snapshot = Feed(run.folder).snapshot()
+    rows, hosts = snapshot["step"]["health"]["ranks"], snapshot["step"]["health"]["hosts"]
+    assert [(row["rank"], row["mhz"], row["slowed"]) for row in rows][1:3] == [
+        (1, 1980, ""),
+        (2, 1400, "thermal slowdown"),
+    ]
+    assert hosts == [{"host": "node0", "load": 3.2, "cores": 16, "mhz": 2400}]
+    said = plain(lines_of(snapshot))
+    assert "GPU 97% busy, 1400 MHz, 62 °C, 640 W, slowed by thermal slowdown" in said
+    assert "node0, load 3.2 on 16 cores, 2400 MHz" in said
+
+    big = fake_run(tmp_path / "big", 32, "dp=32", late=21)
+    big.step()
+    big.health()
+    seen = Feed(tmp_path / "big").snapshot()["step"]["health"]
+    assert (len(seen["ranks"]), seen["more"], seen["ranks"][0]["rank"], len(seen["hosts"])) == (8, 24, 21, 4)
+    big.close()
+
+    small = fake_run(tmp_path / "cpu", 2, "dp=2")
+    small.step()
+    small.health(gpus=False)
+    said = plain(lines_of(Feed(tmp_path / "cpu").snapshot()))
+    assert "rank 0   CPU 99%, 300 MiB" in said and "GPU" not in said
+    small.close()
+
+
+def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
+    feed = Feed(run.folder)
+    feed.snapshot()
+    for rank, told in enumerate(({}, {"error": "ValueError", "what": "odd"}, {}, {})):
+        event = {"kind": "failure", "step": 20, "rank": 1, "error": "", "what": "rank 1 failed", **told}
+        run._write(rank, EventRecord(20, ns=run.now, event=event))
+        feed.snapshot()
+    found = [event for event in feed.snapshot()["events"] if event["kind"] == "failure"]
+    assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, "ValueError", "odd")]
+    assert "✕ after step 20: rank 1: ValueError: odd" in plain(lines_of(feed.snapshot()))
+    run.event("run_started", strategy="dp=4", arithmetic="", total=0)
+    run.event("failure", rank=1, error="ValueError", what="odd")  # again, in the next run
+    assert [event["kind"] for event in feed.snapshot()["events"]].count("failure") == 2

@@ -13,7 +13,7 @@ from nbkit.notebook.board.plugin.happened import put
 from nbkit.notebook.board.plugin.timeline import Timeline, point_of
 from nbkit.readings import Late, bars, late_rank, mean_bars
 from nbkit.recordfile import START, cursor_near_end, rank_files, read_head, read_since
-from nbkit.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
+from nbkit.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
 __all__ = ["Run"]
 
@@ -39,6 +39,7 @@ class Run:
         self.steps: dict[int, dict[int, StepRecord]] = {}
         self.details: dict[int, dict[int, Detail]] = {}
         self.memory: dict[int, deque[MemoryRecord]] = {}
+        self.health: dict[int, HealthRecord] = {}  # of each rank the newest
         self.events: list[dict[str, Any]] = []
         self.timeline = Timeline()
         self.late: deque[Late | None] = deque(maxlen=_LATE_OVER)
@@ -141,6 +142,8 @@ class Run:
             _drop_oldest(self.details, _DETAILS)
         elif isinstance(record, MemoryRecord):
             self.memory.setdefault(rank, deque(maxlen=_MEMORIES)).append(record)
+        elif isinstance(record, HealthRecord):
+            self.health[rank] = record
         elif isinstance(record, EventRecord):
             self._take_event(record)
 

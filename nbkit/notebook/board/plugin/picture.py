@@ -9,6 +9,7 @@ from typing import Any
 from nbkit import forecast
 from nbkit.links import Link, links, slow_link
 from nbkit.notebook.board.plugin import moments
+from nbkit.notebook.board.plugin.condition import health
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.notebook.board.plugin.timeline import PARTS
 from nbkit.readings import Bar, Row, bars, late_rank, mean_bars, reading, table, traffic_matrix
@@ -47,6 +48,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps),
         "memory": _memory(run, step, predicted),
+        "health": health(run),
         "moments": moments.of_step(run, step, strategy, replica=replica),
         "own": short(_mean(record.own_seconds for record in steps.values())),
         "lost": sum(record.lost for record in steps.values()),

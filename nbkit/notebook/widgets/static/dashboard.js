@@ -8,6 +8,7 @@ import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { COLOURS, MEMORY, Picture, SPOKEN, dark, number, percent, seconds } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
+import { healthRows } from "./health.js";
 
 const COLUMNS = 7;
 const DRAW_MS = 50;
@@ -25,7 +26,7 @@ const LAYOUT = `
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
-<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { rest: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div></section>
+<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { rest: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div><div class="health"></div></section>
 <p class="foot"></p>`;
 
 export class Story {
@@ -145,6 +146,8 @@ export function view(el, story, ask) {
     const memory = step.memory || [];
     $("memorynote").textContent = memory.length ? `counted in step ${memory[0].step}; ${memory[0].source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
     drawMemory(pictures.memory, memory);
+    $("health").hidden = !step.health;
+    if (step.health) $("health").replaceChildren(...healthRows(step.health));
   }
 
   const redraw = () => draw();

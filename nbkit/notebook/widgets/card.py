@@ -1,0 +1,176 @@
+"""The card of a cell that trains: in its own output, as HTML that stays in the saved notebook; no widget needed.
+
+It comes by itself when a training of the cell has been recording for a moment, changes in place about once a second,
+and ends as what came of it. A cell that is over before, or does not train, has none.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbkit.errors import NbkitError
+from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.widgets.feed import Feed
+from nbkit.notebook.widgets.source import ClusterRun
+from nbkit.notebook.widgets.text import failure, figure
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+__all__ = ["LiveCard", "card_html", "card_text", "follow"]
+
+AFTER_SECONDS = 1.5  # most cells are over by then
+_EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
+_WIDTH, _HEIGHT, _POINTS = 260, 44, 130
+
+
+def follow(cluster: Cluster, running: Running) -> None:
+    """Show a card in the output of this cell if it trains for a while. Where output cannot be changed: nothing."""
+    if running.live or not hasattr(running.outbox.screen, "kernel"):
+        return
+
+    def begin() -> None:
+        if not running.done.done():
+            LiveCard(cluster, running).start()
+
+    cluster.post.wire.soon(cluster.post.wire.later, AFTER_SECONDS, begin)
+
+
+class LiveCard:
+    """Looks at what the cell's training records, in a thread of its own, until the cell is over."""
+
+    def __init__(self, cluster: Cluster, running: Running) -> None:
+        self._cluster, self._running = cluster, running
+        self._where = ClusterRun(cluster)
+        self._feed: Feed | None = None
+        self._first = 0  # the step that the cell's training began with
+        self._lock = threading.Lock()
+        self._told: dict[str, str] = {}
+        self._shown = False
+        self._before = running.before_done
+        running.before_done = self._finish
+
+    def start(self) -> None:
+        """Begin; ends with the cell."""
+        threading.Thread(target=self._keep_looking, name="nbkit-card", daemon=True).start()
+
+    def _keep_looking(self) -> None:
+        while not self._running.done.done():
+            began = time.thread_time()
+            try:
+                self._look()
+            except (NbkitError, OSError):  # the cell tells what is wrong with the ranks
+                pass
+            rest = max(_EVERY_SECONDS, (time.thread_time() - began) / _SHARE)
+            deadline = time.monotonic() + rest
+            while time.monotonic() < deadline and not self._running.done.done():
+                time.sleep(0.1)
+
+    def _look(self) -> None:
+        folder = self._where()
+        if self._feed is None and not self._cluster.training.look().get("training"):
+            return
+        if folder is None:
+            return
+        with self._lock:
+            if self._feed is None or self._feed.run_dir != folder:
+                self._feed = Feed(folder)
+                self._feed.look()
+                self._first = _started(self._feed.curve.events)
+            if bundle := self._bundle(ended=False):
+                self._cluster.post.wire.soon(self._put, bundle)
+
+    def _finish(self) -> None:
+        """On the wire's thread, when all output is out and the cell is about to be over."""
+        self._before()
+        try:
+            with self._lock:
+                if self._shown and (bundle := self._bundle(ended=True)):
+                    self._put(bundle, last=True)
+        except Exception as error:  # a card must not keep a cell from ending
+            self._running.say(f"nbkit: no last card: {type(error).__name__}: {error}")
+
+    def _bundle(self, *, ended: bool) -> dict[str, str]:
+        """What there is to show; {} when nothing is new."""
+        assert self._feed is not None
+        snapshot = self._feed.snapshot()
+        points = [point for point in snapshot["points"] if point[0] > self._first]
+        if not points:
+            return {}
+        seen = snapshot | {"points": points}
+        bundle = {"text/plain": card_text(seen, ended=ended), "text/html": card_html(seen, ended=ended)}
+        before, self._told = self._told, bundle
+        return bundle if bundle != before else {}
+
+    def _put(self, bundle: dict[str, str], *, last: bool = False) -> None:
+        """On the wire's thread."""
+        if self._running.closing and not last:
+            return
+        transient = {"display_id": f"nbkit-card-{self._running.request.id}"}
+        self._running.outbox.put("update" if self._shown else "display", bundle, {}, transient)
+        self._shown = True
+
+
+def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
+    """One or two lines of what Feed.snapshot gives, of the points that are in it."""
+    head, figures, reading = _words(snapshot, ended)
+    return "\n".join(line for line in (f"{head}   {figures}", reading) if line)
+
+
+def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
+    """The same, with the curve of the loss beside it."""
+    head, figures, reading = (html.escape(part) for part in _words(snapshot, ended))
+    colour = "var(--jp-ui-font-color2,gray)" if ended else "var(--jp-success-color1,#388e3c)"
+    return (
+        "<div class='nbkit-card' style='display:flex;gap:14px;align-items:center;flex-wrap:wrap;padding:4px 0'>"
+        f"{_curve([point[4] for point in snapshot['points']])}"
+        f"<div><div><span style='color:{colour}'>●</span> <b>{head}</b> {figures}</div>"
+        f"<div style='color:var(--jp-ui-font-color2,gray)'>{reading}</div></div></div>"
+    )
+
+
+def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
+    points, state = snapshot["points"], snapshot["state"]
+    first, last = points[0], points[-1]
+    strategy = snapshot["strategies"][int(last[6])] or state["run"]
+    loss, tokens = figure(last[4]), last[5]
+    if ended:
+        made, seconds = int(last[0] - first[0] + first[1]), last[2] - first[2]
+        loss = f"{figure(first[4])} → {loss}" if figure(first[4]) else loss
+        tokens = (last[3] - first[3]) / seconds if seconds > 0 else tokens
+        steps = f"{made:,} step{'s' * (made > 1)}, the last one {int(last[0]):,}"
+    else:
+        made, total = int(last[0]) - _started(snapshot["events"]), state.get("total", 0)
+        steps = f"step {made:,} of {total:,}" if total else f"step {int(last[0]):,}"
+    figures = [steps, f"loss {loss}" if loss else "", f"{figure(tokens)} tokens/s" if figure(tokens) else ""]
+    failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
+    reading = snapshot["step"].get("reading", "")
+    if ended and failed:
+        reading = f"ended by an error: {failure(failed[-1])}"
+    return strategy, " · ".join(word for word in figures if word), reading
+
+
+def _started(events: Sequence[dict[str, Any]]) -> int:
+    """Finished steps when the newest run began."""
+    return next((int(event["step"]) for event in reversed(events) if event["kind"] == "run_started"), 0)
+
+
+def _curve(values: Sequence[float]) -> str:
+    """The loss as a small picture; "" of fewer than two values."""
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 2:
+        return ""
+    per = -(-len(known) // _POINTS)
+    means = [sum(known[i : i + per]) / len(known[i : i + per]) for i in range(0, len(known), per)]
+    low, high = min(means), max(means)
+    across, down = _WIDTH / max(len(means) - 1, 1), (_HEIGHT - 4) / ((high - low) or 1.0)
+    line = " ".join(f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(means))
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='loss'>"
+        f"<polyline points='{line}' fill='none' stroke='#4e79a7' stroke-width='1.8'/></svg>"
+    )

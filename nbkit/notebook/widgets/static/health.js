@@ -1,0 +1,34 @@
+// How ranks and hosts were when they were seen last, in small words; a GPU whose clocks are lowered stands out.
+
+import { bytes, percent } from "./paint.js";
+
+const part = (value, unit, top = null) => (value === null ? "" : `${Math.round(value)}${top === null ? "" : ` of ${Math.round(top)}`} ${unit}`);
+
+// health: as nbkit.notebook.board.plugin.condition makes it. Returns elements.
+export function healthRows(health) {
+  const gpus = health.ranks.some((row) => row.gpu);
+  const head = ["", "CPU", "process", ...(gpus ? ["GPU busy", "clock", "temperature", "power", "slowed by"] : [])];
+  const table = document.createElement("table");
+  table.append(line(head, "th"));
+  for (const row of health.ranks) {
+    const own = [`rank ${row.rank}`, percent(row.cpu), bytes(row.rss)];
+    const gpu = [row.busy === null ? "" : percent(row.busy), part(row.mhz, "MHz", row.top_mhz), part(row.celsius, "°C"), part(row.watts, "W", row.limit_watts), row.slowed];
+    const made = line([...own, ...(gpus ? gpu : [])], "td");
+    made.classList.toggle("slowed", Boolean(row.slowed));
+    table.append(made);
+  }
+  const note = document.createElement("small");
+  const hosts = health.hosts.map((host) => [host.host, host.load === null ? "" : `load ${host.load} on ${host.cores} cores`, part(host.mhz, "MHz")].filter(Boolean).join(", "));
+  note.textContent = [health.more ? `${health.more} ranks more, none of them slowed or hotter` : "", ...hosts].filter(Boolean).join(" · ");
+  return [table, note];
+}
+
+function line(values, tag) {
+  const made = document.createElement("tr");
+  for (const value of values) {
+    const cell = document.createElement(tag);
+    cell.textContent = value;
+    made.append(cell);
+  }
+  return made;
+}

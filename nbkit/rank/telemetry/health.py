@@ -1,0 +1,150 @@
+"""How a rank and its host are while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
+
+Every few seconds, in a thread beside the steps. Of each host, one rank alone looks at what its ranks share, with one
+nvidia-smi for all of its GPUs. What the machine does not tell is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from nbkit.records import GpuHealth, HealthRecord
+
+__all__ = ["Health", "core_mhz", "parse_gpus", "slowed_by"]
+
+_EVERY_S, _FIRST_S = 5.0, 1.0
+_SECONDS_TO_ANSWER = 20.0  # without persistence mode the driver wakes each GPU for the question
+_QUERY = "index,uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,utilization.gpu,{reasons}.active"
+_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the name that older drivers know comes second
+# nvmlClocksEventReasons of NVIDIA's NVML reference; being idle (1) and set clocks (2, 0x100) are no trouble.
+_SLOWED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal slowdown",
+    0x40: "thermal slowdown (hardware)",
+    0x80: "power brake",
+}
+
+
+def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
+    """What nvidia-smi says to the query, as csv without header and units. A line that is none is passed over."""
+    found = []
+    for line in answer.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 9 and cells[0].isdigit():
+            clock, top, celsius, watts, limit, busy = map(_number, cells[2:8])
+            share = None if busy is None else busy / 100
+            found.append(
+                GpuHealth(cells[1], int(cells[0]), clock, top, celsius, watts, limit, share, slowed_by(cells[8]))
+            )
+    return tuple(found)
+
+
+def slowed_by(mask: str) -> str:
+    """Why a GPU's clocks are lower than they could be, from the bits in hexadecimal; "" when nothing slows it."""
+    try:
+        bits = int(mask, 16)
+    except ValueError:
+        return ""
+    return ", ".join(name for bit, name in _SLOWED.items() if bits & bit)
+
+
+def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
+    """Mean clock of the host's cores; None where the kernel does not tell."""
+    known = []
+    for path in root.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
+        try:
+            known.append(int(path.read_text()) / 1e3)
+        except (OSError, ValueError):
+            continue
+    return sum(known) / len(known) if known else None
+
+
+class Health:
+    """Looks while it is told to, and hands what it has seen to `note`; `end` ends it.
+
+    gpu: UUID of this rank's GPU, "" without. first: whether this rank looks at what its host's ranks share.
+    """
+
+    def __init__(
+        self, note: Callable[[HealthRecord], None], *, gpu: str, first: bool, every_s: float = _EVERY_S
+    ) -> None:
+        self._note, self._gpu, self._first, self._every_s = note, gpu, first, every_s
+        self._smi = shutil.which("nvidia-smi") if gpu and first else None
+        self._reasons = list(_REASONS)
+        self._process = psutil.Process()
+        self._used = self._at = 0.0
+        self._changed = threading.Condition()
+        self._running = self._ended = False
+        self.step = 0
+        threading.Thread(target=self._run, name="nbkit-health", daemon=True).start()
+
+    def run(self, running: bool) -> None:
+        """Look from now on, or no more for now."""
+        with self._changed:
+            self._running = running
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Never again."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        wait = _FIRST_S
+        while True:
+            with self._changed:
+                if not self._running:
+                    self._changed.wait_for(lambda: self._running or self._ended)
+                    self._used, self._at, wait = time.process_time(), time.monotonic(), min(_FIRST_S, self._every_s)
+                over = self._changed.wait_for(lambda: self._ended or not self._running, wait)
+                if self._ended:
+                    return
+            if not over:
+                self._note(self.look())
+                wait = self._every_s
+
+    def look(self) -> HealthRecord:
+        """How it is now."""
+        used, at = time.process_time(), time.monotonic()
+        cpu = (used - self._used) / max(at - self._at, 1e-9)
+        self._used, self._at = used, at
+        rss = self._process.memory_info().rss
+        own = HealthRecord(self.step, time.perf_counter_ns(), cpu=cpu, rss=rss, gpu=self._gpu)
+        if not self._first:
+            return own
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        shared = {"load": load, "cores": os.cpu_count() or 0, "mhz": core_mhz(), "gpus": self._gpus()}
+        return HealthRecord(own.step, own.ns, cpu=cpu, rss=rss, gpu=self._gpu, **shared)  # type: ignore[arg-type]
+
+    def _gpus(self) -> tuple[GpuHealth, ...]:
+        while self._smi is not None and self._reasons:
+            query = f"--query-gpu={_QUERY.format(reasons=self._reasons[0])}"
+            command = [self._smi, query, "--format=csv,noheader,nounits"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)
+            except (OSError, subprocess.SubprocessError):
+                self._smi = None  # it is of no use, and asking costs
+                break
+            if done.returncode == 0:
+                return parse_gpus(done.stdout)
+            del self._reasons[0]  # not asked again
+        return ()
+
+
+def _number(text: str) -> float | None:
+    """None for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,76 @@
+"""The card of a cell that trains, in a real kernel: it comes by itself, changes in place, and ends as a summary."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel import Cell, Kernel
+
+TRAINER = """%%distributed
+torch.set_num_threads(1)
+import time
+trainer = nbkit.Trainer(
+    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=16, layers=1, heads=2, width=16)),
+    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    data=nbkit.TextDataset(block=16, limit=20_000), batch_size=8, progress=False,
+    callbacks=[lambda *_: time.sleep(0.05)])"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel(tmp_path_factory.mktemp("home")) as kernel:
+        kernel.run("%load_ext nbkit")
+        assert kernel.run("%cluster start -n 2 --cpu --name carded --ttl 60").status == "ok"
+        assert kernel.run(TRAINER).status == "ok"
+        yield kernel
+        kernel.run("%cluster stop")
+
+
+def cards(cell: Cell) -> list[tuple[str, dict[str, Any]]]:
+    """(kind, data) of every message of a card."""
+    return [
+        (kind, content["data"])
+        for _, kind, content in cell.messages
+        if content.get("transient", {}).get("display_id", "").startswith("nbkit-card-")
+    ]
+
+
+def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel) -> None:
+    found = cards(kernel.run("%%distributed\ntrainer.fit(120)"))
+
+    assert [kind for kind, _ in found][:2] == ["display_data", "update_display_data"]
+    assert {kind for kind, _ in found[1:]} == {"update_display_data"}
+    first, last = found[0][1], found[-1][1]
+    assert first["text/plain"].startswith("dp=2   step ") and " of 120 · loss " in first["text/plain"]
+    assert last["text/plain"].startswith("dp=2   120 steps, the last one 120 · loss ") and "→" in last["text/plain"]
+    assert "<svg" in last["text/html"] and "polyline" in last["text/html"]
+    assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack
+
+
+def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
+    found = cards(kernel.run("%%distributed\ntrainer.fit(100)"))
+
+    assert found[-1][1]["text/plain"].startswith("dp=2   100 steps, the last one 220 · ")
+    assert "step " in found[0][1]["text/plain"] and " of 100" in found[0][1]["text/plain"]
+
+
+def test_a_cell_that_ends_in_an_error_says_so_on_its_card(kernel: Kernel) -> None:
+    cell = kernel.run(
+        "%%distributed\ndef fail(trainer, record):\n"
+        "    if record['step'] == 320 and rank == 1: raise ValueError('odd')\n"
+        "trainer._callbacks += (fail,)\ntrainer.fit(200)"
+    )
+    assert cell.status == "error"
+    assert "ended by an error: rank 1: ValueError: odd" in cards(cell)[-1][1]["text/plain"]
+
+
+def test_a_cell_that_does_not_train_has_none(kernel: Kernel) -> None:
+    assert cards(kernel.run("%%distributed\nimport time; time.sleep(4)")) == []
+    assert cards(kernel.run("%%distributed\n1 + 1")) == []

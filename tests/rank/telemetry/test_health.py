@@ -1,0 +1,111 @@
+"""How ranks and hosts are: read from what a machine printed, looked at beside a training, shown where there is some."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.rank.telemetry import health
+from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus, slowed_by
+from nbkit.records import HealthRecord
+
+# As a driver answers: GPU 1 is slowed by its power limit and its heat, GPU 2 does not tell what others do.
+ANSWER = """\
+0, GPU-a1, 1980, 1980, 41, 118.32, 700.00, 0, 0x0000000000000001
+1, GPU-b2, 1215, 1980, 87, 698.90, 700.00, 100, 0x0000000000000024
+2, GPU-c3, [N/A], [N/A], 55, [N/A], [N/A], 7, [Not Supported]
+"""
+
+
+def test_what_nvidia_smi_says_is_read() -> None:
+    idle, hot, shy = parse_gpus(ANSWER + "Unable to determine the device handle\n")
+
+    assert (idle.uuid, idle.mhz, idle.celsius, idle.watts, idle.busy, idle.slowed) == (
+        "GPU-a1",
+        1980,
+        41,
+        118.32,
+        0,
+        "",
+    )
+    assert (hot.index, hot.mhz, hot.top_mhz, hot.limit_watts, hot.busy) == (1, 1215, 1980, 700, 1)
+    assert hot.slowed == "power cap, thermal slowdown"
+    assert (shy.mhz, shy.watts, shy.busy, shy.slowed) == (None, None, 0.07, "")
+
+
+def test_being_idle_or_set_to_a_clock_is_no_trouble() -> None:
+    assert [slowed_by(mask) for mask in ("0x1", "0x0000000000000102", "0x0", "", "[N/A]")] == [""] * 5
+    assert slowed_by("0x00000000000000C8") == "hardware slowdown, thermal slowdown (hardware), power brake"
+
+
+def test_clocks_of_cores_are_there_where_the_kernel_tells(tmp_path: Path) -> None:
+    assert core_mhz(tmp_path) is None
+    for core, khz in ((0, "2400000\n"), (1, "3000000\n"), (2, "what\n")):
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(khz)
+    assert core_mhz(tmp_path) == 2700
+
+
+def test_it_looks_while_it_runs_and_only_the_first_of_a_host_looks_at_the_host() -> None:
+    seen: list[HealthRecord] = []
+    first, other = (Health(seen.append, gpu="", first=one, every_s=0.05) for one in (True, False))
+    try:
+        time.sleep(0.2)
+        assert seen == []  # nothing trains
+        for one in (first, other):
+            one.step = 7
+            one.run(True)
+        until(lambda: sum(record.cores > 0 for record in seen) > 2 and sum(record.cores == 0 for record in seen) > 2)
+    finally:
+        for one in (first, other):
+            one.run(False)
+    time.sleep(0.2)
+    count = len(seen)
+    time.sleep(0.2)
+    assert len(seen) == count and all(record.step == 7 and record.rss > 1 << 20 for record in seen)
+    assert all(record.load is not None and record.gpus == () for record in seen if record.cores)
+    for one in (first, other):
+        one.end()
+
+
+def test_a_cores_worth_of_work_is_one() -> None:
+    looking = Health(lambda record: None, gpu="", first=False)
+    looking.look()
+    began = time.process_time()
+    while time.process_time() - began < 0.3:
+        pass
+    wall, at = looking._at, time.monotonic()
+    assert looking.look().cpu == pytest.approx(0.3 / (at - wall), rel=0.3)
+    looking.end()
+
+
+def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(command: list[str], **options: Any) -> Any:
+        asked.append(command[1])
+        old = "clocks_event_reasons" in command[1]
+        return subprocess.CompletedProcess(command, 2 if old else 0, "" if old else ANSWER, "")
+
+    monkeypatch.setattr(health.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(health.subprocess, "run", answer)
+    first = Health(lambda record: None, gpu="GPU-b2", first=True)
+    assert [gpu.uuid for gpu in first.look().gpus] == ["GPU-a1", "GPU-b2", "GPU-c3"] and len(asked) == 2
+    assert Health(lambda record: None, gpu="GPU-b2", first=False).look().gpus == () and len(asked) == 2
+
+    monkeypatch.setattr(health.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 9, "", ""))
+    assert first.look().gpus == ()
+    monkeypatch.setattr(health.subprocess, "run", answer)
+    assert first.look().gpus == () and len(asked) == 2  # not asked again
+
+
+def until(what: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
