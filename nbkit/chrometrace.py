@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = ["chrome_trace", "write_trace"]
 
 _STEPS, _STATES, _PIPELINE, _LINES = 1, 2, 3, 10
 _OPS = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+_CLOCKS = {"host": "the host's", "cuda": "states: the device's; calls begin as the host issued them"}
 _ANYONE = -1
 
 Event = dict[str, Any]
@@ -35,7 +36,7 @@ def chrome_trace(
     records = {(rank, record.step): record for rank, record in steps}
     first = _first_issued(details, headers)
     begin = min(
-        (headers[rank].aligned(lap[1]) for rank, those in details.items() for one in those for lap in one.laps),
+        (headers[rank].aligned(ns) for rank, those in details.items() for one in those for ns in _moments(one)),
         default=0,
     )
     events: list[Event] = []
@@ -55,7 +56,7 @@ def chrome_trace(
     return {
         "traceEvents": events + _arrows(sent, taken),
         "displayTimeUnit": "ms",
-        "otherData": {"made by": "nbkit", "clock": headers[min(headers)].clock if headers else "host"},
+        "otherData": {"made by": "nbkit", "clock": _CLOCKS[headers[min(headers)].clock if headers else "host"]},
     }
 
 
@@ -141,6 +142,12 @@ class _Track:
 
     def _name(self, kind: str, thread: int = 0, **args: Any) -> Event:
         return {"name": kind, "ph": "M", "pid": self.rank, "tid": thread, "args": args}
+
+
+def _moments(detail: Detail) -> Iterator[int]:
+    yield from (lap[1] for lap in detail.laps)
+    yield from (op.start_ns for op in detail.pipeline)
+    yield from (call.issued for call in detail.calls)  # on CUDA the host runs ahead of the device
 
 
 def _spoken(op: PipelineOp) -> tuple[str, int, int]:

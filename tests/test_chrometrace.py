@@ -77,6 +77,12 @@ def test_what_was_not_timed_has_no_length_and_says_so() -> None:
     assert found["dur"] == 0 and found["args"]["duration"] == "not known"
 
 
+def test_where_the_host_runs_ahead_of_the_device_the_trace_begins_with_the_host() -> None:
+    events = traced([call("all_reduce", DP, 97, 98)], [])
+    assert min(one["ts"] for one in spans(events)) == 0.0
+    assert spans(events, cat="steps", pid=0)[0]["ts"] == 3000.0
+
+
 def test_calls_that_were_left_out_are_counted() -> None:
     row = Traffic("all_reduce", "dp", DP.label, None, 9, 64, 9, 0.1, 0.1)
     record = StepRecord(4, numbers={"loss": 2.5, "strategy": "dp=2"}, traffic=(row,))

@@ -78,12 +78,16 @@ def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
     page.page.click(".nbkit-dashboard button.trace")
     page.wait_for_output(NUMBER["dashboard"], "open it in ui.perfetto.dev")
     page.picture(tmp_path / "training.png")
+    page.wait_for_output(NUMBER["fit"], "of 100,000 · loss")  # the card that the cell shows by itself
+    page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "card.png"))
     assert page.prompt(NUMBER["fit"]) == "[*]:" and "of the step" in page.output(NUMBER["dashboard"])
 
 
-def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
+def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> None:
     page.interrupt()
     page.wait_done(NUMBER["fit"], seconds=30)
+    page.wait_for_output(NUMBER["fit"], "steps, the last one")
+    page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
     page.run(NUMBER["detached"])
     before = wait_for_step(page, 1)
     assert "of 2 ranks: " in page.run(NUMBER["trace"])

@@ -116,7 +116,7 @@ def check_format(events: list[dict[str, Any]]) -> None:
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
         else:
-            assert event["ts"] >= -1e6 and isinstance(event["cat"], str)
+            assert event["ts"] >= 0 and isinstance(event["cat"], str)
             assert event["ph"] in ("X", "s", "f")
         if event["ph"] == "X":
             assert event["dur"] >= 0

@@ -167,6 +167,7 @@ def _health(step: dict[str, Any]) -> list[Line]:
         words += [f"{row[key]:.0f} {unit}" for key, unit in _UNITS.items() if row[key] is not None]
         slowed = f", slowed by {row['slowed']}" if row["slowed"] else ""
         lines.append((Piece(", ".join(words)), Piece(slowed, "exposed")))
+    lines += [(Piece(seen["more"], "faint"),)] if seen["more"] else []
     for host in seen["hosts"]:
         load = f"load {host['load']:g} on {host['cores']} cores" if host["load"] is not None else ""
         clock = f"{host['mhz']:.0f} MHz" if host["mhz"] is not None else ""

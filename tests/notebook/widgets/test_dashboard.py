@@ -258,7 +258,8 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     big.step()
     big.health()
     seen = Feed(tmp_path / "big").snapshot()["step"]["health"]
-    assert (len(seen["ranks"]), seen["more"], seen["ranks"][0]["rank"], len(seen["hosts"])) == (8, 24, 21, 4)
+    assert (len(seen["ranks"]), seen["ranks"][0]["rank"], len(seen["hosts"]), seen["more_hosts"]) == (8, 21, 4, 0)
+    assert seen["more"] == "24 ranks more, none of them slowed"
     big.close()
 
     small = fake_run(tmp_path / "cpu", 2, "dp=2")

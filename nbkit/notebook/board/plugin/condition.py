@@ -9,13 +9,13 @@ from nbkit.records import GpuHealth, HealthRecord
 
 __all__ = ["health"]
 
-_RANKS_AT_MOST = 8
+_RANKS_AT_MOST, _HOSTS_AT_MOST = 8, 4
 
 
 def health(run: Run) -> dict[str, Any] | None:
-    """{"step", "ranks", "more", "hosts"}; None when nothing has been seen.
+    """{"step", "ranks", "more", "hosts", "more_hosts"}; None when nothing has been seen.
 
-    ranks: those whose GPU is slowed or hottest first, of many only some; more: how many are left out.
+    ranks: of many only some, those whose GPU is slowed or hottest; hosts: those with most load. more: what is left out.
     """
     if not run.health:
         return None
@@ -23,7 +23,7 @@ def health(run: Run) -> dict[str, Any] | None:
     ranks = [_rank(rank, one, gpus.get(one.gpu)) for rank, one in sorted(run.health.items())]
     if len(ranks) > _RANKS_AT_MOST:
         ranks.sort(key=lambda row: (not row["slowed"], -(row["celsius"] or 0.0), -row["cpu"], row["rank"]))
-    hosts = [
+    hosts: list[dict[str, Any]] = [
         {
             "host": run.headers[rank].host if rank in run.headers else "",
             "load": _short(one.load),
@@ -33,11 +33,16 @@ def health(run: Run) -> dict[str, Any] | None:
         for rank, one in sorted(run.health.items())
         if one.cores
     ]
+    if len(hosts) > _HOSTS_AT_MOST:
+        hosts.sort(key=lambda row: -(row["load"] or 0.0))
+    left_out = ranks[_RANKS_AT_MOST:]
+    slowed = sum(bool(row["slowed"]) for row in left_out)
     return {
         "step": max(one.step for one in run.health.values()),
         "ranks": ranks[:_RANKS_AT_MOST],
-        "more": max(0, len(ranks) - _RANKS_AT_MOST),
-        "hosts": hosts[:_RANKS_AT_MOST],
+        "more": f"{len(left_out)} ranks more, {slowed or 'none'} of them slowed" if left_out else "",
+        "hosts": hosts[:_HOSTS_AT_MOST],
+        "more_hosts": max(0, len(hosts) - _HOSTS_AT_MOST),
     }
 
 

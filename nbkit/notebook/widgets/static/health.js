@@ -19,7 +19,7 @@ export function healthRows(health) {
   }
   const note = document.createElement("small");
   const hosts = health.hosts.map((host) => [host.host, host.load === null ? "" : `load ${host.load} on ${host.cores} cores`, part(host.mhz, "MHz")].filter(Boolean).join(", "));
-  note.textContent = [health.more ? `${health.more} ranks more, none of them slowed or hotter` : "", ...hosts].filter(Boolean).join(" · ");
+  note.textContent = [health.more, ...hosts, health.more_hosts ? `${health.more_hosts} hosts more, with less load` : ""].filter(Boolean).join(" · ");
   return [table, note];
 }
 
