@@ -178,7 +178,7 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if late.beside else f"rank {late.rank}"
         return (
             f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
-            f"for {who}, whose {_SPOKEN[late.cause]} takes longer: {_CAUSES[late.cause]}"
+            f"for {who}, whose {_SPOKEN[late.cause].removeprefix('the ')} takes longer: {_CAUSES[late.cause]}"
         )
     worst = max(share, key=lambda part: share[part])
     if share[worst] < 0.1:
