@@ -22,7 +22,7 @@ from nbkit.lateness import Bar, Late, late_rank
 from nbkit.links import Link, links
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.following import Run
-from nbkit.readings import bars, mean_bars, members_of
+from nbkit.readings import bars, members_of, usual_bars
 from nbkit.records import Detail, Group, Header, Record, StepRecord
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
@@ -68,7 +68,7 @@ class Recorded:
 
     def late(self, steps: Sequence[int]) -> Late | None:
         """Who is named from the mean of these steps."""
-        return late_rank(mean_bars([self.steps[step] for step in steps], self.members))
+        return late_rank(usual_bars([self.steps[step] for step in steps], self.members))
 
     def links(self, step: int) -> list[Link]:
         """Between the stages of a pipeline."""
