@@ -25,10 +25,12 @@ __all__ = ["Outline", "Outlines"]
 
 @dataclass(frozen=True)
 class Outline:
-    """By rank: name -> layout of the weights between steps, and of what the optimizer updates."""
+    """By rank: name -> layout of the weights between steps, of what the optimizer updates, and of the buffers that a
+    checkpoint holds."""
 
     weights: tuple[dict[str, Layout], ...]
     held: tuple[dict[str, Layout], ...]
+    buffers: tuple[dict[str, Layout], ...]
 
 
 class Outlines:
@@ -39,6 +41,8 @@ class Outlines:
         self._known: dict[Strategy, Outline] = {}
         self._parts: dict[tuple[int, int], dict[str, Layout]] = {}
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
+        kept = skeleton.state_dict().keys()
+        self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
 
     def of(self, strategy: Strategy) -> Outline:
         """Raises StrategyError for what cannot be split, with the reason."""
@@ -50,11 +54,11 @@ class Outlines:
         need_rows(self.wishes, strategy)
         need_chain(self.wishes, strategy)
         mesh = strategy.mesh
-        weights, held = [], []
+        weights, held, buffers = [], [], []
         stages = self._stages(strategy)
         for rank in range(mesh.size):
             at = mesh.index(rank)
-            names = stages[at["pp"]] if stages else None
+            names, kept = stages[at["pp"]] if stages else (None, self._buffers)
             mine = {
                 name: layout
                 for name, layout in self._split(strategy.tp, at["tp"]).items()
@@ -65,20 +69,25 @@ class Outlines:
             }
             weights.append(shards if strategy.zero == 3 else mine)
             held.append(shards if strategy.zero else mine)
-        return Outline(tuple(weights), tuple(held))
+            buffers.append(kept)
+        return Outline(tuple(weights), tuple(held), tuple(buffers))
 
-    def _stages(self, strategy: Strategy) -> list[set[str]]:
-        """Names of the parameters on each rank of the pipeline; [] without one."""
+    def _stages(self, strategy: Strategy) -> list[tuple[set[str], dict[str, Layout]]]:
+        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
         chain: Chain | None = self.wishes.chain
         if strategy.pp == 1 or chain is None:
             return []
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
-        return [
-            set().union(*(chain.holds(*ranges[stage]) for stage in schedule.stages_of(rank)))
-            for rank in range(strategy.pp)
-        ]
+        pieces = {name: chain.piece_of(name) for name in self._buffers}
+        found = []
+        for rank in range(strategy.pp):
+            own = [ranges[stage] for stage in schedule.stages_of(rank)]
+            runs = {name for name, piece in pieces.items() if any(lo <= piece < hi for lo, hi in own)}
+            buffers = {name: layout for name, layout in self._buffers.items() if name in runs}
+            found.append((set().union(*(chain.holds(lo, hi) for lo, hi in own)), buffers))
+        return found
 
     def _split(self, size: int, index: int) -> dict[str, Layout]:
         if (size, index) not in self._parts:

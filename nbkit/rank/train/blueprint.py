@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
 from nbkit.rank.parallel.gates import plain_attention
 from nbkit.rank.parallel.outline import Outlines
-from nbkit.rank.parallel.parallelize import parallelize
+from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
@@ -27,8 +28,9 @@ from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
-from nbkit.rank.train.follow import follow
+from nbkit.rank.train.follow import Changes, follow
 from nbkit.rank.train.offload import offload
+from nbkit.rank.train.plans import Kinds, Plans
 from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
@@ -56,7 +58,6 @@ class Blueprint:
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.current: Side | None = None  # what the job computes with now
         self.offload = setup.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
@@ -86,7 +87,13 @@ class Blueprint:
             cut=setup.microbatch is not None,
             compile=setup.compile,
         )
+        self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.outlines = Outlines(self.skeleton, self.wishes)
+        self.plans = Plans(self.outlines, rank)
+        self._connected: dict[Strategy, Connections] = {}
+        self._ready: Cut | None = None  # for the next side, if it is of this strategy
+        self._beside: tuple[Strategy | None, float] = None, 0.0
+        self._changes = 0  # of the skeleton
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
@@ -117,7 +124,11 @@ class Blueprint:
 
         own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
         """
-        side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
+        ready, self._ready = self._ready, None
+        if ready is not None and ready.strategy == strategy and own is None:
+            side = ready.side(self.device)
+        else:
+            side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
         optimizer = self.template.build(side.held, like)
         if self.offload:
             offload(optimizer)
@@ -130,14 +141,37 @@ class Blueprint:
         """
         if strategy.zero or strategy.tp > 1:
             self.template.check_elementwise(str(strategy))
-        if self.current is not None:
-            follow(self.current, self.skeleton, world_size=self.world_size)
         warn_of(self.skeleton, strategy, self.wishes)
-        return connect(strategy, self.outlines.of(strategy), self.rank, self.device)
+        outline = self.outlines.of(strategy)
+        if strategy not in self._connected:
+            self._connected[strategy] = connect(strategy, outline, self.rank, self.device)
+        return self._connected[strategy]
+
+    def follow(self, everyone: Sequence[Changes]) -> None:
+        """From now on sides are made with the changes of all ranks."""
+        if follow(everyone, self.skeleton):
+            self._ready, self._changes = None, self._changes + 1
+
+    def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
+        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if groups are there.
+
+        Raises as `plans.exchange` and `cut` do.
+        """
+        began, changes = time.perf_counter(), self._changes
+        self.plans.exchange(old, new, kinds)
+        if (connections := self._connected.get(new)) is not None:
+            ready = cut(self.skeleton, new, connections, wishes=self.wishes, device=self.device)
+            if changes == self._changes:
+                self._ready = ready
+        self._beside = new, time.perf_counter() - began
+
+    def beside(self, new: Strategy) -> float:
+        """Seconds that `make_ready` took for this switch, 0 without it."""
+        (made, seconds), self._beside = self._beside, (None, 0.0)
+        return seconds if made == new else 0.0
 
     def took(self, side: Side) -> None:
         """The job computes with `side` now."""
-        self.current = side
         self.template.follow(side.held)
 
     def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str]:
