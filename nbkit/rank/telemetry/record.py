@@ -186,11 +186,8 @@ def begin(op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *,
     return call
 
 
-def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
-    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
-
-    at_once: it is waited for before anything else.
-    """
+def follow(call: Call, work: Any) -> Any:
+    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on."""
     global _own
     if _mode != "time":
         return work
@@ -206,9 +203,7 @@ def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
         return None
     timed = Timed(work, call, state)
     if call.cuda is None:
-        # A thread of the backend's would have to take the interpreter from the one that waits.
-        if not at_once:
-            timed.listen()
+        timed.listen()
     else:
         call.cuda.under_way(work)
     _own += now() - entered
