@@ -12,7 +12,7 @@ from nbkit.planner.partition import partition
 
 STAGES = (2, 4)
 WIDTH, ROWS, LAYERS = 256, 192, 48
-ROUNDS, REPEATS = 3, 5
+ROUNDS, REPEATS = 3, 12
 CASES, BLOCKS = 300, 12
 BAR = 1.05
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bench.forked import Ranks
 from bench.settings import Settings, shuffled
+from bench.stats import ratio
 from bench.table import Row, compared
 
 RANKS = 2
@@ -26,11 +27,16 @@ def run(settings: Settings) -> list[Row]:
         for strategy in STRATEGIES:
             ranks.ask("prepare", strategy=strategy)
             seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+            cpu: dict[str, list[float]] = {arm: [] for arm in arms}
             for order in shuffled(list(arms), settings.count(ROUNDS)):
                 for arm in order:
-                    seconds[arm].append(max(ranks.ask("block", mode=arms[arm], steps=STEPS)))
+                    blocks = ranks.ask("block", mode=arms[arm], steps=STEPS)
+                    seconds[arm].append(max(wall for wall, _ in blocks))
+                    cpu[arm].append(sum(spent for _, spent in blocks))
             for mode, bar in BARS.items():
                 what = f"step, {strategy}, {RANKS} ranks, {WORDS[mode]} / without"
                 again = [a / b * c for a, b, c in zip(seconds["off again"], seconds["off"], seconds[mode], strict=True)]
-                rows.append(compared(what, seconds[mode], "without", seconds["off"], again, bar, "ms"))
+                spent = ratio(cpu[mode], cpu["off"])
+                note = f"; CPU-seconds of the ranks {spent.middle:.3f} x [{spent.low:.3f}, {spent.high:.3f}]"
+                rows.append(compared(what, seconds[mode], "without", seconds["off"], again, bar, "ms", note=note))
     return rows

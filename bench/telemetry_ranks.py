@@ -24,12 +24,13 @@ class Worker:
             job.fit(3)
             self._jobs[recorded] = job
 
-    def block(self, mode: str, steps: int) -> float:
-        """Seconds of a step, of so many. mode: "off", "count", or "time" with all that a run records of itself."""
+    def block(self, mode: str, steps: int) -> tuple[float, float]:
+        """(seconds, CPU-seconds) of a step, of so many. mode: "off", "count", or "time" with all that a run
+        records of itself."""
         record.set_mode(mode)
         job = self._jobs[mode == "time"]
         dist.barrier()
         self._pace.restart()
         job.fit(steps + 1)
         record.set_mode("time")
-        return self._pace.seconds
+        return self._pace.seconds, self._pace.cpu_seconds

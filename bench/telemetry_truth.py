@@ -16,13 +16,13 @@ from statistics import median
 from bench.forked import Ranks
 from bench.settings import Settings
 from bench.stats import quantile
-from bench.table import Row
+from bench.table import Row, absolute
 from nbkit import recordfile
 from nbkit.lateness import Bar, Late, late_rank
 from nbkit.links import Link, links
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.following import Run
-from nbkit.readings import bars, mean_bars, members_of
+from nbkit.readings import bars, members_of, usual_bars
 from nbkit.records import Detail, Group, Header, Record, StepRecord
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
@@ -30,6 +30,7 @@ from nbkit.strategy import Strategy
 SIZE = {"width": 32, "layers": 4, "block": 16, "batch": 8}
 DELAY, WITHIN = 0.03, 0.1
 ROUNDS, STEPS, NAMED_WITHIN = 3, 8, 3
+REMAINDER = 0.05
 PARTS = ("data", "compute", "optimizer", "other", "exposed", "link")
 STRATEGIES = {2: ("ddp", "zero3", "tp", "pp"), 4: ("dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2", "zero3")}
 PIPELINES = (("gpipe", 4, 8), ("1f1b", 2, 8), ("1f1b", 4, 8), ("interleaved", 4, 8), ("zb", 4, 8), ("zbv", 4, 8))
@@ -67,7 +68,7 @@ class Recorded:
 
     def late(self, steps: Sequence[int]) -> Late | None:
         """Who is named from the mean of these steps."""
-        return late_rank(mean_bars([self.steps[step] for step in steps], self.members))
+        return late_rank(usual_bars([self.steps[step] for step in steps], self.members))
 
     def links(self, step: int) -> list[Link]:
         """Between the stages of a pipeline."""
@@ -117,7 +118,16 @@ def _found(settings: Settings, ranks: Ranks, num: int, name: str) -> list[Row]:
             order = {"where": delay.where, "seconds": DELAY, "ranks": delay.ranks}
             spans.append((delay, *ranks.ask("train", steps=STEPS, **order)[0]))
     recorded = Recorded(folder)
-    return [_row(recorded, spans, delay, f"{name}, {num} ranks", strategy) for delay in wanted]
+    plain = [range(first + 1, last + 1) for which, first, last in spans if which is None]
+    of = f"{name}, {num} ranks"
+    return [_remainder(recorded, plain, of), *(_row(recorded, spans, delay, of, strategy) for delay in wanted)]
+
+
+def _remainder(recorded: Recorded, plain: Sequence[range], of: str) -> Row:
+    """What of a step is in none of the measured parts, where a step is short."""
+    every = [bar for steps in plain for step in steps for bar in bars(recorded.steps[step], recorded.members)]
+    step = f"step {median(bar.seconds for bar in every) * 1e3:.1f} ms"
+    return absolute(f"remainder of a step, {of}", [bar.other / bar.seconds for bar in every], REMAINDER, "x", peer=step)
 
 
 def _row(

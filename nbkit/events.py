@@ -79,16 +79,19 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The strategy changed. moved_bytes: over all ranks. prepare_s: of the pause, before anything moved.
+    """The strategy changed. moved_bytes: over all ranks.
 
-    pause_s: how long no step could be made, without proof_s, the time that the proof took. identical: whether weights
-    and optimizer state are the same as before; None when that was not checked.
+    beside_s: what was made ready in another thread, while the old strategy made steps: no part of the pause.
+    pause_s: how long no step could be made, without proof_s, the time that the proof took; prepare_s: of it, before
+    anything moved. identical: whether weights and optimizer state are the same as before; None when that was not
+    checked.
     """
 
     kind: ClassVar[str] = "switch"
     old: str = ""
     new: str = ""
     moved_bytes: int = 0
+    beside_s: float = 0.0
     prepare_s: float = 0.0
     pause_s: float = 0.0
     proof_s: float = 0.0

@@ -5,8 +5,9 @@ Pure arithmetic over nbkit.records, the same for the widget, TensorBoard, the te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from nbkit.lateness import Bar, Late, late_rank
 from nbkit.links import Link
@@ -24,6 +25,7 @@ __all__ = [
     "reading",
     "table",
     "traffic_matrix",
+    "usual_bars",
 ]
 
 _MESSAGES = ("send", "recv", "batch")
@@ -101,17 +103,22 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 
 def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     """The mean bar of each rank over several steps."""
+    return _over(steps, members, fmean)
+
+
+def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
+    """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing."""
+    return _over(steps, members, median)
+
+
+def _over(steps: Sequence[Steps], members: Members, one_of: Callable[[Iterable[float]], float]) -> list[Bar]:
     every: dict[int, list[Bar]] = {}
     for one in steps:
         for bar in bars(one, members):
             every.setdefault(bar.rank, []).append(bar)
     names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
     return [
-        Bar(
-            rank,
-            peers=those[-1].peers,
-            **{name: sum(getattr(bar, name) for bar in those) / len(those) for name in names},
-        )
+        Bar(rank, peers=those[-1].peers, **{name: one_of([getattr(bar, name) for bar in those]) for name in names})
         for rank, those in sorted(every.items())
     ]
 
@@ -178,7 +185,7 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if late.beside else f"rank {late.rank}"
         return (
             f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
-            f"for {who}, whose {_SPOKEN[late.cause]} takes longer: {_CAUSES[late.cause]}"
+            f"for {who}, whose {_SPOKEN[late.cause].removeprefix('the ')} takes longer: {_CAUSES[late.cause]}"
         )
     worst = max(share, key=lambda part: share[part])
     if share[worst] < 0.1:

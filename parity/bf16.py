@@ -29,17 +29,21 @@ def bf16_cells(steps: int) -> Iterator[Cell]:
 
 
 class _InParts(TorchFunctionMode):
-    """Linear maps in parts of their input and of their output features: the same sums, forward and backward, rounded
-    elsewhere."""
+    """Linear maps in parts of their input and of their output features, which an order other than 0 shuffles before:
+    the same sums, forward and backward, rounded elsewhere.
+    """
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, order: int) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.order = parts, order
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+        if self.order:
+            order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self.order))
+            x, weight = x[..., order], weight[:, order]
         rows = [self._summed(x, some) for some in weight.chunk(self.parts, 0)]
         return torch.cat(rows, -1) if bias is None else torch.cat(rows, -1) + bias
 
@@ -51,24 +55,17 @@ class _InParts(TorchFunctionMode):
 
 def orders(rank: int, cell: Cell) -> list[Truth]:
     """One process in bfloat16, and again with other orders of summing: over rows, over features, over both."""
-    return [
-        truth(cell, rows=rows, wrap=partial(_InParts, parts) if parts > 1 else nullcontext)
-        for parts in (1, 2, 4)
-        for rows in (BATCH, BATCH // 2, BATCH // 4, 2)
-    ]
+    wraps = [nullcontext, *(partial(_InParts, parts, order) for parts in (1, 2, 4) for order in range(3))]
+    return [truth(cell, rows=rows, wrap=wrap) for wrap in wraps for rows in (BATCH, BATCH // 2, BATCH // 4, 2)]
 
 
 @cache
 def _bars(cell: Cell) -> Bars:
     runs = run_ranks(orders, 1, cell, timeout=300, join=False)[0]
     found = [far(one, other) for i, one in enumerate(runs) for other in runs[:i]]
-    grads, largest, losses, norms = (
-        max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")
-    )
-    # Of one number, not of thousands, a few runs show too small a spread.
-    return Bars(grads, 2 * largest, 2 * losses, 2 * norms)
+    return Bars(*(max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")))
 
 
 def bars_of_bf16(cell: Cell) -> Bars:
-    """The largest difference between two runs in one process; twice that for what is a single number."""
+    """The largest difference between two of forty runs in one process."""
     return _bars(cell.truth)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from multiprocessing import parent_process
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -76,7 +77,7 @@ def in_lanes(cells: Sequence[Cell], lanes: int = 2) -> Iterator[Result]:
             yield result
 
 
-def results(cells: Sequence[Cell], *, patience: int = 400) -> Iterator[Result]:
+def results(cells: Sequence[Cell], *, patience: int = 600) -> Iterator[Result]:
     """The result of each of `cells`, which need the same number of ranks, as soon as it is there.
 
     A cell that is refused, that breaks the ranks or does not end takes no other with it. patience: seconds that one
@@ -108,6 +109,8 @@ def results(cells: Sequence[Cell], *, patience: int = 400) -> Iterator[Result]:
 
 def _noted(world: Any, cells: Sequence[Cell], folder: Path, patience: int) -> None:
     for number, cell in enumerate(cells):
+        if (parent := parent_process()) is not None and not parent.is_alive():
+            return  # whoever asked has been killed
         # Ends this process, wherever it stands, and with it the set.
         signal.alarm(patience)
         dist.barrier()  # who breaks in this one takes no rank along that is still at the last one

@@ -84,6 +84,11 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
 
     assert reading(even, rows) == "42% of the step is exposed all-reduce on dp: try zero1 or a larger micro-batch"
     assert reading([Bar(0, 1.0, compute=0.97, other=0.03)]) == "97% of the step is compute."
+    slow = [
+        Bar(0, 1.0, optimizer=0.5, compute=0.5),
+        *(Bar(rank, 1.0, compute=0.5, waiting=0.5) for rank in range(1, N)),
+    ]
+    assert "rank 0, whose optimizer takes longer" in reading(slow)
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
-from nbkit.rank.train import boundary, hold, preview
+from nbkit.rank.train import ahead, boundary, hold, preview
 from nbkit.rank.train.newest import newest
 
 VERDICTS_KEPT = 50
@@ -45,6 +45,16 @@ class Controls:
         self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
         boundary.handlers["control"] = self.serve
+        boundary.preparers["control"] = self.prepare
+
+    def prepare(self, control: Control) -> threading.Event:
+        """Before its boundary: begin what a switch needs and nobody has to be asked for. See nbkit.rank.train.ahead."""
+        owner = boundary.training()
+        job = getattr(owner, "job", owner)
+        text = control.args.get("strategy") if control.do in ("switch", "try") else None
+        if control.do == "undo" and job is not None:
+            text = job.previous
+        return ahead.begin(job, text)
 
     def serve(self, control: Control) -> None:
         """At a boundary, on all ranks, or in a cell when no training makes steps."""

@@ -200,7 +200,12 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         cuda = timed and self._nccl and getattr(first_of(given), "is_cuda", False)
         call = record.begin(spoken, self.seen, None, number, moved, cuda=cuda)
         work = method(self.inner, name)(*args, **kwargs)
-        return record.follow(call, work) if timed else work
+        # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
+        return (
+            record.follow(call, work, at_once=not getattr(args[-1] if args else None, "asyncOp", True))
+            if timed
+            else work
+        )
 
     issue.__name__ = name
     return issue

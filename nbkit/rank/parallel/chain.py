@@ -55,6 +55,15 @@ class Chain:
         """Names of the parameters that pieces lo to hi - 1 use."""
         return {name for piece in self.parameters[lo:hi] for name in piece}
 
+    def piece_of(self, name: str) -> int:
+        """The piece that the module of the parameter or buffer `name` belongs to."""
+        for piece, block in reversed(list(enumerate(self.blocks))):
+            if block and name.startswith(f"{block}."):
+                return piece
+        module = name.rpartition(".")[0]
+        behind = any(other.rpartition(".")[0] == module for other in self.after)
+        return len(self) - 1 if behind else 0
+
 
 def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[str] | None = None) -> Chain:
     """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.

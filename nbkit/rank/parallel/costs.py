@@ -1,14 +1,16 @@
 """What each piece of a chain costs, measured on this device: the seconds of its forward and its backward.
 
 The model runs whole, so that nothing of what cutting adds is in the numbers. Clocks are read where a piece begins: when
-its block is called, and when the gradient of what went into that block is complete.
+its block is called, and when the gradient of what went into that block is complete. Blocks that are alike and get
+tensors of the same shapes cost the same: what their numbers differ by is noise, and would decide where the cuts fall.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from nbkit.rank.parallel.gates import plain_attention
 
 __all__ = ["measure_costs"]
 
+_APART = 1.4  # pieces that look alike and differ by more than this factor are not
+
 
 def measure_costs(module: nn.Module, chain: Chain, call: Callable[[], Any], *, repeats: int = 3) -> tuple[float, ...]:
     """Seconds of each piece, forward and backward, the least of `repeats` runs after one to warm up.
@@ -32,12 +36,29 @@ def measure_costs(module: nn.Module, chain: Chain, call: Callable[[], Any], *, r
     Raises StrategyError when what `call` returns does not depend on a parameter.
     """
     device = next(module.parameters()).device
+    kinds: list[Hashable] = [None] * len(chain)
     with unchanged(module), plain_attention():
-        runs = [_run(module, chain, call, device) for _ in range(repeats + 1)][1:]
-    return tuple(map(min, zip(*runs, strict=True)))
+        runs = [_run(module, chain, call, device, kinds) for _ in range(repeats + 1)][1:]
+    # The first and the last piece are more than their blocks.
+    kinds[0] = kinds[-1] = None
+    return _level(tuple(map(min, zip(*runs, strict=True))), kinds)
 
 
-def _run(module: nn.Module, chain: Chain, call: Callable[[], Any], device: torch.device) -> list[float]:
+def _level(costs: Sequence[float], kinds: Sequence[Hashable]) -> tuple[float, ...]:
+    """`costs`, where pieces of one kind (None: of none) have the median of theirs, unless they differ too much."""
+    alike: dict[Hashable, list[float]] = {}
+    for cost, kind in zip(costs, kinds, strict=True):
+        alike.setdefault(kind, []).append(cost)
+    middle = {kind: median(some) for kind, some in alike.items() if kind is not None}
+    return tuple(
+        middle[kind] if kind in middle and middle[kind] / _APART <= cost <= middle[kind] * _APART else cost
+        for cost, kind in zip(costs, kinds, strict=True)
+    )
+
+
+def _run(
+    module: nn.Module, chain: Chain, call: Callable[[], Any], device: torch.device, kinds: list[Hashable]
+) -> list[float]:
     called, arrived = [0.0] * len(chain), [0.0] * len(chain)
 
     def now() -> float:
@@ -49,7 +70,8 @@ def _run(module: nn.Module, chain: Chain, call: Callable[[], Any], device: torch
         def arrive(_: Tensor) -> None:
             arrived[number] = now()
 
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+            kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
             for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
                 path = pytree.keystr(key)
                 # The gradient of what the caller gives to several blocks is complete only at the first of them.

@@ -25,10 +25,12 @@ __all__ = ["Outline", "Outlines"]
 
 @dataclass(frozen=True)
 class Outline:
-    """By rank: name -> layout of the weights between steps, and of what the optimizer updates."""
+    """By rank: name -> layout of the weights between steps, of what the optimizer updates, and of the buffers that a
+    checkpoint holds."""
 
     weights: tuple[dict[str, Layout], ...]
     held: tuple[dict[str, Layout], ...]
+    buffers: tuple[dict[str, Layout], ...]
 
 
 class Outlines:
@@ -39,7 +41,8 @@ class Outlines:
         self._known: dict[Strategy, Outline] = {}
         self._parts: dict[tuple[int, int], dict[str, Layout]] = {}
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
-        self._ranks_of: dict[tuple[int, str | None], list[frozenset[str]]] = {}
+        kept = skeleton.state_dict().keys()
+        self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
 
     def of(self, strategy: Strategy) -> Outline:
         """Raises StrategyError for what cannot be split, with the reason."""
@@ -48,64 +51,55 @@ class Outlines:
         return self._known[strategy]
 
     def _made(self, strategy: Strategy) -> Outline:
-        self.check(strategy)
+        need_rows(self.wishes, strategy)
+        need_chain(self.wishes, strategy)
         mesh = strategy.mesh
-        weights, held = [], []
-        stages = self.stages(strategy)
+        weights, held, buffers = [], [], []
+        stages = self._stages(strategy)
         for rank in range(mesh.size):
             at = mesh.index(rank)
-            names = stages[at["pp"]] if stages else None
+            names, kept = stages[at["pp"]] if stages else (None, self._buffers)
             mine = {
                 name: layout
-                for name, layout in self.split(strategy.tp, at["tp"]).items()
+                for name, layout in self._split(strategy.tp, at["tp"]).items()
                 if names is None or name in names
             }
             shards = {
-                name: self.shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
+                name: self._shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
             }
             weights.append(shards if strategy.zero == 3 else mine)
             held.append(shards if strategy.zero else mine)
-        return Outline(tuple(weights), tuple(held))
+            buffers.append(kept)
+        return Outline(tuple(weights), tuple(held), tuple(buffers))
 
-    def check(self, strategy: Strategy) -> None:
-        """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
-        need_rows(self.wishes, strategy)
-        need_chain(self.wishes, strategy)
-        self.stages(strategy)
-        self.split(strategy.tp, 0)
-
-    def stages(self, strategy: Strategy) -> list[frozenset[str]]:
-        """Names of the parameters on each rank of the pipeline; [] without one."""
+    def _stages(self, strategy: Strategy) -> list[tuple[set[str], dict[str, Layout]]]:
+        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
         chain: Chain | None = self.wishes.chain
         if strategy.pp == 1 or chain is None:
             return []
-        key = (strategy.pp, strategy.schedule)
-        if key not in self._ranks_of:
-            self._ranks_of[key] = self._staged(strategy, chain)
-        return self._ranks_of[key]
-
-    def _staged(self, strategy: Strategy, chain: Chain) -> list[frozenset[str]]:
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
-        return [
-            frozenset().union(*(chain.holds(*ranges[stage]) for stage in schedule.stages_of(rank)))
-            for rank in range(strategy.pp)
-        ]
+        pieces = {name: chain.piece_of(name) for name in self._buffers}
+        found = []
+        for rank in range(strategy.pp):
+            own = [ranges[stage] for stage in schedule.stages_of(rank)]
+            runs = {name for name, piece in pieces.items() if any(lo <= piece < hi for lo, hi in own)}
+            buffers = {name: layout for name, layout in self._buffers.items() if name in runs}
+            found.append((set().union(*(chain.holds(lo, hi) for lo, hi in own)), buffers))
+        return found
 
-    def split(self, size: int, index: int) -> dict[str, Layout]:
-        """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
+    def _split(self, size: int, index: int) -> dict[str, Layout]:
         if (size, index) not in self._parts:
             module = skeleton_of(self.skeleton)
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
                 if size == 1
-                else dict(parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index).layouts)
+                else parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index)
             )
         return self._parts[size, index]
 
-    def shard(self, layout: Layout, shards: int, index: int) -> Layout:
-        """Part `index` of `shards` of a tensor along dp; a scalar stays whole."""
+    def _shard(self, layout: Layout, shards: int, index: int) -> Layout:
         if not layout.local or shards == 1:
             return layout
         key = (layout, shards, index)

@@ -12,6 +12,9 @@ After torchtitan's `parallelize`; here it is the same function for every model a
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -35,7 +38,35 @@ from nbkit.rank.parallel.wrapper import mark_parts
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-__all__ = ["parallelize"]
+__all__ = ["Cut", "cut", "parallelize"]
+
+
+@dataclass
+class Cut:
+    """A module as a strategy leaves it on this rank, with shapes and without memory. For one side."""
+
+    strategy: Strategy
+    connections: Connections
+    module: nn.Module
+    layouts: Mapping[str, Layout]
+    units: Sequence[nn.Module]
+    staged: Staged | None
+    schedule: Schedule | None
+    split: bool
+    partial: Mapping[str, Sequence[str]]
+    notes: Sequence[str]
+
+    def side(self, device: torch.device) -> Side:
+        """Give it memory, and a pipeline its channels. Sends nothing."""
+        axes, edges, pipeline = self.connections.axes, self.connections.edges, None
+        if self.schedule is not None:
+            group, index = axes.group("pp"), axes.index("pp")
+            pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split)
+        keep = pipeline is not None
+        data = data_axis(self.module, self.layouts, axes, zero=self.strategy.zero, units=self.units, keep=keep)
+        if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
+            mark_parts(self.module, str(self.strategy))
+        return Side(self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes)
 
 
 def parallelize(
@@ -49,6 +80,22 @@ def parallelize(
 ) -> Side:
     """A side of `strategy` on this rank; its weights are to be filled. Sends nothing.
 
+    Arguments and errors: see `cut`.
+    """
+    return cut(skeleton, strategy, connections, wishes=wishes, device=device, own=own).side(device)
+
+
+def cut(
+    skeleton: nn.Module,
+    strategy: Strategy,
+    connections: Connections,
+    *,
+    wishes: Wishes,
+    device: torch.device,
+    own: nn.Module | None = None,
+) -> Cut:
+    """The model as `strategy` leaves it on this rank, without memory. Sends nothing, draws nothing, in any thread.
+
     skeleton: the whole model's shapes, copied, not touched. own: the whole model itself, which a strategy that splits
     nothing takes as it is; None when there is none any more.
     Raises StrategyError or TrainingError, the same on every rank, for what cannot be split.
@@ -59,7 +106,7 @@ def parallelize(
     need_chain(wishes, strategy)
     chain, notes = wishes.chain, []
 
-    staged = pipeline = None
+    staged = schedule = None
     starts: tuple[str, ...] = ()
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
@@ -67,8 +114,6 @@ def parallelize(
         notes.append(f"stages of {spelled(ranges)} blocks")
         starts = tuple(chain.blocks[start] for start, _ in ranges[1:])
         staged = Staged(module, chain, [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))])
-        group, split = axes.group("pp"), not wishes.checkpoint
-        pipeline = Pipeline(schedule, group, axes.index("pp"), device, edges=connections.edges, split=split)
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
@@ -79,10 +124,10 @@ def parallelize(
         # Planned on the whole model: one stage alone may not show what belongs together.
         # Under context parallelism the positions are spread already.
         plan = plan_of(skeleton, strategy.tp, wishes.tp_plan)
-        cut = tensor_parallel(module, axes, plan=plan, sequence=strategy.cp == 1, starts=starts)
-        layouts.update(cut.layouts)
-        partial.update({name: ("tp",) for name in sorted(cut.partial)})
-        notes += cut.notes
+        parts = tensor_parallel(module, axes, plan=plan, sequence=strategy.cp == 1, starts=starts)
+        layouts.update(parts.layouts)
+        partial.update({name: ("tp",) for name in sorted(parts.partial)})
+        notes += parts.notes
     if strategy.cp > 1:
         context = context_parallel(module, axes, every, held=blocks)
         partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
@@ -93,7 +138,5 @@ def parallelize(
         compile_blocks(module, blocks, wishes.compile)
 
     units = [module.get_submodule(name) for name in blocks]
-    data = data_axis(module, layouts, axes, zero=strategy.zero, units=units, keep=pipeline is not None)
-    if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
-        mark_parts(module, str(strategy))
-    return Side(strategy, connections, module, data, staged, pipeline, partial, tuple(notes))
+    split = not wishes.checkpoint
+    return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))

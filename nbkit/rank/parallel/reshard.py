@@ -70,6 +70,7 @@ class Exchange:
     """A plan as this rank carries it out: prepared while the old side trains, then run.
 
     limit: bytes that a rank sends, and receives, in a round. buffer_bytes: what a run takes besides the two sides.
+    stamp: a number that ranks with the same plan have in common. May be run again, with tensors of the same layouts.
     Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
     """
 
@@ -83,6 +84,8 @@ class Exchange:
             for each in ([step.sent for step in self._steps], [step.received for step in self._steps])
         )
         self.buffer_bytes = sum(self._room)
+        # Of what all ranks must agree on, or they would wait for messages that nobody sends.
+        self.stamp = zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in self.rounds])).encode())
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def make_room(self, source: State, target: State, *, device: torch.device) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.connect import Connections
 from nbkit.rank.parallel.data import DataAxis
 from nbkit.rank.parallel.gates import plain_attention
@@ -65,7 +64,7 @@ class Side:
 
     def runs(self, name: str) -> bool:
         """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
-        return self.staged is None or any(lo <= piece_of(self.staged.chain, name) < hi for lo, hi in self.staged.ranges)
+        return self.staged is None or self.staged.runs(name)
 
     @property
     def last_stage(self) -> int:
@@ -171,13 +170,3 @@ class Side:
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-def piece_of(chain: Chain, name: str) -> int:
-    """The piece of `chain` that the module of the parameter or buffer `name` belongs to."""
-    for piece, block in reversed(list(enumerate(chain.blocks))):
-        if block and name.startswith(f"{block}."):
-            return piece
-    module = name.rpartition(".")[0]
-    behind = any(other.rpartition(".")[0] == module for other in chain.after)
-    return len(chain) - 1 if behind else 0

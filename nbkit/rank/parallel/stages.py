@@ -42,6 +42,11 @@ class Staged:
         last = max(lo for lo, _ in self.ranges)
         _drop(module, self.holds, chain.holds(0, last), skipped=chain.skipped)
 
+    def runs(self, name: str) -> bool:
+        """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
+        piece = self.chain.piece_of(name)
+        return any(lo <= piece < hi for lo, hi in self.ranges)
+
     def forward(self, index: int, value: Any, received: Sequence[Tensor]) -> Any:
         """Run stage `index` of this rank.
 

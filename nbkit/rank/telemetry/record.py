@@ -186,8 +186,11 @@ def begin(op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *,
     return call
 
 
-def follow(call: Call, work: Any) -> Any:
-    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on."""
+def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
+    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
+
+    at_once: it is waited for before anything else.
+    """
     global _own
     if _mode != "time":
         return work
@@ -203,7 +206,9 @@ def follow(call: Call, work: Any) -> Any:
         return None
     timed = Timed(work, call, state)
     if call.cuda is None:
-        timed.listen()
+        # A thread of the backend's would have to take the interpreter from the one that waits.
+        if not at_once:
+            timed.listen()
     else:
         call.cuda.under_way(work)
     _own += now() - entered

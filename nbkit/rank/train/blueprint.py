@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.rank.link import link_of
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
@@ -20,9 +19,8 @@ from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
 from nbkit.rank.parallel.gates import plain_attention
-from nbkit.rank.parallel.hidden import hidden_between
 from nbkit.rank.parallel.outline import Outlines
-from nbkit.rank.parallel.parallelize import parallelize
+from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
@@ -30,8 +28,9 @@ from nbkit.rank.parallel.wishes import Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
-from nbkit.rank.train.follow import follow
+from nbkit.rank.train.follow import Changes, follow
 from nbkit.rank.train.offload import offload
+from nbkit.rank.train.plans import Kinds, Plans
 from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
@@ -45,10 +44,7 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Blueprint:
-    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy.
-
-    link: between the ranks, None in a world of one. first_s: seconds that the first side took to build.
-    """
+    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy."""
 
     def __init__(
         self,
@@ -62,7 +58,6 @@ class Blueprint:
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.current: Side | None = None  # what the job computes with now
         self.offload = setup.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
@@ -80,7 +75,7 @@ class Blueprint:
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why, numbers, hidden = self._look(setup)
+        chain, costs, why, numbers = self._look(setup)
         self.wishes = Wishes(
             chain,
             why,
@@ -91,18 +86,19 @@ class Blueprint:
             coupled=numbers,
             cut=setup.microbatch is not None,
             compile=setup.compile,
-            hidden=hidden,
         )
+        self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.outlines = Outlines(self.skeleton, self.wishes)
-        self.link = link_of(device)
-        self.first_s = 0.0
+        self.plans = Plans(self.outlines, rank)
+        self._connected: dict[Strategy, Connections] = {}
+        self._ready: Cut | None = None  # for the next side, if it is of this strategy
+        self._beside: tuple[Strategy | None, float] = None, 0.0
+        self._changes = 0  # of the skeleton
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
-        began = time.perf_counter()
         own = None if self.shells else self.module
         side, optimizer = self.side(strategy, self.connect(strategy), own=own)
-        self.first_s = time.perf_counter() - began
         if self.shells:
             agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
             side.data.refresh()
@@ -128,7 +124,11 @@ class Blueprint:
 
         own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
         """
-        side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
+        ready, self._ready = self._ready, None
+        if ready is not None and ready.strategy == strategy and own is None:
+            side = ready.side(self.device)
+        else:
+            side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
         optimizer = self.template.build(side.held, like)
         if self.offload:
             offload(optimizer)
@@ -141,24 +141,47 @@ class Blueprint:
         """
         if strategy.zero or strategy.tp > 1:
             self.template.check_elementwise(str(strategy))
-        if self.current is not None:
-            follow(self.current, self.skeleton, world_size=self.world_size)
         warn_of(self.skeleton, strategy, self.wishes)
-        return connect(strategy, self.outlines.of(strategy), self.rank, self.device)
+        outline = self.outlines.of(strategy)
+        if strategy not in self._connected:
+            self._connected[strategy] = connect(strategy, outline, self.rank, self.device)
+        return self._connected[strategy]
+
+    def follow(self, everyone: Sequence[Changes]) -> None:
+        """From now on sides are made with the changes of all ranks."""
+        if follow(everyone, self.skeleton):
+            self._ready, self._changes = None, self._changes + 1
+
+    def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
+        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if groups are there.
+
+        Raises as `plans.exchange` and `cut` do.
+        """
+        began, changes = time.perf_counter(), self._changes
+        self.plans.exchange(old, new, kinds)
+        if (connections := self._connected.get(new)) is not None:
+            ready = cut(self.skeleton, new, connections, wishes=self.wishes, device=self.device)
+            if changes == self._changes:
+                self._ready = ready
+        self._beside = new, time.perf_counter() - began
+
+    def beside(self, new: Strategy) -> float:
+        """Seconds that `make_ready` took for this switch, 0 without it."""
+        (made, seconds), self._beside = self._beside, (None, 0.0)
+        return seconds if made == new else 0.0
 
     def took(self, side: Side) -> None:
         """The job computes with `side` now."""
-        self.current = side
         self.template.follow(side.held)
 
-    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str, tuple[int, int] | None]:
-        """(chain, costs, why there is no chain, what couples the rows, hidden): see Wishes.
+    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str]:
+        """(chain, costs, why there is no chain, what couples the rows): see Wishes.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
         if setup.example is None:
-            return None, (), "", "", None
-        found: list[Any] = [None, (), "", "", None]
+            return None, (), "", ""
+        found: list[Any] = [None, (), "", ""]
         if self.rank == 0:
             try:
                 self._probe(setup, found)
@@ -166,8 +189,7 @@ class Blueprint:
                 found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=self.device)
-        chain, costs, why, numbers, hidden = found
-        return chain, costs, why, numbers, hidden
+        return found[0], found[1], found[2], found[3]
 
     def _probe(self, setup: Setup, found: list[Any]) -> None:
         example = on_device(setup.example, self.device)
@@ -183,7 +205,6 @@ class Blueprint:
                 found[3] = coupled(run, setup.loss, example, setup.inputs)
             chain = find_chain(self.module, run, stages=setup.stages)
             found[:2] = chain, measure_costs(self.module, chain, run)
-            found[4] = hidden_between(self.module, chain, run)
         finally:
             for part, mode in modes:
                 part.training = mode

@@ -1,14 +1,15 @@
 """The step boundary: the one place where a request from outside (stop, live cell) acts on a training.
 
 Requests reach each rank at its own time, from another thread, numbered 1, 2, 3, ... by their sender. A rank says in the
-reduction of a step whether it holds the next number; when all do, all act after the same step. So no rank
-ever acts alone, and no collective is added for it.
+reduction of a step whether it holds the next number, and has made ready what it can beside the training; when all do,
+all act after the same step. So no rank ever acts alone, and no collective is added for it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ import torch.distributed as dist
 
 from nbkit.errors import Stopped
 
-__all__ = ["Inbox", "handlers", "inbox", "progress", "training"]
+__all__ = ["Inbox", "handlers", "inbox", "preparers", "progress", "training"]
+
+
+@dataclass
+class _Request:
+    """ready: set when what is made beside the training for it is made, or cannot be; None until somebody began."""
+
+    kind: str
+    payload: Any
+    ready: threading.Event | None = None
 
 
 class Inbox:
@@ -24,18 +34,27 @@ class Inbox:
 
     def __init__(self) -> None:
         self.acted = 0
-        self._waiting: dict[int, tuple[str, Any]] = {}
+        self._waiting: dict[int, _Request] = {}
         self._lock = threading.Lock()
 
     def post(self, number: int, kind: str, payload: Any = None) -> None:
         """A request arrived. A number that was acted on already is ignored."""
         with self._lock:
             if number > self.acted:
-                self._waiting[number] = (kind, payload)
+                self._waiting[number] = _Request(kind, payload)
+        self.holds(self.acted + 1)
 
     def holds(self, number: int) -> bool:
-        """Whether request `number` has arrived here."""
-        return number in self._waiting
+        """Whether request `number`, which is the next one, has arrived here, and what is made for it is ready."""
+        with self._lock:
+            request = self._waiting.get(number)
+            if request is None:
+                return False
+            if request.ready is None:
+                # Not before its turn has come: what another request leaves behind is not known yet.
+                prepare = preparers.get(request.kind, _at_once)
+                request.ready = prepare(request.payload)
+        return request.ready.is_set()
 
     def highest(self) -> int:
         """The highest number that arrived, or was acted on."""
@@ -46,14 +65,23 @@ class Inbox:
         """Request `number`, which counts as acted on from now."""
         with self._lock:
             self.acted = number
-            return self._waiting.pop(number)
+            request = self._waiting.pop(number)
+            return request.kind, request.payload
 
     def drop(self, upto: int) -> list[tuple[int, str, Any]]:
         """Forget the requests up to `upto`, which now count as acted on; returns them."""
         with self._lock:
             self.acted = max(self.acted, upto)
             numbers = sorted(number for number in self._waiting if number <= self.acted)
-            return [(number, *self._waiting.pop(number)) for number in numbers]
+            dropped = [self._waiting.pop(number) for number in numbers]
+        return [(number, each.kind, each.payload) for number, each in zip(numbers, dropped, strict=True)]
+
+
+def _at_once(payload: Any) -> threading.Event:
+    """Nothing is to be made ready."""
+    ready = threading.Event()
+    ready.set()
+    return ready
 
 
 inbox = Inbox()
@@ -61,6 +89,9 @@ inbox = Inbox()
 # kind -> what to do with the payload, on every rank at the same boundary. "unserved" gets (number, kind, payload) of a
 # request that no boundary will serve any more, because the training ended first.
 handlers: dict[str, Callable[[Any], None]] = {}
+
+# kind -> begins, in a thread of its own, to make ready for the payload what sends nothing; the event is set at its end.
+preparers: dict[str, Callable[[Any], threading.Event]] = {}
 
 _training: Any = None
 _progress: dict[str, Any] = {}

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torch import nn
 
 from nbkit.rank.parallel.side import Side
 
-__all__ = ["follow"]
+__all__ = ["Changes", "changes_of", "follow"]
 
 
-def follow(side: Side, skeleton: nn.Module, *, world_size: int) -> None:
-    """Give `skeleton` what the module of `side` has by now. Collective: a pipeline stage knows of its own blocks."""
-    own = (
-        {name: p.requires_grad for name, p in side.held.items()},
-        {path: part.training for path, part in side.module.named_modules() if side.runs(f"{path}.")},
-        {path: part.p for path, part in side.module.named_modules() if _drops(part) and side.runs(f"{path}.")},
-    )
-    everyone = [own]
-    if world_size > 1:
-        everyone = [({}, {}, {}) for _ in range(world_size)]
-        dist.all_gather_object(everyone, own)
+class Changes(NamedTuple):
+    """name of a parameter -> whether it trains; path of a module -> its mode, and its dropout."""
+
+    trained: dict[str, bool]
+    modes: dict[str, bool]
+    drops: dict[str, float]
+
+
+def changes_of(side: Side, skeleton: nn.Module) -> Changes:
+    """In what the module of `side` has become another than `skeleton`. A pipeline stage knows of its own blocks."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
-    for trained, modes, drops in everyone:
-        for name, value in trained.items():
-            params[name].requires_grad_(value)
-        for path, training in modes.items():
-            if path in parts:
-                parts[path].training = training
-        for path, p in drops.items():
-            if path in parts:
-                parts[path].p = p
+    modes: dict[str, bool] = {}
+    drops: dict[str, float] = {}
+    for path, part in side.module.named_modules():
+        if (known := parts.get(path)) is None:
+            continue
+        dropping = _drops(part) and _drops(known) and part.p != known.p
+        if (part.training != known.training or dropping) and side.runs(f"{path}."):
+            modes |= {path: part.training} if part.training != known.training else {}
+            drops |= {path: part.p} if dropping else {}
+    trained = {name: p.requires_grad for name, p in side.held.items() if p.requires_grad != params[name].requires_grad}
+    return Changes(trained, modes, drops)
+
+
+def follow(everyone: Sequence[Changes], skeleton: nn.Module) -> bool:
+    """Give `skeleton` the changes of all ranks; whether there are any."""
+    params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
+    for changes in everyone:
+        for name, trained in changes.trained.items():
+            params[name].requires_grad_(trained)
+        for path, training in changes.modes.items():
+            parts[path].training = training
+        for path, p in changes.drops.items():
+            parts[path].p = p
+    return any(any(changes) for changes in everyone)
 
 
 def _drops(part: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """Changing the strategy of a live job: the new side is built and filled beside the old one, or nothing has happened.
 
-Between two steps: build the new side (groups, module, placeholders), tell each other what everyone holds and will hold,
-move exactly the boxes that are missing, check that every box is filled, and only then compute with it. An error on any
-rank before that lets go of the new side on all of them, and the old strategy trains on.
+Between two steps: tell each other the little that does not follow from the strategies, build the new side (groups,
+module, memory), move exactly the boxes that are missing, check that every box is filled, and only then compute with it.
+An error on any rank before that lets go of the new side on all of them, and the old strategy trains on. What needs no
+message is made beside the training, where there is one: see ahead.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch.distributed as dist
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.events import Failed, Switched
 from nbkit.layout import Layout
-from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel.digest import digest, scratch_bytes
-from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.parallel.reshard import Exchange, plan_together
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 from nbkit.rank.train.agreement import ensure_one
+from nbkit.rank.train.follow import changes_of
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.interrupts import held_back
-from nbkit.rank.train.shares import by_name
-from nbkit.rank.train.told import packed, told, unpacked
+from nbkit.rank.train.plans import Kinds
+from nbkit.rank.train.told import memory_of, told, unpacked
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     job.feed.fits(new)
     if new == old and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
-    began = time.perf_counter()
+    beside, began = job.blueprint.beside(new), time.perf_counter()
     before = _state(job.side, job.optimizer.inner)
     prepared = prepare_switch(job, new, before)
     ready = time.perf_counter()
@@ -111,6 +112,7 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
             old=str(old),
             new=str(new),
             moved_bytes=plan.total_bytes,
+            beside_s=beside,
             prepare_s=ready - began,
             pause_s=time.perf_counter() - began - (proven - proof),
             proof_s=proven - proof,
@@ -148,26 +150,25 @@ def undo(job: Job) -> Switched:
 
 def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
     """The new side with empty weights and state, and the exchange that fills it. Collective."""
-    connections = job.blueprint.connect(new)
-    with _all_or_none(job, "building the new side"):
-        side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
-    own = {
-        "old": {key: layout for key, (_, layout) in before.items()},
-        "kinds": {key: tensor.dtype for key, (tensor, _) in before.items()},
-        "numbers": packed(holdings.scalars(job.side, job.optimizer.inner)),
-        "held": side.data.layouts,
-        "weights": {key: layout for key, (_, layout) in (holdings.weights(side) | holdings.buffers(side)).items()},
-    }
+    blueprint, old = job.blueprint, job.optimizer.inner
+    own = changes_of(job.side, blueprint.skeleton), memory_of(job.side, old, blueprint.names)
     everyone = told(own, world_size=job.world_size)
-    kinds = {key: dtype for one in everyone for key, dtype in one["kinds"].items()}
-    numbers = {
-        name: unpacked(values) for one in everyone for name, values in one["numbers"].items() if name in side.held
-    }
+    blueprint.follow([changes for changes, _ in everyone])
+    memory = unpacked([runs for _, runs in everyone], blueprint.names)
+    connections = blueprint.connect(new)
+    with _all_or_none(job, "building the new side"):
+        side, inner = blueprint.side(new, connections, like=old)
     with _all_or_none(job, "making room for the new side"):
-        holdings.allocate(side, inner, by_name(kinds), {name: unpacked(values) for name, values in numbers.items()})
-        after = [_planned(one["weights"], one["held"], kinds) for one in everyone]
-        plan = Plan.of([one["old"] for one in everyone], after, {key: dtype.itemsize for key, dtype in kinds.items()})
-        exchange, target = Exchange(plan, job.rank), _state(side, inner)
+        holdings.allocate(side, inner, memory.kinds, memory.numbers)
+        target, kinds = _state(side, inner), blueprint.plans.kinds(memory.kinds)
+        exchange = blueprint.plans.exchange(job.strategy, new, kinds)
+        plan, rank = exchange.plan, job.rank
+        fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
+    different, most, least = _largest(job, int(not fits), exchange.stamp, -exchange.stamp)
+    if different or most != -least:
+        # Somebody holds something else than its strategy says: then everything is told.
+        exchange = Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), job.rank)
+    with _all_or_none(job, "making room for the exchange"):
         # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
         torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
         exchange.make_room(before, target, device=job.device)
@@ -182,15 +183,20 @@ def _digest(job: Job, held: Held, holdings: Sequence[Mapping[str, Layout]]) -> s
     return digest(held, holdings, rank=job.rank, device=job.device)
 
 
-def _planned(weights: dict[str, Layout], held: dict[str, Layout], kinds: dict[str, torch.dtype]) -> dict[str, Layout]:
-    """What a rank must hold under the new strategy."""
-    states = {
-        key: held[name]
-        for key in kinds
-        for kind, _, name in [key.partition("/")]
-        if kind not in ("weight", "buffer") and name in held
-    }
-    return weights | states
+def _fits(held: Held, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
+    """Whether a rank holds what its strategy says."""
+    return held.keys() == planned.keys() and all(
+        layout == planned[key] and tensor.dtype == kinds[key] for key, (tensor, layout) in held.items()
+    )
+
+
+def _largest(job: Job, *numbers: int) -> list[int]:
+    """Of each number the largest over all ranks. Collective: one all-reduce; waits for the device."""
+    if job.world_size == 1:
+        return list(numbers)
+    found = torch.tensor(numbers, dtype=torch.int64, device=job.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 @contextmanager
@@ -202,10 +208,9 @@ def _all_or_none(job: Job, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
         cause = error
-    failures = [failure]
-    if job.world_size > 1:
-        failures = [""] * job.world_size
-        dist.all_gather_object(failures, failure)
+    if not any(_largest(job, int(bool(failure)))):
+        return
+    failures = told(failure, world_size=job.world_size)
     if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
         refusal = SwitchError(
             f"The switch failed while {doing}; {job.strategy} goes on, unchanged.",

@@ -1,22 +1,46 @@
-"""What ranks tell each other before a switch, in few bytes: small tensors as numbers, the whole compressed."""
+"""What ranks tell each other before a switch, in few bytes: what none of them can know of the others.
+
+Who holds which part follows from the strategies (see Outlines), so it is not told. What an optimizer keeps of a
+parameter, and what the user has changed on the model, only who holds it knows. Most of it is alike for all parameters:
+it is told once for each run of them.
+"""
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["packed", "told", "unpacked"]
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.train import holdings
+
+__all__ = ["Memory", "Run", "memory_of", "told", "unpacked"]
 
 
 class _Scalar(NamedTuple):
     value: Any
     dtype: torch.dtype
+
+
+class Run(NamedTuple):
+    """Neighbouring parameters of which an optimizer keeps the same. kinds: of what it keeps per element."""
+
+    first: int
+    length: int
+    kinds: dict[str, torch.dtype]
+    numbers: dict[str, Any]
+
+
+class Memory(NamedTuple):
+    """What an optimizer remembers beside the elements. kinds: name -> {key: dtype}; numbers: see holdings.scalars."""
+
+    kinds: dict[str, dict[str, torch.dtype]]
+    numbers: dict[str, dict[str, Any]]
 
 
 def told(own: Any, *, world_size: int) -> list[Any]:
@@ -28,20 +52,51 @@ def told(own: Any, *, world_size: int) -> list[Any]:
     return [pickle.loads(zlib.decompress(parcel)) for parcel in parcels]
 
 
-def packed(numbers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`numbers` (see holdings.scalars) with tensors of no dim as plain values: a pickled one is half a kilobyte."""
-    return {
-        name: {
-            key: _Scalar(value.item(), value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else value
-            for key, value in values.items()
+def memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
+    """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
+    kinds: dict[str, dict[str, torch.dtype]] = {}
+    for key, (tensor, _) in holdings.per_element(side, optimizer).items():
+        kind, _, name = key.partition("/")
+        kinds.setdefault(name, {})[kind] = tensor.dtype
+    numbers = holdings.scalars(side, optimizer)
+    runs: list[Run] = []
+    for place, name in enumerate(names):
+        if name not in numbers:
+            continue
+        run = Run(place, 1, kinds.get(name, {}), _packed(numbers[name]))
+        last = runs[-1] if runs else None
+        if last is not None and last.first + last.length == place and _alike(last, run):
+            runs[-1] = last._replace(length=last.length + 1)
+        else:
+            runs.append(run)
+    return runs
+
+
+def unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
+    """What the optimizers of all ranks remember, together."""
+    memory = Memory({}, {})
+    for run in (run for runs in everyone for run in runs):
+        numbers = {
+            key: torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
+            for key, value in run.numbers.items()
         }
-        for name, values in numbers.items()
-    }
+        for name in names[run.first : run.first + run.length]:
+            if run.kinds:
+                memory.kinds.setdefault(name, {}).update(run.kinds)
+            memory.numbers.setdefault(name, {}).update(numbers)
+    return memory
 
 
-def unpacked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one parameter, as they were."""
+def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors of no dim as plain values: a pickled one is half a kilobyte."""
     return {
-        key: torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
-        for key, value in values.items()
+        key: _Scalar(value.item(), value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else value
+        for key, value in numbers.items()
     }
+
+
+def _alike(one: Run, other: Run) -> bool:
+    if one.kinds != other.kinds or one.numbers.keys() != other.numbers.keys():
+        return False
+    # Plain ones alone: whatever else there is belongs to one parameter.
+    return all(isinstance(a, int | float | _Scalar) and a == other.numbers[key] for key, a in one.numbers.items())

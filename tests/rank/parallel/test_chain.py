@@ -273,3 +273,17 @@ def test_costs_of_a_real_model() -> None:
 def test_an_entry_is_plain_data() -> None:
     entry = Entry(("[0][0]",), {"[0][0]": "[0][1]"}, frozenset({"[0][0]"}))
     assert pickle.loads(pickle.dumps(entry)) == entry
+
+
+def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "time", Clock)
+    model = nn.Sequential(*map(Costly, (4, 4, 5, 4.5, 12, 4)))
+    x = torch.randn(2, 6)
+    chain = find_chain(model, lambda: model(x))
+    for part in model:
+        part.extra = 0.0
+
+    # Of the four in the middle three are as far apart as noise is; the fourth costs something else.
+    assert measure_costs(model, chain, lambda: model(x)) == (12, 14.25, 14.25, 14.25, 36, 12)
+    model[2].linear = nn.Linear(6, 6, bias=False)
+    assert measure_costs(model, chain, lambda: model(x)) == (12, 13.5, 15, 13.5, 36, 12)

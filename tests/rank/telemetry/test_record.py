@@ -95,6 +95,12 @@ def all_kinds(world: World) -> Any:
     # Ranks that do not share a clock: rank 1's runs 5 s ahead.
     ahead = 5_000_000_000 * rank
     other = clock_offset(kernel=f"host {rank}", now=lambda: time.perf_counter_ns() + ahead)
+    work = dist.all_reduce(torch.ones(8), async_op=True)
+    time.sleep(0.05)
+    assert work is not None
+    work.wait()
+    early = record.recent(1)[0]
+    answers["early"] = (early.done or 0) < (early.waited or 0)
     return answers, named, counted, off, shown, same, other
 
 
@@ -119,6 +125,12 @@ def test_plain_collectives_and_messages_bear_their_bytes_axis_and_time(answers: 
             ("barrier", "world", None, 0),
         ]
         assert all(timed and stood for *_, timed, stood in answer["plain"])
+
+
+def test_an_operation_that_ended_while_other_things_were_done_ended_before_it_was_waited_for(
+    answers: list[Any],
+) -> None:
+    assert [answer["early"] for answer, *_ in answers] == [True] * N
 
 
 def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:

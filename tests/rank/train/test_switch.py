@@ -14,7 +14,6 @@ from nbkit.errors import SwitchError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import connect
 from nbkit.rank.train import preview
-from nbkit.rank.train import switch as switching
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -120,7 +119,7 @@ def undone_tried_and_failed(world: Any) -> dict[str, Any]:
     tried = job.try_out("dp=2 pp=2", steps=3)
     job.fit(2)
     messages = []
-    for stage in ("parallelize", "allocate", "run"):
+    for stage in ("parallelize", "allocate", "exchange", "refresh"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connect, "edge_groups", partial(connect.edge_groups, always=True))
             if world.place.rank == 1:
@@ -143,14 +142,18 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"planted in {stage}")
 
+    from nbkit.rank.parallel.data import DataAxis
     from nbkit.rank.train import blueprint, holdings
+    from nbkit.rank.train.plans import Plans
 
     if stage == "parallelize":
         patch.setattr(blueprint, "parallelize", broken)
     elif stage == "allocate":
         patch.setattr(holdings, "allocate", broken)
+    elif stage == "exchange":
+        patch.setattr(Plans, "exchange", broken)
     else:
-        patch.setattr(switching, "Exchange", broken)
+        patch.setattr(DataAxis, "refresh", broken)
 
 
 def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_was() -> None:
@@ -159,10 +162,10 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
 
     for rank in found:
         assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-10
-        assert len(rank["losses"]) == 7
+        assert len(rank["losses"]) == 8
         assert rank["back"] == ("dp=4 zero=3", True)
         assert rank["tried"] == ("dp=2 pp=2 schedule=1f1b microbatches=4", 3, True)
-        assert len(rank["messages"]) == 3 and all("rank 1: RuntimeError: planted" in text for text in rank["messages"])
+        assert len(rank["messages"]) == 4 and all("rank 1: RuntimeError: planted" in text for text in rank["messages"])
         assert rank["strategy"] == "dp=4 zero=3"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from nbkit.notebook.board.plugin import lookup
 from nbkit.notebook.board.plugin.happened import put
 from nbkit.notebook.board.plugin.timeline import Timeline, point_of
-from nbkit.readings import Late, bars, late_rank, mean_bars
+from nbkit.readings import Late, bars, late_rank, usual_bars
 from nbkit.recordfile import START, cursor_near_end, rank_files, read_head, read_since
 from nbkit.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
@@ -22,7 +22,7 @@ _DETAILS = 4
 _MEMORIES = 64
 _EVENTS = 1000
 _LATE_OVER = 50
-_MEAN_OF = 5  # steps whose mean says who is late: one alone may be late by chance
+_USUAL_OF = 5  # steps whose medians say who is late: one alone may be late by chance
 _PATIENCE = 8  # a step is complete when all ranks have told of it, or when this many newer ones are there
 _SAMPLES = 240
 _LOOK_FOR_RANKS_S = 2.0
@@ -177,8 +177,8 @@ class Run:
                 break
             self.timeline.add(point_of(here, bars(here, self.members)))
             self._closed = step
-            near = [self.steps[one] for one in range(step - _MEAN_OF + 1, step + 1) if one in self.steps]
-            self.late.append(late_rank(mean_bars(near, self.members)))
+            near = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
+            self.late.append(late_rank(usual_bars(near, self.members)))
         _drop_oldest(self.steps, _STEPS)
 
 

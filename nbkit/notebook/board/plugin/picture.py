@@ -12,12 +12,12 @@ from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.condition import health
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.notebook.board.plugin.timeline import PARTS
-from nbkit.readings import Bar, Row, bars, late_rank, mean_bars, reading, table, traffic_matrix
+from nbkit.readings import Bar, Row, bars, late_rank, reading, table, traffic_matrix, usual_bars
 from nbkit.records import StepRecord
 
 __all__ = ["lateness", "picture"]
 
-_MEAN_OF = 5
+_USUAL_OF = 5
 
 
 def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def short(value: Any) -> Any:
 
 def _around(run: Run, step: int) -> list[Bar]:
     """A sentence on one step alone would change with each."""
-    near = [run.steps[one] for one in range(step - _MEAN_OF + 1, step + 1) if one in run.steps]
-    return mean_bars(near, run.members)
+    near = [run.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in run.steps]
+    return usual_bars(near, run.members)
 
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:

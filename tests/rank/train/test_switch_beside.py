@@ -1,0 +1,213 @@
+"""What a switch needs is made beside the training, and used only where it is still true."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, one_process, points, quiet
+from ranks import run_ranks
+
+from nbkit.bridge.controls import Control, Controls
+from nbkit.errors import Stopped
+from nbkit.planner.exchange import Plan
+from nbkit.rank.parallel import parallelize
+from nbkit.rank.train import ahead, boundary
+from nbkit.rank.train import switch as switching
+from nbkit.rank.train.plans import Plans
+from nbkit.rank.train.trainer import Trainer
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def asked_for(
+    trainer: Trainer, controls: Controls, strategy: str, *, after: float = 0.0, meanwhile: Any = None
+) -> dict[str, Any]:
+    """Ask for a switch as a notebook does, from another thread, while the trainer makes steps; the verdict."""
+    steps = len(trainer.history)
+
+    def ask() -> None:
+        time.sleep(after)
+        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(strategy, "switch", {"strategy": strategy}))
+
+    def called(trainer: Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == steps + 1:
+            threading.Thread(target=ask).start()
+        if meanwhile is not None:
+            meanwhile(record["step"] - steps)
+        if controls.verdict(strategy)["verdict"] is not None:
+            raise Stopped("on every rank at the same step")
+        time.sleep(0.01)
+
+    trainer._callbacks = (called,)
+    with pytest.raises(Stopped):
+        trainer.fit(5000)
+    trainer._callbacks = ()
+    return dict(controls.verdict(strategy)["verdict"])
+
+
+def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(what, name of the thread) of whatever is planned or cut from now on."""
+    found: list[tuple[str, str]] = []
+    spread, cut = Plan.of.__func__, parallelize.cut
+
+    def of(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(("plan", threading.current_thread().name))
+        return spread(cls, *args, **kwargs)
+
+    def cutting(*args: Any, **kwargs: Any) -> Any:
+        found.append(("cut", threading.current_thread().name))
+        return cut(*args, **kwargs)
+
+    from nbkit.rank.train import blueprint
+
+    patch.setattr(Plan, "of", classmethod(of))
+    patch.setattr(blueprint, "cut", cutting)
+    patch.setattr(parallelize, "cut", cutting)
+    return found
+
+
+def while_it_trains(world: Any) -> dict[str, Any]:
+    trainer = quiet(optimizer=adam, data=points(40))
+    controls = Controls()
+    trainer.fit(1)
+    for strategy in ("zero3", "zero1"):  # the groups are there
+        trainer.switch(strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        made = planned_in(patch)
+        verdict = asked_for(trainer, controls, "zero3", after=0.2 * world.place.rank)
+    trainer.fit(1)
+    return {"verdict": verdict, "made": made, "losses": [record["loss"] for record in trainer.history]}
+
+
+def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
+    found = run_ranks(while_it_trains, 2, timeout=200)
+    steps = len(found[0]["losses"])
+    losses, _, _ = one_process(points(40), steps=steps, optimizer=adam)
+    for rank in found:
+        assert rank["verdict"]["ok"] and rank["verdict"]["strategy"] == "dp=2 zero=3"
+        assert rank["verdict"]["step"] == found[0]["verdict"]["step"]
+        assert rank["verdict"]["result"]["identical"] and rank["verdict"]["result"]["beside_s"] > 0
+        assert sorted(rank["made"]) == [("cut", "nbkit-ahead"), ("plan", "nbkit-ahead")]
+        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def late_or_broken(world: Any) -> list[Any]:
+    trainer = quiet(optimizer=adam, data=points(40))
+    controls, go_on, made = Controls(), threading.Event(), ahead.make_ready
+    trainer.fit(1)
+
+    def slowly(job: Any, text: str) -> None:
+        go_on.wait(60)
+        made(job, text)
+
+    def broken(job: Any, text: str) -> None:
+        raise RuntimeError("planted")
+
+    def meanwhile(step: int) -> None:
+        if step == 30:
+            go_on.set()
+
+    verdicts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for strategy, making in (("zero1", slowly), ("zero3", broken)):
+            if world.place.rank == 1:
+                patch.setattr(ahead, "make_ready", making)
+            verdicts.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
+    # What cannot be split is refused at the boundary, by all, and the training goes on.
+    verdicts.append(asked_for(trainer, controls, "tp=3"))
+    return verdicts
+
+
+def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() -> None:
+    found = run_ranks(late_or_broken, 2, timeout=200)
+    for late, broken, refused in found:
+        assert late["ok"] and late["step"] == found[0][0]["step"] > 30
+        assert broken["ok"] and broken["result"]["identical"]
+        assert not refused["ok"] and refused["error"] == "StrategyError" and refused["strategy"] == "dp=2 zero=3"
+
+
+def out_of_date(world: Any) -> dict[str, Any]:
+    trainer = quiet(optimizer=adam, data=points(40))
+    trainer.fit(2)
+    for strategy in ("zero3", "ddp"):
+        trainer.switch(strategy)
+    drawn = torch.get_rng_state()
+    ahead.make_ready(trainer.job, "zero3")
+    found: dict[str, Any] = {"drew": not torch.equal(drawn, torch.get_rng_state())}
+    name, frozen = next(iter(trainer.model.named_parameters()))
+    if world.place.rank == 1:
+        frozen.requires_grad_(False)  # one rank says so, and all follow
+    found["first"] = trainer.switch("zero3").identical
+    found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
+    # A rank that holds something else than its strategy says.
+    holdings, said = Plans._holdings, []
+
+    def without_one(self: Plans, *args: Any) -> Any:
+        whole = holdings(self, *args)
+        for rank in whole if world.place.rank == 1 else ():
+            rank.pop(f"weight/{name}")
+        return whole
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plans, "_holdings", without_one)
+        patch.setattr(switching, "plan_together", _noted(said, switching.plan_together))
+        found["told"] = trainer.switch("zero1").identical
+    found["said"] = len(said)
+    trainer.switch("zero3")
+    found["weights"] = trainer.full_state_dict()
+    return found
+
+
+def _noted(said: list[int], fn: Any) -> Any:
+    def noting(*args: Any) -> Any:
+        said.append(1)
+        return fn(*args)
+
+    return noting
+
+
+def test_what_is_out_of_date_is_made_again_and_what_does_not_fit_is_told() -> None:
+    _, _, model = one_process(points(40), steps=2, optimizer=adam)
+    for found in run_ranks(out_of_date, 2, timeout=200):
+        assert not found["drew"]
+        assert found["first"] and not found["trains"]
+        assert found["told"] and found["said"] == 1
+        whole = torch.cat([found["weights"][name].flatten() for name, _ in model.named_parameters()])
+        torch.testing.assert_close(whole, flat(model), rtol=1e-4, atol=1e-6)
+
+
+def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
+    from test_switch import trainer as of_many_blocks
+
+    trainer, found = of_many_blocks(), []
+    trainer.fit(1)
+    tell, together = switching.told, switching.plan_together
+    with pytest.MonkeyPatch.context() as patch:
+        more: list[int] = []
+        patch.setattr(switching, "plan_together", _noted(more, together))
+        sizes: list[int] = []
+
+        def measured(own: Any, **kwargs: Any) -> Any:
+            sizes.append(len(zlib.compress(pickle.dumps(own), level=1)))
+            return tell(own, **kwargs)
+
+        patch.setattr(switching, "told", measured)
+        for strategy in ("pp microbatches=4", "tp", "dp=2 pp=2", "zero3", "cp=2 tp=2", "ddp"):
+            sizes.clear()
+            trainer.switch(strategy)
+            found.append((sum(sizes), bool(more)))
+            trainer.fit(1)
+    return found
+
+
+def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
+    for rank in run_ranks(in_few_bytes, 4, timeout=300):
+        assert all(size < 600 and not more for size, more in rank), rank
