@@ -87,6 +87,7 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> No
     page.interrupt()
     page.wait_done(NUMBER["fit"], seconds=30)
     page.wait_for_output(NUMBER["fit"], "steps, the last one")
+    assert page.output(NUMBER["fit"]).count("tok/s") == 1  # the moving line lies below the card, and nowhere else
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
     page.run(NUMBER["detached"])
     before = wait_for_step(page, 1)

@@ -141,6 +141,12 @@ class Lines:
         pieces = [(name, "".join(lines)) for name, lines in blocks]
         return self._with_moving_line(now, pieces, final)
 
+    def make_way(self) -> list[tuple[str, str]]:
+        """What wipes the moving line, so that something else can come above it; it is drawn again below."""
+        wiped = [(self.shown_name, f"\r{' ' * len(self.shown)}\r")] if self.shown else []
+        self.shown, self.changed = "", True
+        return wiped
+
     def _with_moving_line(self, now: float, pieces: list[tuple[str, str]], final: bool) -> list[tuple[str, str]]:
         moving = "" if final else self._moving(now)
         if pieces and self.shown:

@@ -111,6 +111,9 @@ class LiveCard:
         """On the wire's thread."""
         if self._running.closing and not last:
             return
+        if not self._shown:
+            for name, text in self._running.lines.make_way():
+                self._running.outbox.stream(name, text)
         transient = {"display_id": f"nbkit-card-{self._running.request.id}"}
         self._running.outbox.put("update" if self._shown else "display", bundle, {}, transient)
         self._shown = True
@@ -129,7 +132,8 @@ def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
     return (
         "<div class='nbkit-card' style='display:flex;gap:14px;align-items:center;flex-wrap:wrap;padding:4px 0'>"
         f"{_curve([point[4] for point in snapshot['points']])}"
-        f"<div><div><span style='color:{colour}'>●</span> <b>{head}</b> {figures}</div>"
+        "<div style='flex:1 1 300px;min-width:0'>"
+        f"<div><span style='color:{colour}'>●</span> <b>{head}</b> {figures}</div>"
         f"<div style='color:var(--jp-ui-font-color2,gray)'>{reading}</div></div></div>"
     )
 

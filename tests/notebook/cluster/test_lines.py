@@ -148,3 +148,13 @@ def test_the_same_line_printed_very_often_takes_no_longer_each_time() -> None:
     for rank in range(2):
         lines.feed(0.0, rank, "stdout", "x\n" * 50_000)
     assert shown(lines, 0.0) == "[0-1] x\n" * 50_000
+
+
+def test_the_moving_line_makes_way_and_is_drawn_again_below() -> None:
+    lines = Lines(ranks=[0, 1])
+    lines.feed(0.0, 0, "stdout", "first\n\rstep 1")
+    shown = lines.take(1.0)
+    assert "".join(text for _, text in shown).endswith("[0] step 1")
+    ((name, wiped),) = lines.make_way()
+    assert (name, wiped) == ("stdout", f"\r{' ' * len('[0] step 1')}\r") and lines.make_way() == []
+    assert lines.take(2.0) == [("stdout", "[0] step 1")]
