@@ -117,8 +117,11 @@ def _write(writer: Any, item: Event | threading.Event) -> None:
     if isinstance(item, threading.Event):
         writer.flush()
     elif isinstance(item, StepDone):
-        for tag, value in _scalars(item.record).items():
-            writer.add_scalar(tag, value, item.step)
+        # One event for all of them: each costs this process as much as all values in it.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=float(one)) for tag, one in _scalars(item.record).items()]
+        writer._get_file_writer().add_summary(Summary(value=values), item.step)
     else:
         text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
         writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)
