@@ -1,4 +1,4 @@
-"""How ranks and hosts are: read from what a machine printed, looked at beside a training, shown where there is some."""
+"""How ranks and hosts are: nvidia-smi's answers read, a running training looked at, only the first rank at its host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from nbkit.rank.telemetry import health
 from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus, slowed_by
 from nbkit.records import HealthRecord
 
-# As a driver answers: GPU 1 is slowed by its power limit and its heat, GPU 2 does not tell what others do.
+# Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and its heat,
+# GPU 2 does not tell what others do.
 ANSWER = """\
 0, GPU-a1, 1980, 1980, 41, 118.32, 700.00, 0, 0x0000000000000001
 1, GPU-b2, 1215, 1980, 87, 698.90, 700.00, 100, 0x0000000000000024
