@@ -65,7 +65,7 @@ def visits(settings: Settings, ranks: int) -> list[Visit]:
     size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
     found, held = [], {}
     with Ranks("switch_ranks", ranks, folder=settings.folder, **size) as job:
-        route = _tour(strategies(ranks))
+        route = tour(strategies(ranks))
         for strategy in [*route[1 : 1 + ranks], *strategies(ranks), route[0]]:
             job.ask("switch", strategy=strategy)
             job.ask("step")
@@ -85,7 +85,7 @@ def visits(settings: Settings, ranks: int) -> list[Visit]:
     return found
 
 
-def _tour(names: list[str]) -> list[str]:
+def tour(names: list[str]) -> list[str]:
     """A closed walk through every ordered pair once (Hierholzer)."""
     left = {a: [b for b in names if b != a] for a in names}
     stack, walk = [names[0]], []

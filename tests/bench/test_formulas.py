@@ -8,7 +8,7 @@ import pytest
 
 from bench.balance import _least
 from bench.formulas import Model, bytes_at_rest, wire_bytes
-from bench.switch import _bound, _tour, strategies
+from bench.switch import _bound, strategies, tour
 from nbkit.layout import Layout
 from nbkit.strategy import Strategy
 
@@ -57,7 +57,7 @@ def test_bytes_of_a_step_over_all_ranks(strategy: Strategy, expected: dict[str, 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_tour_of_switches_makes_every_ordered_pair_once(ranks: int) -> None:
     names = strategies(ranks)
-    walk = _tour(names)
+    walk = tour(names)
 
     made = list(pairwise(walk))
     assert sorted(made) == sorted((a, b) for a in names for b in names if a != b)

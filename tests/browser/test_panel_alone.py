@@ -90,6 +90,17 @@ def test_the_strategy_in_force_and_those_that_do_not_fit_cannot_be_applied(page:
     assert "which positions" in page.locator(".said").inner_text()
 
 
+def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(page: Any) -> None:
+    row = page.locator("tr[data-strategy='pp=4 schedule=1f1b microbatches=8']")
+
+    assert "≈ 20 ms" in row.inner_text()
+    assert "while it switches" in (row.locator("td").nth(1).get_attribute("title") or "")
+    rest, during = (row.locator(f"i.{part}").evaluate("i => i.offsetWidth") for part in ("rest", "during"))
+    assert 0 < rest < during
+    sends = [td.inner_text() for td in page.locator("tr[data-strategy='dp=4 zero=1'] td").all()][3]
+    assert sends == "250 kB"
+
+
 def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     page.locator("tr[data-strategy='tp=4']").click()
     state = reduce(State("lesson", 4), Looked(answer_of(table_of(step=8), held=True)))
@@ -102,14 +113,16 @@ def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
 
 
-def test_64_ranks_fit_without_scrolling_sideways(browser: Any) -> None:
-    page = shown(browser, table_of("dp=8 tp=2 pp=4", ranks=64))
+def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(browser: Any) -> None:
+    page = shown(browser, table_of("dp=8 tp=2 pp=4", ranks=64, nodes=8))
 
     page.locator("tr[data-strategy='dp=64 zero=3']").click()
 
     frame = page.locator(".frame").evaluate("frame => [frame.scrollWidth, frame.clientWidth]")
     assert frame[0] <= frame[1]
     assert page.locator(".cell").count() == 64 * 4
+    assert page.locator(".grid .node").all_inner_texts() == [str(node) for node in range(8)]
+    assert page.locator(".grid .apart").count() == 7 * (4 + 2)  # one gap between two nodes, in each row
     page.close()
 
 

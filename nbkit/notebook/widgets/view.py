@@ -19,6 +19,7 @@ _PHASES = {
     "training": "training",
     "held": "paused",
 }
+_NEAR = 4.0
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -63,10 +64,12 @@ def job_view(state: State) -> dict[str, Any]:
     table = state.table
     if not table:
         return {}
-    most = max((max(row["bytes_per_rank"], default=0) for row in table["options"] if row["ok"]), default=0)
-    limit = table.get("limit_bytes") or most
+    most = max((row["memory"]["during"] for row in table["options"] if row["ok"]), default=0)
+    limit = table["limit_bytes"]
+    # A limit that nothing comes near would make all bars alike.
+    scale = limit if limit is not None and limit <= _NEAR * most else most
     step_now = next((row["step_s"] for row in table["options"] if row["strategy"] == table["strategy"]), None)
-    rows = [_row(row, limit, table, step_now) for row in table["options"]]
+    rows = [_row(row, scale, table, step_now) for row in table["options"]]
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
@@ -77,7 +80,9 @@ def job_view(state: State) -> dict[str, Any]:
         "held": table["held"],
         "axis": axis_of(table["strategy"]),
         "legend": _HELD_WORDS,
-        "limit": size(limit) if table.get("limit_bytes") else "",
+        "nodes": table["nodes"],
+        "link": table["link"],
+        "limit": size(limit) if limit is not None else "",
         "rows": [row for row in rows if row["ok"]] + [row for row in rows if not row["ok"]],
     }
 
@@ -116,6 +121,8 @@ def text_of(state: State) -> str:
     lines += _table([row for row in job["rows"] if row["ok"]])
     refused = [row for row in job["rows"] if not row["ok"]]
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
+    room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
+    lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
     for verdict in state.told[:1]:
         lines += ["", repr(verdict)]
     undo = f"   %strategy --undo   (back to {job['previous']})" if job["previous"] else ""
@@ -138,9 +145,11 @@ def _headline(state: State) -> str:
     return " · ".join(parts)
 
 
-def _row(row: Mapping[str, Any], limit: float, table: Mapping[str, Any], step_now: float | None) -> dict[str, Any]:
-    memory = max(row["bytes_per_rank"] or [0])
-    current = row["strategy"] == table["strategy"]
+def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_now: float | None) -> dict[str, Any]:
+    memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
+    current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
+    step = row["step_s"] if row["step_s"] is not None else row["step_foretold_s"]
+    during = "" if current else f", {size(memory['during'])} while it switches"
     return {
         "strategy": row["strategy"],
         "label": row["label"],
@@ -150,13 +159,25 @@ def _row(row: Mapping[str, Any], limit: float, table: Mapping[str, Any], step_no
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
-        "memory": size(memory) if row["ok"] else "",
-        "memory_part": min(1.0, memory / limit) if limit else 0.0,
+        "memory": size(memory["after"]) if row["ok"] else "",
+        "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
+        "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
+        "tight": limit is not None and memory["during"] > limit,
+        "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
+        + (f"; it has room for {size(limit)}" if limit is not None else ""),
+        "sends": size(row["step_bytes"]) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
-        "step": seconds(row["step_s"]) if row["ok"] else "",
-        "payback": "" if current else _payback(row["switch_s"], row["step_s"], step_now),
+        "step": _step(row) if row["ok"] else "",
+        "payback": "" if current else _payback(row["switch_s"], step, step_now),
     }
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    """Measured as it is, predicted with a sign that says so."""
+    if row["step_s"] is None and row["step_foretold_s"] is not None:
+        return f"≈ {seconds(row['step_foretold_s'])}"
+    return seconds(row["step_s"])
 
 
 def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:
@@ -167,13 +188,23 @@ def _payback(pause: float | None, step: float | None, step_now: float | None) ->
 
 
 def _drawing(job: Mapping[str, Any]) -> list[str]:
-    """Blocks as rows, ranks as columns: how much of each block a rank holds, in eighths."""
+    """Blocks as rows, ranks as columns, nodes apart: how much of each block a rank holds, in eighths."""
     eighths = "·▁▂▃▄▅▆▇█"
     width = max(len(block["name"]) for block in job["blocks"]) if job["blocks"] else 0
-    lines = [f"{'rank':<{width}}  {' '.join(f'{rank % 100:<2}' for rank in range(job['ranks']))}"]
+    held, nodes = job["held"], job["nodes"]
+    gaps = ["  " if rank and nodes[rank] != nodes[rank - 1] else "" for rank in range(job["ranks"])]
+    lines = []
+    if any(gaps):
+        starts = [rank for rank, gap in enumerate(gaps) if gap or not rank]
+        ends = [*starts[1:], job["ranks"]]
+        names = (f"node {nodes[a]}".ljust(3 * (b - a) + 1) for a, b in zip(starts, ends, strict=True))
+        lines.append(f"{'':<{width}}  {' '.join(names)}".rstrip())
+    lines.append(f"{'rank':<{width}}  {' '.join(f'{gap}{rank % 100:<2}' for rank, gap in enumerate(gaps))}".rstrip())
     for place, block in enumerate(job["blocks"]):
-        bars = (_eighth(held[place]) for held in job["held"])
-        lines.append(f"{block['name']:<{width}}  {' '.join(eighths[bar] * 2 for bar in bars)}  {block['size']}")
+        shown = (
+            gap + eighths[_eighth(held["rows"][row][place])] * 2 for gap, row in zip(gaps, held["ranks"], strict=True)
+        )
+        lines.append(f"{block['name']:<{width}}  {' '.join(shown)}  {block['size']}")
     return [*lines, f"{'':<{width}}  {job['legend'][job['axis']]}"]
 
 
@@ -182,8 +213,8 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "step", "moved", "pause", "payback")
-    heads = ("strategy", "memory per rank", "step", "to move", "pause", "pays back in")
+    columns = ("strategy", "memory", "step", "sends", "moved", "pause", "payback")
+    heads = ("strategy", "memory per rank", "step", "sent in a step", "to move", "pause", "pays back in")
     widths = [max(len(str(row[key])) for row in (*rows, {key: head})) for key, head in zip(columns, heads, strict=True)]
     lines = ["  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
     for row in rows:

@@ -43,6 +43,7 @@ class Outlines:
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
         kept = skeleton.state_dict().keys()
         self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
+        self._ranks_of: dict[tuple[int, str | None], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
 
     def of(self, strategy: Strategy) -> Outline:
         """Raises StrategyError for what cannot be split, with the reason."""
@@ -51,32 +52,44 @@ class Outlines:
         return self._known[strategy]
 
     def _made(self, strategy: Strategy) -> Outline:
-        need_rows(self.wishes, strategy)
-        need_chain(self.wishes, strategy)
+        self.check(strategy)
         mesh = strategy.mesh
         weights, held, buffers = [], [], []
-        stages = self._stages(strategy)
+        stages = self.stages(strategy)
         for rank in range(mesh.size):
             at = mesh.index(rank)
             names, kept = stages[at["pp"]] if stages else (None, self._buffers)
             mine = {
                 name: layout
-                for name, layout in self._split(strategy.tp, at["tp"]).items()
+                for name, layout in self.split(strategy.tp, at["tp"]).items()
                 if names is None or name in names
             }
             shards = {
-                name: self._shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
+                name: self.shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
             }
             weights.append(shards if strategy.zero == 3 else mine)
             held.append(shards if strategy.zero else mine)
             buffers.append(kept)
         return Outline(tuple(weights), tuple(held), tuple(buffers))
 
-    def _stages(self, strategy: Strategy) -> list[tuple[set[str], dict[str, Layout]]]:
+    def check(self, strategy: Strategy) -> None:
+        """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
+        need_rows(self.wishes, strategy)
+        need_chain(self.wishes, strategy)
+        self.stages(strategy)
+        self.split(strategy.tp, 0)
+
+    def stages(self, strategy: Strategy) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
         chain: Chain | None = self.wishes.chain
         if strategy.pp == 1 or chain is None:
             return []
+        key = (strategy.pp, strategy.schedule)
+        if key not in self._ranks_of:
+            self._ranks_of[key] = self._staged(strategy, chain)
+        return self._ranks_of[key]
+
+    def _staged(self, strategy: Strategy, chain: Chain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
@@ -86,20 +99,22 @@ class Outlines:
             own = [ranges[stage] for stage in schedule.stages_of(rank)]
             runs = {name for name, piece in pieces.items() if any(lo <= piece < hi for lo, hi in own)}
             buffers = {name: layout for name, layout in self._buffers.items() if name in runs}
-            found.append((set().union(*(chain.holds(lo, hi) for lo, hi in own)), buffers))
+            found.append((frozenset().union(*(chain.holds(lo, hi) for lo, hi in own)), buffers))
         return found
 
-    def _split(self, size: int, index: int) -> dict[str, Layout]:
+    def split(self, size: int, index: int) -> dict[str, Layout]:
+        """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
         if (size, index) not in self._parts:
             module = skeleton_of(self.skeleton)
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
                 if size == 1
-                else parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index)
+                else dict(parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index).layouts)
             )
         return self._parts[size, index]
 
-    def _shard(self, layout: Layout, shards: int, index: int) -> Layout:
+    def shard(self, layout: Layout, shards: int, index: int) -> Layout:
+        """Part `index` of `shards` of a tensor along dp; a scalar stays whole."""
         if not layout.local or shards == 1:
             return layout
         key = (layout, shards, index)

@@ -19,7 +19,8 @@ class Wishes:
     tp_plan: see tensor.choose. checkpoint: recompute the blocks' activations in the backward pass.
     experts: the first mixture of experts, "" without one. coupled: the numbers that show that the loss is no mean over
     rows, "" when it is. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
-    compiled where that is sound.
+    compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
+    tensor of that kind.
     """
 
     chain: Chain | None = None
@@ -31,6 +32,7 @@ class Wishes:
     coupled: str = ""
     cut: bool = False
     compile: bool | str = False
+    hidden: tuple[int, int] | None = None
 
 
 def need_chain(wishes: Wishes, strategy: Strategy) -> None:

@@ -30,7 +30,7 @@ from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.telemetry.record import own_ns, ring
 from nbkit.rank.telemetry.writer import FIRST_IN_DETAIL, Keep, Mark, Writer
-from nbkit.records import EventRecord, Header, MemoryRecord, Record
+from nbkit.records import EventRecord, Header, MemoryRecord, Record, StepRecord
 
 __all__ = ["Session", "record_path"]
 
@@ -128,6 +128,11 @@ class Session:
                 f"{type(self._writer.failure).__name__}: {self._writer.failure}",
                 stacklevel=2,
             )
+
+    @property
+    def recent(self) -> list[StepRecord]:
+        """The newest steps of this rank, oldest first."""
+        return list(self._writer.recent)
 
     def flush(self) -> None:
         """Wait until everything that is known is on disk, steps whose numbers have not come included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = ["FIRST_IN_DETAIL", "Keep", "Mark", "Writer"]
 
 FIRST_IN_DETAIL = 3
 _CALLS_IN_DETAIL = 4096
+_RECENT = 64
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
 _PASSING_S = 60.0  # for how long a device's step is waited for before it is written without its parts
 
@@ -63,6 +65,7 @@ class Writer:
         self._spent = 0  # ns of this thread that a step record has named
         self._keep = FIRST_IN_DETAIL  # steps to come that are kept moment by moment
         self.groups: list[Group] = []
+        self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
         self.failure: Exception | None = None
         self.told = False
 
@@ -146,6 +149,7 @@ class Writer:
             lost=lost,
         )
         self._spent = spent
+        self.recent.append(record)
         records: list[Record] = [record]
         if outside:
             records.append(Outside(step.number, traffic_of(outside)))

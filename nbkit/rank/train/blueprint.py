@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import NbkitError
+from nbkit.rank.link import link_of
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
@@ -19,6 +20,7 @@ from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
 from nbkit.rank.parallel.gates import plain_attention
+from nbkit.rank.parallel.hidden import hidden_between
 from nbkit.rank.parallel.outline import Outlines
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
@@ -44,7 +46,10 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Blueprint:
-    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy."""
+    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy.
+
+    link: between the ranks, None in a world of one. first_s: seconds that the first side took to build.
+    """
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class Blueprint:
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why, numbers = self._look(setup)
+        chain, costs, why, numbers, hidden = self._look(setup)
         self.wishes = Wishes(
             chain,
             why,
@@ -86,6 +91,7 @@ class Blueprint:
             coupled=numbers,
             cut=setup.microbatch is not None,
             compile=setup.compile,
+            hidden=hidden,
         )
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.outlines = Outlines(self.skeleton, self.wishes)
@@ -94,11 +100,15 @@ class Blueprint:
         self._ready: Cut | None = None  # for the next side, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
+        self.link = link_of(device)
+        self.first_s = 0.0
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
+        began = time.perf_counter()
         own = None if self.shells else self.module
         side, optimizer = self.side(strategy, self.connect(strategy), own=own)
+        self.first_s = time.perf_counter() - began
         if self.shells:
             agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
             side.data.refresh()
@@ -174,14 +184,14 @@ class Blueprint:
         """The job computes with `side` now."""
         self.template.follow(side.held)
 
-    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str]:
-        """(chain, costs, why there is no chain, what couples the rows): see Wishes.
+    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str, tuple[int, int] | None]:
+        """(chain, costs, why there is no chain, what couples the rows, hidden): see Wishes.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
         if setup.example is None:
-            return None, (), "", ""
-        found: list[Any] = [None, (), "", ""]
+            return None, (), "", "", None
+        found: list[Any] = [None, (), "", "", None]
         if self.rank == 0:
             try:
                 self._probe(setup, found)
@@ -189,7 +199,8 @@ class Blueprint:
                 found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=self.device)
-        return found[0], found[1], found[2], found[3]
+        chain, costs, why, numbers, hidden = found
+        return chain, costs, why, numbers, hidden
 
     def _probe(self, setup: Setup, found: list[Any]) -> None:
         example = on_device(setup.example, self.device)
@@ -205,6 +216,7 @@ class Blueprint:
                 found[3] = coupled(run, setup.loss, example, setup.inputs)
             chain = find_chain(self.module, run, stages=setup.stages)
             found[:2] = chain, measure_costs(self.module, chain, run)
+            found[4] = hidden_between(self.module, chain, run)
         finally:
             for part, mode in modes:
                 part.training = mode

@@ -1,66 +1,225 @@
-"""What the formulas say of a job under its present strategy: nbkit.planner, fed with what the job really holds."""
+"""What the formulas say of a job under any strategy: nbkit.planner, fed with what the job's model and batch really are.
+
+Memory and the bytes of the data axis follow from the parameters alone. What tp, pp and cp send follows from the hidden
+states, and is known of a chain of transformer blocks (an attention and an MLP each); of anything else it is unknown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbkit.forecast import Forecast, forecast
-from nbkit.planner.facts import Facts, Weight
-from nbkit.planner.memory import Bytes, Rest
+from torch import nn
+
+from nbkit.errors import NbkitError
+from nbkit.forecast import Forecast, Term
+from nbkit.layout import bounds
+from nbkit.planner.facts import Cuts, Facts, Weight
+from nbkit.planner.memory import Bytes
+from nbkit.planner.partition import place, ranks_of_stages
+from nbkit.planner.traffic import Traffic, per_step
+from nbkit.rank.parallel.census import Census
+from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.tensor.choose import plan_of
+from nbkit.rank.parallel.tensor.layers import Block
+from nbkit.rank.parallel.tensor.split import parts_of
 from nbkit.rank.train.holdings import bytes_per_element
+from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["foresee"]
+__all__ = ["Foresight", "foresee"]
 
 
 def foresee(job: Job, *, since: int) -> Forecast:
-    """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted.
+    """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
+    seen = Foresight(job)
+    return Forecast(
+        since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), tuple(seen.of_all_ranks(job.strategy))
+    )
 
-    Memory: exact, of every rank, from what the strategy has each hold. Traffic: of the data axis, where the parameters
-    alone decide it; empty under tp, pp and cp, whose traffic hangs on the width of hidden states.
+
+class Foresight:
+    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}.
+
+    kinds: see holdings.bytes_per_element; where they, or what is trained, have changed, this one is out of date.
     """
-    strategy, skeleton = job.strategy, job.blueprint.skeleton
-    kinds = bytes_per_element(job.side, job.optimizer.inner, skeleton)
-    trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
-    outline = job.blueprint.outlines.of(strategy)
-    memory = []
-    for weights, held in zip(outline.weights, outline.held, strict=True):
-        grads = held if strategy.zero > 1 else weights
-        memory.append(
-            Rest(
-                parameters=sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items()),
-                gradients=sum(x.numel * kinds[name]["weight"] for name, x in grads.items() if name in trained),
-                optimizer=sum(layout.numel * _state(kinds[name]) for name, layout in held.items()),
+
+    def __init__(self, job: Job) -> None:
+        self.kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
+        self.setup, self.fits = job.setup, job.feed.fits
+        self.skeleton, self.wishes = job.blueprint.skeleton, job.blueprint.wishes
+        self.trained = {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
+        self.blocks = _blocks(self.skeleton, self.wishes.chain)
+        self.census = Census(job.blueprint.outlines, self.kinds, self.trained, list(self.blocks.values()))
+        self._partial: dict[int, tuple[frozenset[str], bool]] = {}
+        self._terms: dict[Strategy, list[list[Traffic]]] = {}
+
+    def terms(self, strategy: Strategy) -> list[list[Traffic]]:
+        """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
+        if strategy not in self._terms:
+            size = strategy.mesh.size
+            self._terms[strategy] = self._made(strategy, range(0, size, size // strategy.pp))
+        return self._terms[strategy]
+
+    def of_all_ranks(self, strategy: Strategy) -> list[Term]:
+        """By operation and axis: calls of one rank on average, bytes that all ranks together hand over."""
+        every = self._made(strategy, range(strategy.mesh.size))
+        sums: dict[tuple[str, str], list[float]] = {}
+        for terms in every:
+            for term in terms:
+                into = sums.setdefault((term.op, term.axis), [0.0, 0.0])
+                into[0] += term.calls / len(every)
+                into[1] += term.given
+        return [Term(op, axis, calls, size) for (op, axis), (calls, size) in sums.items()]
+
+    def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+        try:
+            return self._of(strategy, ranks)
+        except NbkitError:  # it cannot be split, or a number of this model is not known
+            return []
+
+    def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+        sizes = {one["weight"] for one in self.kinds.values()}
+        arithmetic = self.fits(strategy)
+        accumulation = getattr(arithmetic, "accum", 1 if self.setup.microbatch is None else None)
+        if len(sizes) != 1 or accumulation is None or (self.wishes.chain is None and strategy.zero == 3):
+            return []
+        weights, facts, sequence = self._weights(strategy), Facts(), False
+        if strategy.mesh.size != strategy.dp:
+            facts = replace(self._facts, batch=getattr(arithmetic, "total", None))
+            if facts.width is None or facts.batch is None:
+                return []
+            sequence = strategy.cp == 1 and strategy.tp > 1 and self._partial_of(strategy.tp)[1]
+        size, cuts = sizes.pop(), self._cuts(strategy)
+        each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
+        known: dict[tuple[int, ...], list[Traffic]] = {}
+        found = []
+        for rank in ranks:
+            at = tuple(mesh.index(rank).values())
+            if at not in known:
+                terms = {
+                    split: per_step(
+                        weights,
+                        facts,
+                        strategy,
+                        rank,
+                        cuts=cuts,
+                        each=each,
+                        hidden=size,
+                        accumulation=accumulation,
+                        sequence_parallel=split,
+                    )
+                    for split in {sequence, False}
+                }
+                # Where a stage begins and ends all positions are there: what crosses to another has them all.
+                known[at] = [term for term in terms[sequence] if term.axis != "pp"]
+                known[at] += [term for term in terms[False] if term.axis == "pp"]
+                if strategy.tp > 1:
+                    known[at] = _as_issued(known[at], strategy, facts, rank, size, accumulation, sequence)
+            found.append(known[at])
+        return found
+
+    def _cuts(self, strategy: Strategy) -> Cuts | None:
+        chain = self.wishes.chain
+        if strategy.pp == 1 or chain is None:
+            return None
+        return place(self.wishes.costs or [1.0] * len(chain), strategy)
+
+    def _weights(self, strategy: Strategy) -> list[Weight]:
+        chain = self.wishes.chain
+        units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
+        whole = self.census.outlines.split(strategy.tp, 0)
+        partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
+        found = []
+        for name, p in self.skeleton.named_parameters():
+            shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
+            cut = [dim for dim, (here, all_) in enumerate(zip(whole[name].local, shape, strict=True)) if here != all_]
+            found.append(
+                Weight(
+                    name,
+                    shape,
+                    tp_dim=cut[0] if cut else None,
+                    blocks=tuple(i for i, piece in enumerate(pieces) if name in piece),
+                    outside=not inside,
+                    trained=name in self.trained,
+                    summed=("tp",) * (name in partial) + ("cp",) * inside,
+                )
             )
+        return found
+
+    def _partial_of(self, size: int) -> tuple[frozenset[str], bool]:
+        """(parameters whose gradients are sums over tp, whether positions are split between the maps)."""
+        if size not in self._partial:
+            module = skeleton_of(self.skeleton)
+            split = parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, 0, sequence=True)
+            self._partial[size] = split.partial, any(isinstance(part, Block) for part in module.modules())
+        return self._partial[size]
+
+    @cached_property
+    def _facts(self) -> Facts:
+        """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
+        chain, hidden = self.wishes.chain, self.wishes.hidden
+        alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.checkpoint
+        if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
+            return Facts()
+        plan = plan_of(self.skeleton, 1, self.wishes.tp_plan)
+        roles = sorted(plan.singles.values())
+        in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
+        if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):
+            return Facts()
+        if len(plan.pairs) != 2 * len(chain.units) or roles not in ([], ["head", "vocab"]):
+            return Facts()
+        heads = next(pair.heads for pair in plan.pairs if pair.heads is not None)
+        table = next((path for path, role in plan.singles.items() if role == "vocab"), None)
+        return Facts(
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            width=hidden[1],
+            sequence=hidden[0],
+            vocab=self.skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
+            blocks=len(chain),
         )
-    return Forecast(since, str(strategy), tuple(memory), _data_axis(job, kinds, trained).traffic)
 
 
-def _data_axis(job: Job, kinds: dict[str, dict[str, int]], trained: set[str]) -> Forecast:
-    strategy, unknown = job.strategy, Forecast(0, "")
-    sizes = {size["weight"] for size in kinds.values()}
-    accumulation = getattr(job.feed.fits(strategy), "accum", 1 if job.setup.microbatch is None else None)
-    if strategy.mesh.size != strategy.dp or len(sizes) != 1 or accumulation is None:
-        return unknown
-    chain = job.blueprint.wishes.chain
-    if chain is None and strategy.zero == 3:
-        return unknown
-    units = chain.units if chain is not None else ()
-    weights = [
-        Weight(
-            name,
-            tuple(p.shape),
-            outside=not any(name.startswith(f"{unit}.") for unit in units),
-            trained=name in trained,
-        )
-        for name, p in job.blueprint.skeleton.named_parameters()
-    ]
-    size = sizes.pop()
-    each = Bytes(size, size, max((_state(one) for one in kinds.values()), default=0))
-    return forecast(weights, Facts(), strategy, each=each, accumulation=accumulation)
+def _as_issued(
+    terms: list[Traffic], strategy: Strategy, facts: Facts, rank: int, size: int, accumulation: int, sequence: bool
+) -> list[Traffic]:
+    """The ends of a tensor-parallel model as nbkit has them, in place of the literature's.
+
+    Embedding and head see all positions, also under cp, and sum over tp by all-reduces; what is split in positions is
+    split where a stage's blocks begin (all-gathered in the backward pass) and gathered where they end.
+    """
+    tp, micros = strategy.tp, strategy.microbatches or accumulation
+    start, stop = bounds(facts.batch or 0, strategy.dp, strategy.mesh.index(rank)["dp"])
+    hidden = (stop - start) * (facts.sequence or 0) * (facts.width or 0) * size
+    ends = {term.what for term in terms if term.axis == "tp"} & {"embedding", "head"}
+    found = [term for term in terms if term.axis != "tp" or term.what not in ends]
+    # The loss needs the largest logit first, then both sums at once.
+    found = [replace(term, calls=2 * micros) if term.what == "loss" else term for term in found]
+    found += [Traffic("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
+    if sequence:
+        stages = len(ranks_of_stages(strategy)) // strategy.pp
+        found.append(Traffic("tp", "all_gather", tp, 2 * micros * stages, 2 * hidden * stages, "ends of the blocks"))
+    return found
 
 
-def _state(kinds: dict[str, int]) -> int:
-    return sum(size for kind, size in kinds.items() if kind != "weight")
+def _blocks(skeleton: nn.Module, chain: Chain | None) -> dict[str, dict[str, int]]:
+    """What is in no block is "before" or "after" the chain, or "model" without one."""
+    names = chain.units if chain is not None else ()
+    behind = set(chain.after) if chain is not None else set()
+    sizes = {name: p.numel() for name, p in skeleton.named_parameters()}
+    home = {name: next((block for block in names if name.startswith(f"{block}.")), "") for name in sizes}
+    loose = {
+        name: ("after" if name in behind else "before") if names else "model"
+        for name, block in home.items()
+        if not block
+    }
+    found: dict[str, dict[str, int]] = {block: {} for block in ("before", *names, "after", "model")}
+    for name, size in sizes.items():
+        found[home[name] or loose[name]][name] = size
+    return {block: inside for block, inside in found.items() if inside}

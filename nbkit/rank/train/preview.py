@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-import statistics
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.layout import Layout
-from nbkit.planner.exchange import Plan
-from nbkit.rank.parallel.outline import Outline
+from nbkit.planner.during import during
+from nbkit.planner.traffic import wire_bytes
+from nbkit.rank.parallel.reshard import ROUND_BYTES
+from nbkit.rank.train import room
+from nbkit.rank.train.foresight import Foresight
 from nbkit.rank.train.holdings import bytes_per_element
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.seconds import measured_step, predicted_pause, predicted_step
 from nbkit.strategy import Strategy
 
 __all__ = ["moved_bytes", "table"]
+
+_REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
+
+_seen: weakref.WeakKeyDictionary[Job, Foresight] = weakref.WeakKeyDictionary()
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     """The job as it is, and every strategy of its world with what a switch to it would take.
 
-    every: all schedules of a pipeline, not 1f1b alone. Under "options": moved_bytes is exact; bytes_per_rank is what
-    parameters, gradients and optimizer state take at rest; step_s is measured, where the strategy has run in this job;
-    switch_s is predicted from the switches made so far; both are None where nothing is known.
+    every: all schedules of a pipeline, not 1f1b alone. "nodes": of each rank, the number of its node. "limit_bytes":
+    what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
+    of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
+    is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
+    measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
+    predicted. Each is None where nothing is known.
     """
-    now = job.strategy
-    names = [*(job.blueprint.wishes.chain.units if job.blueprint.wishes.chain is not None else ())]
-    blocks = _blocks(job, names)
+    now, seen = job.strategy, _foresight(job)
+    ends, left = seen.census.at_rest(now), room.left(job.device, ranks=_on_this_node(job))
+    holds = [rest.total for rest in ends]
+    link = job.blueprint.link
     schedules = ("1f1b", "interleaved", "zb", "zbv") if every else ("1f1b",)
-    options = [_option(job, strategy, blocks) for strategy in Strategy.every(job.world_size, schedules=schedules)]
+    options = []
+    for strategy in Strategy.every(job.world_size, schedules=schedules):
+        began = time.perf_counter()
+        options.append(_option(job, seen, strategy, holds, left))
+        time.sleep(_REST * (time.perf_counter() - began))
     return {
         "strategy": str(now),
         "label": now.label,
         "step": job.step,
         "ranks": job.world_size,
+        "nodes": list(link.node_of) if link is not None else [0] * job.world_size,
+        "link": str(link) if link is not None else "",
+        "limit_bytes": holds[0] + left if left is not None else None,
         "arithmetic": str(job.feed.fits(now) or ""),
-        "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in blocks.items()],
-        "held": _fractions(job.blueprint.outlines.of(now), blocks),
+        "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in seen.blocks.items()],
+        "held": _fractions(seen, now),
         "options": options,
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
@@ -46,119 +65,68 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
-    kinds = _kinds(job)
-    plan = Plan.of(
-        _holdings(job.blueprint.outlines.of(job.strategy), kinds),
-        _holdings(job.blueprint.outlines.of(new), kinds),
-        {f"{kind}/{name}": size for name, sizes in kinds.items() for kind, size in sizes.items()},
-    )
-    return plan.total_bytes, max(plan.bytes, default=0)
+    flow = _foresight(job).census.flow(job.strategy, new)
+    return flow.total, max(flow.received, default=0)
 
 
-def _option(job: Job, strategy: Strategy, blocks: dict[str, dict[str, int]]) -> dict[str, Any]:
+def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "strategy": str(strategy),
         "label": strategy.label,
         "ok": False,
         "why": "",
         "moved_bytes": None,
-        "bytes_per_rank": [],
-        "held": [],
-        "step_s": _measured(job, strategy),
+        "memory": {},
+        "held": {},
+        "step_bytes": None,
+        "step_s": measured_step(job, strategy),
+        "step_foretold_s": None,
         "switch_s": None,
         "arithmetic": "",
     }
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
-        outline = job.blueprint.outlines.of(strategy)
-        total, most = moved_bytes(job, strategy)
+        job.blueprint.outlines.check(strategy)
+        flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
         found["why"] = " ".join(line for line in (error.what, error.numbers) if line)
         return found
+    after = [rest.total for rest in seen.census.at_rest(strategy)]
+    peak = _peak(holds, after, flow.received, left) if strategy != job.strategy else max(holds)
     found.update(
         ok=True,
-        moved_bytes=total,
-        bytes_per_rank=_at_rest(job, strategy, outline),
-        held=_fractions(outline, blocks),
-        switch_s=_predicted(job, most),
+        moved_bytes=flow.total,
+        memory={"now": max(holds), "during": peak, "after": max(after)},
+        held=_fractions(seen, strategy),
+        step_bytes=max(map(wire_bytes, seen.terms(strategy)), default=None),
+        switch_s=predicted_pause(job, seen.census, strategy, flow),
     )
+    if found["step_s"] is None:
+        found["step_foretold_s"] = predicted_step(job, seen, strategy)
     return found
 
 
-def _kinds(job: Job) -> dict[str, dict[str, int]]:
-    return bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
-
-
-def _holdings(outline: Outline, kinds: dict[str, dict[str, int]]) -> list[dict[str, Layout]]:
-    return [
-        {f"weight/{name}": layout for name, layout in weights.items()}
-        | {
-            f"{kind}/{name}": layout
-            for name, layout in held.items()
-            for kind in kinds.get(name, {})
-            if kind != "weight"
-        }
-        for weights, held in zip(outline.weights, outline.held, strict=True)
-    ]
-
-
-def _at_rest(job: Job, strategy: Strategy, outline: Outline) -> list[int]:
-    kinds = _kinds(job)
+def _foresight(job: Job) -> Foresight:
+    """The one that is kept, or a new one: the optimizer's first step, or another precision, changes what is held."""
+    kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
     trained = {name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad}
-    found = []
-    for weights, held in zip(outline.weights, outline.held, strict=True):
-        total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
-        for name, layout in held.items():
-            sizes = kinds[name]
-            total += layout.numel * sum(size for kind, size in sizes.items() if kind != "weight")
-            if name in trained:
-                total += (layout if strategy.zero > 1 else weights[name]).numel * sizes["weight"]
-        found.append(total)
-    return found
+    seen = _seen.get(job)
+    if seen is None or seen.kinds != kinds or seen.trained != trained:
+        seen = _seen[job] = Foresight(job)
+    return seen
 
 
-def _blocks(job: Job, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Block -> {parameter: elements}; what is in no block is "before" or "after" the chain, or "model" without one."""
-    chain = job.blueprint.wishes.chain
-    behind = set(chain.after) if chain is not None else set()
-    sizes = {name: p.numel() for name, p in job.blueprint.skeleton.named_parameters()}
-    home = {name: next((block for block in names if name.startswith(f"{block}.")), "") for name in sizes}
-    loose = {
-        name: ("after" if name in behind else "before") if names else "model"
-        for name, block in home.items()
-        if not block
-    }
-    found: dict[str, dict[str, int]] = {block: {} for block in ("before", *names, "after", "model")}
-    for name, size in sizes.items():
-        found[home[name] or loose[name]][name] = size
-    return {block: inside for block, inside in found.items() if inside}
+def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
+    """Bytes of the fullest rank at the peak of a switch. Of the others it is taken that they have as much left."""
+    buffers = 2 * min(max(received, default=0), ROUND_BYTES)
+    return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
 
 
-def _fractions(outline: Outline, blocks: dict[str, dict[str, int]]) -> list[list[float]]:
-    """By rank, then block: the part of the block's elements that the rank updates."""
-    return [
-        [
-            round(sum(held[name].numel for name in inside if name in held) / max(sum(inside.values()), 1), 4)
-            for inside in blocks.values()
-        ]
-        for held in outline.held
-    ]
+def _on_this_node(job: Job) -> int:
+    link = job.blueprint.link
+    return link.node_of.count(link.node_of[job.rank]) if link is not None else 1
 
 
-def _measured(job: Job, strategy: Strategy) -> float | None:
-    """Median seconds of the last steps under `strategy`, without the first, which makes what later ones reuse."""
-    seconds = [record["seconds"] for record in job.ledger.records[-400:] if record["strategy"] == str(strategy)][1:]
-    return statistics.median(seconds[-20:]) if seconds else None
-
-
-def _predicted(job: Job, most: int) -> float | None:
-    """Seconds: what earlier switches took to prepare, and the bytes at the speed at which they moved."""
-    if not job.switches:
-        return None
-    prepare = statistics.median(switch.prepare_s for switch in job.switches)
-    moving = [
-        (switch.moved_bytes / job.world_size) / max(switch.pause_s - switch.prepare_s, 1e-6)
-        for switch in job.switches
-        if switch.moved_bytes
-    ]
-    return prepare + (most / statistics.median(moving) if moving and most else 0.0)
+def _fractions(seen: Foresight, strategy: Strategy) -> dict[str, Any]:
+    rows, of_ranks = seen.census.fractions(strategy)
+    return {"rows": rows, "ranks": of_ranks}

@@ -27,6 +27,7 @@ from nbkit.rank.telemetry.record import mode
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
 from nbkit.rank.train.foresight import foresee
+from nbkit.records import StepRecord
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
@@ -53,6 +54,11 @@ class Recorder:
     def begin(self, session: Session, run_dir: Path) -> None:
         """Record from here on."""
         self._session, self._run_dir = session, run_dir
+
+    @property
+    def recent(self) -> list[StepRecord]:
+        """The newest steps of this rank as they were measured; none without a session."""
+        return self._session.recent if self._session is not None else []
 
     def __call__(self, event: Event) -> None:
         """Take an event: what a strategy needs is known two steps after it came into force."""

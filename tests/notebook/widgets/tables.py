@@ -9,18 +9,23 @@ from nbkit.strategy import Strategy
 BLOCKS = ("before", "blocks.0", "blocks.1", "after")
 
 
-def held_by(strategy: Strategy, blocks: int) -> list[list[float]]:
-    """By rank and block: 0 on other stages, else the part that tensor parallelism and sharding leave."""
-    found = []
-    for rank in range(strategy.mesh.size):
-        stage = strategy.mesh.index(rank)["pp"]
-        part = 1 / strategy.tp / (strategy.shard if strategy.zero else 1)
-        found.append([part if block * strategy.pp // blocks == stage else 0.0 for block in range(blocks)])
-    return found
+def held_by(strategy: Strategy, blocks: int) -> dict[str, Any]:
+    """By stage and block: 0 on other stages, else the part that tensor parallelism and sharding leave."""
+    part = 1 / strategy.tp / (strategy.shard if strategy.zero else 1)
+    rows = [
+        [part if block * strategy.pp // blocks == stage else 0.0 for block in range(blocks)]
+        for stage in range(strategy.pp)
+    ]
+    return {"rows": rows, "ranks": [strategy.mesh.index(rank)["pp"] for rank in range(strategy.mesh.size)]}
 
 
-def table_of(now: str = "ddp", ranks: int = 4, **changed: Any) -> dict[str, Any]:
+def memory_of(after: int, now: int, *, stays: bool) -> dict[str, int]:
+    return {"now": now, "during": now if stays else now + after, "after": after}
+
+
+def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -> dict[str, Any]:
     strategy = Strategy.parse(now, ranks)
+    now_parts = strategy.tp * strategy.pp * (strategy.shard if strategy.zero else 1)
     options = []
     for place, one in enumerate(Strategy.every(ranks, schedules=("1f1b",))):
         fits = one.cp == 1
@@ -32,9 +37,11 @@ def table_of(now: str = "ddp", ranks: int = 4, **changed: Any) -> dict[str, Any]
                 "ok": fits,
                 "why": "" if fits else "The blocks do not say which positions they attend to.",
                 "moved_bytes": 1_000_000 * place if fits else None,
-                "bytes_per_rank": [4_000_000 // parts] * ranks if fits else [],
-                "held": held_by(one, len(BLOCKS)) if fits else [],
+                "memory": memory_of(4_000_000 // parts, 4_000_000 // now_parts, stays=one == strategy) if fits else {},
+                "held": held_by(one, len(BLOCKS)) if fits else {},
+                "step_bytes": 250_000 * place if fits else None,
                 "step_s": {"dp=4": 0.04, "dp=4 zero=3": 0.05, "tp=4": 0.03}.get(str(one)),
+                "step_foretold_s": {"pp=4 schedule=1f1b microbatches=8": 0.02}.get(str(one)),
                 "switch_s": 0.5 if fits else None,
                 "arithmetic": f"global 16 = micro {16 // one.dp} x accum 1 x dp {one.dp}" if fits else "",
             }
@@ -44,6 +51,9 @@ def table_of(now: str = "ddp", ranks: int = 4, **changed: Any) -> dict[str, Any]
         "label": strategy.label,
         "step": 7,
         "ranks": ranks,
+        "nodes": [rank * nodes // ranks for rank in range(ranks)],
+        "link": f"1.5 GB/s and 200 µs between {ranks} ranks",
+        "limit_bytes": 16_000_000,
         "arithmetic": f"global 16 = micro {16 // strategy.dp} x accum 1 x dp {strategy.dp}",
         "blocks": [{"name": name, "parameters": 12_704} for name in BLOCKS],
         "held": held_by(strategy, len(BLOCKS)),

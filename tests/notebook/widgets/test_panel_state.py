@@ -95,10 +95,36 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     by_name = {row["strategy"]: row for row in rows}
     assert by_name["dp=4"]["current"]
     assert by_name["dp=4"]["moved"] == ""
-    assert by_name["dp=4"]["memory_part"] == 1.0
+    assert by_name["dp=4"]["memory_part"] == 0.25  # 4 MB of the 16 MB that a rank has room for
+    assert by_name["dp=4 zero=3"]["during_part"] == 5 / 16
+    assert "4 MB now, 5 MB while it switches, 1 MB then" in by_name["dp=4 zero=3"]["memory_words"]
+    assert by_name["dp=4 zero=1"]["sends"] == "250 kB"
     assert by_name["dp=4 zero=3"]["payback"] == "never"
     assert by_name["tp=4"]["payback"] == "50 steps"
     assert by_name["dp=4 zero=1"]["step"] == "unknown"
+    assert by_name["pp=4 schedule=1f1b microbatches=8"]["step"] == "≈ 20 ms"
+    assert by_name["pp=4 schedule=1f1b microbatches=8"]["payback"] == "25 steps"
+
+
+def test_bars_are_of_the_limit_where_it_is_near() -> None:
+    roomy, tight = (
+        {row["strategy"]: row for row in job_view(state_of(Looked(answer_of(table_of(limit_bytes=limit)))))["rows"]}
+        for limit in (1_000_000_000, 4_500_000)
+    )
+
+    assert max(row["during_part"] for row in roomy.values()) == 1.0
+    assert not roomy["dp=4 zero=1"]["tight"] and tight["dp=4 zero=1"]["tight"]
+
+
+def test_ranks_of_several_nodes_stand_apart() -> None:
+    lines = text_of(state_of(Looked(answer_of(table_of(nodes=2))))).splitlines()
+
+    assert "          node 0  node 1" in lines
+    assert "rank      0  1    2  3" in lines
+
+
+def test_the_rest_of_the_rows() -> None:
+    by_name = {row["strategy"]: row for row in job_view(state_of(Looked(answer_of(table_of()))))["rows"]}
     assert by_name["cp=4"]["why"].startswith("The blocks")
 
 

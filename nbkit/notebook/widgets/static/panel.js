@@ -6,6 +6,15 @@ const KEYS = [
   ["try", "Try 10 steps", "", "try"],
   ["undo", "Undo", "", "undo"],
 ];
+const TITLES = {
+  "strategy": "",
+  "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
+  "step": "seconds of a step: measured where it has run in this job, ≈ predicted",
+  "sends a step": "bytes that the busiest rank sends in a step, by the formulas",
+  "moves": "bytes that the switch moves, over all ranks, exactly",
+  "pause": "seconds without a step while the switch is made, predicted",
+  "pays back": "steps after which the pause is won back",
+};
 const APART = [
   ["pause", "Pause", "", "pause"],
   ["checkpoint", "Checkpoint", "", "checkpoint"],
@@ -173,18 +182,38 @@ function render({ model, el }) {
   }
 
   function drawGrid(ghost) {
-    const { ranks, blocks, held, axis, legend } = job();
-    const width = Math.max(5, Math.min(46, Math.floor(420 / ranks)));
+    const { ranks, blocks, held, axis, legend, nodes } = job();
+    const part = (of, rank, place) => of?.rows[of.ranks[rank]]?.[place] ?? 0;
+    const begins = (rank) => rank > 0 && nodes[rank] !== nodes[rank - 1]; // another node than the rank before
+    const several = nodes.some((node) => node !== nodes[0]);
+    const width = Math.max(5, Math.min(40, Math.floor(300 / ranks)));
     const every = width >= 18 ? 1 : width >= 12 ? 4 : 8;
     const height = Math.max(9, Math.min(20, Math.floor(280 / blocks.length) - 2));
     const grid = make("div", ghost ? "grid ghosted" : "grid");
     grid.setAttribute("role", "img");
     grid.setAttribute("aria-label", `${blocks.length} blocks on ${ranks} ranks, ${legend[axis]}`);
-    grid.style.gridTemplateColumns = `max-content repeat(${ranks}, ${width}px)`;
+    const apart = several ? Math.max(6, Math.floor(width / 2)) : 0;
+    const columns = nodes.map((_, rank) => (begins(rank) ? `${apart}px ` : "") + `${width}px`);
+    grid.style.gridTemplateColumns = `max-content ${columns.join(" ")}`;
+    const put = (element, rank) => {
+      if (begins(rank)) grid.append(make("span", "apart"));
+      grid.append(element);
+    };
     grid.style.setProperty("--row", `${height}px`);
     if (width < 18) grid.style.columnGap = "1px";
+    if (several) {
+      grid.append(make("span", "side", "node"));
+      for (let rank = 0; rank < ranks; ) {
+        let next = rank + 1;
+        while (next < ranks && !begins(next)) next++;
+        const label = make("span", "node", String(nodes[rank]));
+        label.style.gridColumn = `span ${next - rank}`;
+        put(label, rank);
+        rank = next;
+      }
+    }
     grid.append(make("span", "side", "rank"));
-    for (let rank = 0; rank < ranks; rank++) grid.append(make("span", "top", rank % every ? "" : String(rank)));
+    for (let rank = 0; rank < ranks; rank++) put(make("span", "top", rank % every ? "" : String(rank)), rank);
     blocks.forEach((block, place) => {
       const side = make("span", "side", block.name);
       if (height < 12) side.style.fontSize = `${height}px`;
@@ -192,12 +221,12 @@ function render({ model, el }) {
       grid.append(side);
       for (let rank = 0; rank < ranks; rank++) {
         const cell = make("span", "cell");
-        const part = held[rank][place];
-        if (part > 0) cell.append(bar(`fill ${axis}`, part));
-        const later = ghost?.held[rank]?.[place];
+        const now = part(held, rank, place);
+        if (now > 0) cell.append(bar(`fill ${axis}`, now));
+        const later = ghost ? part(ghost.held, rank, place) : 0;
         if (later > 0) cell.append(bar(`ghost ${ghost.axis}`, later));
-        cell.title = `rank ${rank}, ${block.name}: ${percent(part)}` + (ghost ? ` → ${percent(later ?? 0)}` : "");
-        grid.append(cell);
+        cell.title = `rank ${rank}, ${block.name}: ${percent(now)}` + (ghost ? ` → ${percent(later)}` : "");
+        put(cell, rank);
       }
     });
     const words = make("div", "legend");
@@ -205,6 +234,10 @@ function render({ model, el }) {
     if (ghost) {
       const later = `below, ${ghost.strategy}: ${legend[ghost.axis]}`;
       words.append(make("br"), make("span", `swatch later ${ghost.axis}`), later);
+    }
+    if (job().link || job().limit) {
+      const facts = [job().link && `link: ${job().link}`, job().limit && `a rank has room for ${job().limit}`];
+      words.append(make("br"), facts.filter(Boolean).join("; "));
     }
     const frame = make("div", "frame");
     frame.append(grid);
@@ -226,8 +259,10 @@ function render({ model, el }) {
     table.setAttribute("role", "listbox");
     table.setAttribute("aria-label", "strategies");
     const titles = make("tr");
-    for (const word of ["strategy", "memory per rank", "step", "to move", "pause", "pays back in"]) {
-      titles.append(make("th", "", word));
+    for (const word of Object.keys(TITLES)) {
+      const title = make("th", "", word);
+      title.title = TITLES[word];
+      titles.append(title);
     }
     const header = make("thead");
     header.append(titles);
@@ -251,15 +286,21 @@ function render({ model, el }) {
     if (row.ok) {
       const memory = make("td");
       const scale = make("span", "bar");
-      const filled = make("i");
-      filled.style.width = `${100 * row.memory_part}%`;
-      scale.append(filled);
+      for (const [className, part] of [["during", row.during_part], ["rest", row.memory_part]]) {
+        const filled = make("i", className);
+        filled.style.width = `${100 * part}%`;
+        scale.append(filled);
+      }
       memory.append(scale, row.memory);
+      memory.title = row.memory_words;
+      if (row.tight) memory.className = "tight";
       element.append(memory);
-      for (const text of [row.step, row.moved, row.pause, row.payback]) element.append(make("td", "", text));
+      for (const text of [row.step, row.sends, row.moved, row.pause, row.payback]) {
+        element.append(make("td", text === "unknown" ? "dim" : "", text === "unknown" ? "?" : text));
+      }
     } else {
       const why = make("td", "", row.why);
-      why.colSpan = 5;
+      why.colSpan = 6;
       element.append(why);
     }
     element.addEventListener("click", () => choose(row.strategy));

@@ -69,10 +69,10 @@ def tensor_parallel(
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
 
 
-def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int) -> dict[str, Layout]:
-    """What rank `index` of `size` would hold of every parameter; sends nothing. `module`, a skeleton, is used up."""
-    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(False, ())  # type: ignore[arg-type]
-    return surgery.layouts
+def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
+    """What would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
+    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(sequence, ())  # type: ignore[arg-type]
+    return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
 
 class _Surgery:

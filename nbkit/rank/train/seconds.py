@@ -1,0 +1,87 @@
+"""How long a switch will take, and a step after it: measured where that has been, else predicted, else None."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from nbkit.events import Switched
+from nbkit.planner.pace import Seen, Sends, step_seconds
+from nbkit.rank.parallel.census import Census, Flow
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.foresight import Foresight
+    from nbkit.rank.train.job import Job
+
+__all__ = ["measured_step", "predicted_pause", "predicted_step"]
+
+_STEPS = 20
+_SWITCHES = 12  # the newest that a prediction follows
+_PARTS = ("compute", "exposed", "data", "optimizer", "other")
+
+
+def measured_step(job: Job, strategy: Strategy) -> float | None:
+    """Median seconds of the last steps under `strategy`, without the first, which makes what later ones reuse."""
+    seconds = [record["seconds"] for record in job.ledger.records[-400:] if record["strategy"] == str(strategy)][1:]
+    return statistics.median(seconds[-_STEPS:]) if seconds else None
+
+
+def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
+    """Seconds without a step: what building a side takes, and the bytes over the measured link.
+
+    Both follow the switches that the job has made; before the first, the side it began with was built too. None where
+    no link was measured.
+    """
+    link, made = job.blueprint.link, job.switches[-_SWITCHES:]
+    if link is None:
+        return None
+    moving = _moving(job, flow)
+    ratios = []
+    for switched in made:
+        then = census.flow(*(Strategy.parse(text, job.world_size) for text in (switched.old, switched.new)))
+        if (modelled := _moving(job, then)) > 0:
+            ratios.append((switched.pause_s - switched.prepare_s) / modelled)
+    return _building(job, strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
+
+
+def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | None:
+    """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
+
+    That is so on ranks that share their cores: there a rank's seconds hang on what the others do meanwhile.
+    """
+    link, now = job.blueprint.link, job.strategy
+    if link is None or link.crowded or job.setup.compile:
+        return None
+    parts = _parts(job)
+    terms, here = seen.terms(strategy), seen.terms(now)
+    chain = job.blueprint.wishes.chain
+    if not parts or not terms or not here or (chain is None and max(strategy.pp, now.pp) > 1):
+        return None
+    costs = job.blueprint.wishes.costs or (1.0,) * (len(chain) if chain is not None else 1)
+    updates = [seen.census.at_rest(each)[0].optimizer for each in (now, strategy)]
+    return step_seconds(
+        Seen(now, parts), Sends(here[0], updates[0]), strategy, Sends(terms[0], updates[1]), link, costs
+    )
+
+
+def _building(job: Job, strategy: Strategy, made: Sequence[Switched]) -> float:
+    """Seconds before anything moves: as it was for this strategy, else for others, else for the first side."""
+    same = [switched.prepare_s for switched in made if switched.new == str(strategy)]
+    others = [switched.prepare_s for switched in made]
+    return statistics.median(same or others or [job.blueprint.first_s])
+
+
+def _moving(job: Job, flow: Flow) -> float:
+    """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
+    link = job.blueprint.link
+    assert link is not None
+    return link.moving([flow.total // job.world_size], flow.received, flow.kept)
+
+
+def _parts(job: Job) -> Mapping[str, float]:
+    """Median seconds of each part of rank 0's last steps under the strategy in force."""
+    text = str(job.strategy)
+    records = [one.parts for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
+    return {part: statistics.median(one.get(part, 0.0) for one in records) for part in _PARTS} if records else {}

@@ -1,0 +1,68 @@
+"""The link between the ranks is measured once, by all of them together, and says the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from nbkit.planner.link import Link, Way
+from nbkit.planner.traffic import Traffic
+from nbkit.rank import link
+from nbkit.rank.telemetry import record
+
+
+def measured(world: Any, forgets: int) -> dict[str, Any]:
+    record.set_mode("count")
+    first = link.link_of(torch.device("cpu"))
+    calls = record.ring.end
+    again = link.link_of(torch.device("cpu"))
+    known = record.ring.end - calls
+    if world.place.rank == forgets:
+        link._known = None  # as a process that joined later
+    calls = record.ring.end
+    link.link_of(torch.device("cpu"))
+    return {"link": first, "same": again is first, "known": known, "forgotten": record.ring.end - calls}
+
+
+def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
+    said = run_ranks(measured, 3, 1, timeout=120)
+
+    assert said[0]["link"] == said[1]["link"] == said[2]["link"]
+    found: Link = said[0]["link"]
+    assert set(found.ways) == {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert all(way.latency > 0 and way.speed > 0 for way in found.ways.values()) and found.copy > 0
+    assert found.node_of == (0, 0, 0) and found.far is None
+    # Known to all: nothing but the question goes around. Where one forgot, all measure.
+    assert all(one["same"] and one["known"] <= 2 for one in said)
+    assert all(one["forgotten"] > 20 for one in said)
+
+
+def test_a_world_of_one_has_no_link() -> None:
+    assert run_ranks(measured, 1, 0)[0]["link"] is None
+
+
+def made(**changed: Any) -> Link:
+    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(1e-3, 1e9))
+    asked: dict[str, Any] = {"ranks": 4, "ways": ways, "near": None, "far": None, "copy": 1e10, "node_of": (0,) * 4}
+    return Link(**{**asked, "crowded": False, **changed})
+
+
+def test_seconds_are_latency_and_bytes() -> None:
+    all_reduce = Traffic("dp", "all_reduce", 4, 2, 10**9, "gradients")
+    assert made().seconds(all_reduce) == pytest.approx(2e-3 + 1.5)
+    nodes = made(near=Way(1e-3, 1e9), far=Way(1e-3, 1e8), node_of=(0, 0, 1, 1))
+    assert nodes.seconds(all_reduce, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
+    assert nodes.seconds(all_reduce) == pytest.approx(2e-3 + 0.15)  # the world's speed is that between nodes
+    assert made().moving([10**9, 0], [0, 5 * 10**8], [10**10, 0]) == pytest.approx(1e-3 + 1 + 0.2 + 1)
+    assert made().moving([0], [0], [0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("units", "crowded"),
+    [([(0,), (1,)], False), ([(0, 1), (0, 1)], False), ([(0,), (0,)], True), ([None, (1,)], True)],
+)
+def test_ranks_that_share_cores_are_known(units: Any, crowded: bool) -> None:
+    assert link._crowded(["here", "here"], units) is crowded

@@ -1,0 +1,116 @@
+"""What the formulas say that a step sends is what telemetry counts of it, by operation and axis, under every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.telemetry import record
+from nbkit.rank.train.foresight import Foresight
+from nbkit.rank.train.trainer import Trainer
+from nbkit.strategy import Strategy
+
+THROUGH = (
+    "zero3",
+    "tp",
+    "pp microbatches=4",
+    "cp=4",
+    "dp=2 tp=2 zero=1",
+    "tp=2 pp=2 schedule=zbv microbatches=4",
+    "cp=2 tp=2",
+    "hsdp",
+)
+
+
+def trainer(**changed: Any) -> Trainer:
+    draw = torch.Generator().manual_seed(1)
+    data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
+    asked: dict[str, Any] = {
+        "model": lambda: GPT(GPTConfig(vocab=32, block=8, layers=4, heads=4, width=16)),
+        "loss": lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "data": data,
+        "batch_size": 8,
+        "log_every": 1000,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | changed))
+
+
+def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
+    """(operation, axis) -> (calls, bytes) of a step: three steps less one, so that what a run says is in neither."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for steps, sign in ((1, -0.5), (3, 0.5)):
+        began = record.ring.end
+        job.fit(steps)
+        for call in record.ring.between(began, record.ring.end)[0]:
+            into = found.setdefault((call.op, call.axis), [0.0, 0.0])
+            into[0] += sign
+            into[1] += sign * call.bytes
+    return {key: (calls, size) for key, (calls, size) in found.items() if key[0] != "recv" and key[1] != "world"}
+
+
+def through_all(world: Any) -> list[dict[str, Any]]:
+    record.set_mode("count")
+    job = trainer()
+    job.fit(1)
+    said = []
+    for text in THROUGH:
+        job.switch(text)
+        job.fit(1)
+        now = job.job.strategy
+        foretold = Foresight(job.job).of_all_ranks(now)
+        said.append({"strategy": str(now), "sent": sent_in_a_step(job), "foretold": foretold})
+    return said
+
+
+def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
+    said = run_ranks(through_all, 4, timeout=200)
+
+    for place, text in enumerate(THROUGH):
+        foretold = {(term.op, term.axis): term for term in said[0][place]["foretold"]}
+        measured: dict[tuple[str, str], list[float]] = {}
+        for rank in said:
+            for key, (calls, size) in rank[place]["sent"].items():
+                into = measured.setdefault(key, [0.0, 0.0])
+                into[0] += calls / len(said)
+                into[1] += size
+        assert sorted(measured) == sorted(foretold), text
+        for (op, axis), (calls, size) in measured.items():
+            # Beside gradients and parameters travel a canary, counts and padding: four bytes per tensor and rank.
+            rest = 4 * 4 * 4 * 80 if axis in ("dp", "shard", "replicate") else 0
+            assert 0 <= size - foretold[op, axis].bytes <= rest, (text, op, axis)
+            if axis in ("tp", "pp"):
+                assert calls == foretold[op, axis].calls, (text, op, axis)
+
+
+class TwoMaps(nn.Module):
+    """A chain of blocks that are no transformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def unknown(world: Any) -> dict[str, bool]:
+    draw = torch.Generator().manual_seed(1)
+    data = [(torch.randn(6, generator=draw), torch.randn(6, generator=draw)) for _ in range(32)]
+    job = trainer(model=TwoMaps, loss=F.mse_loss, data=data)
+    job.fit(1)
+    seen = Foresight(job.job)
+    return {text: bool(seen.terms(Strategy.parse(text, 2))) for text in ("ddp", "zero3", "tp", "pp", "cp=2")}
+
+
+def test_of_what_is_no_transformer_only_the_data_axis_is_known() -> None:
+    assert run_ranks(unknown, 2)[0] == {"ddp": True, "zero3": True, "tp": False, "pp": False, "cp=2": False}
