@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from nbkit.layout import Layout
 from nbkit.rank.parallel.axes import Axes, group_of
-from nbkit.rank.parallel.edges import Edges, edge_groups, meet
+from nbkit.rank.parallel.edges import Edges, edge_groups
 from nbkit.rank.parallel.outline import Outline
 from nbkit.strategy import Strategy
 
@@ -31,7 +30,7 @@ class Connections:
     replication: Mapping[str, int]
 
 
-def connect(strategy: Strategy, outline: Outline, rank: int, device: torch.device) -> Connections:
+def connect(strategy: Strategy, outline: Outline, rank: int) -> Connections:
     """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is."""
     mesh = strategy.mesh
     axes = Axes.of(mesh, rank, shard=strategy.shard)
@@ -41,9 +40,7 @@ def connect(strategy: Strategy, outline: Outline, rank: int, device: torch.devic
         own = tuple(name for name in names if name in outline.held[rank])
         if group is not None and own:
             ties.append((group, own))
-    edges = edge_groups(mesh.groups("pp"), rank)
-    meet(edges, device)
-    return Connections(axes, edges, tuple(ties), _replication(outline))
+    return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(outline))
 
 
 def _tied(strategy: Strategy, outline: Outline) -> list[tuple[tuple[int, ...], list[str]]]:

@@ -16,6 +16,7 @@ from nbkit.rank.link import link_of
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
+from nbkit.rank.parallel.edges import meet
 from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
@@ -154,7 +155,9 @@ class Blueprint:
         warn_of(self.skeleton, strategy, self.wishes)
         outline = self.outlines.of(strategy)
         if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, outline, self.rank, self.device)
+            self._connected[strategy] = connect(strategy, outline, self.rank)
+        # Groups of an earlier visit too: in a new generation of the world they have not met.
+        meet(self._connected[strategy].edges, self.device)
         return self._connected[strategy]
 
     def follow(self, everyone: Sequence[Changes]) -> None:
