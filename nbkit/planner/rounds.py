@@ -79,9 +79,9 @@ def peaks(plan: Plan, made: Sequence[Round]) -> tuple[int, ...]:
         fresh = list(dict.fromkeys(key for part in each.parts for key in part.keys if key not in opened))
         opened.update(fresh)
         for rank, (old, new) in enumerate(zip(plan.old, plan.new, strict=True)):
-            level[rank] += sum(_size(new, key, plan.itemsize) for key in fresh if new.get(key) != old.get(key))
+            level[rank] += sum(_size(new, key, plan.itemsize) for key in fresh)
             most[rank] = max(most[rank], level[rank])
-            level[rank] -= sum(_size(old, key, plan.itemsize) for key in each.closes if new.get(key) != old.get(key))
+            level[rank] -= sum(_size(old, key, plan.itemsize) for key in each.closes)
     return tuple(most)
 
 
@@ -189,11 +189,9 @@ def _strain(
 
 
 def _gain_and_loss(plan: Plan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per rank: bytes that one new tensor takes, and that its old one frees; a tensor that stays does neither."""
+    """Per rank: bytes that one new tensor takes, and that its old one frees."""
     key = group.keys[0]
-    changes = [old.get(key) != new.get(key) for old, new in zip(plan.old, plan.new, strict=True)]
-    gain = tuple(_size(new, key, plan.itemsize) * changed for new, changed in zip(plan.new, changes, strict=True))
-    loss = tuple(_size(old, key, plan.itemsize) * changed for old, changed in zip(plan.old, changes, strict=True))
+    gain, loss = (tuple(_size(holding, key, plan.itemsize) for holding in side) for side in (plan.new, plan.old))
     return gain, loss
 
 

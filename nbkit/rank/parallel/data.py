@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from nbkit.layout import Layout
 
-__all__ = ["DataAxis", "fresh"]
+__all__ = ["DataAxis", "Part", "fresh"]
+
+
+class Part(Protocol):
+    """What of a data axis has memory of its own; see there."""
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What shows memory of the weights."""
 
 
 class DataAxis:
@@ -15,12 +28,14 @@ class DataAxis:
 
     held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
     weights: name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling.
+    parts: what has memory of its own.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
         self.weights: dict[str, tuple[Tensor, Layout]] = {}
+        self.parts: Sequence[Part] = ()
 
     def _add(self, name: str, held: nn.Parameter, layout: Layout, weight: tuple[Tensor, Layout]) -> None:
         self.held[name], self.layouts[name], self.weights[name] = held, layout, weight
@@ -29,8 +44,20 @@ class DataAxis:
         """The weights were filled from outside."""
 
     def begin_again(self) -> None:
-        """As at the beginning, on every rank alike, after a step that was broken off somewhere."""
+        """As at the beginning, on every rank alike, after a step that was broken off somewhere, or `let_go`."""
         raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients, between two steps; no step before `begin_again`."""
+        for part in self.parts:
+            part.let_go()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that shows memory of the weights."""
+        yield from self.held.values()
+        yield from (tensor for tensor, _ in self.weights.values())
+        for part in self.parts:
+            yield from part.tensors()
 
     def reset(self, *, passes: int = 1) -> None:
         """A step begins; the one before may have been broken off anywhere.

@@ -45,7 +45,7 @@ class ShardedParameters(DataAxis):
         self._running = self._forwarded = self._kept = False
         self._next = self._made = self._entry = 0
         blocks, parents = nested(module, units)
-        self._units = units_of(module, blocks, layouts, links)
+        self.parts = self._units = units_of(module, blocks, layouts, links)
         self._root = self._units[0]
         slots = {slot.name: slot for unit in self._units for slot in unit.slots}
         for name in homes(module):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.hollow import emptied
 
 __all__ = ["ALIVE", "Replicas", "broadcast", "broadcast_from_first", "came_twice", "chunks", "refuse_sparse"]
 
@@ -42,6 +43,7 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
         *pieces, self.used = self.flat.split([*sizes, len(sizes) + 1])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+        emptied(self.flat)
         self.missing = len(params)
         self.unused: list[int] = []
         self.work: dist.Work | None = None
@@ -103,6 +105,14 @@ class Replicas:
         self._arrived: list[int] | None = []
         self._trained = tuple(p.requires_grad for _, p in self._every)
         self._build(list(reversed(range(len(self._every)))))
+
+    def let_go(self) -> None:
+        """Give up the buckets, and the gradients in them, between two steps; no step before `begin_again`."""
+        _remove(self._hooks)
+        self._buckets.clear()
+        self._home.clear()
+        for _, p in self._every:
+            p.grad = None
 
     def reset(self) -> None:
         """A step begins; the one before may have been broken off anywhere."""

@@ -1,16 +1,15 @@
 """The data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
 
 On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
-plan. A plan that moves nothing sends no message; in place, ranks agree before each round that all of them have the
-memory for it: one all-reduce of 8 bytes.
+plan. A plan that moves nothing sends no message. Both sides are there at the same time; where memory does not hold
+them, see inplace.py.
 """
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +22,23 @@ from nbkit.planner.exchange import Plan
 from nbkit.planner.rounds import rounds
 from nbkit.planner.steps import Step, steps
 
-__all__ = ["IN_PLACE_BYTES", "ROUND_BYTES", "Exchange", "State", "any_failed", "plan_together"]
+__all__ = [
+    "ROUND_BYTES",
+    "Exchange",
+    "State",
+    "any_failed",
+    "buffers_of",
+    "carry_out",
+    "check",
+    "plan_together",
+    "room_of",
+]
 
 State = Mapping[str, tuple[Tensor, Layout]]
 """What a rank holds: key -> (its part, which part that is)."""
 
 ROUND_BYTES = 24 << 20
 """A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
-
-IN_PLACE_BYTES = 8 << 20
-"""The same in place, where the tensors of a round, old and new, want room too."""
-
-Make = Callable[[str, Layout], Tensor]
-Placed = Callable[[str, Tensor | None], None]
 
 
 def plan_together(state: State, wanted: Mapping[str, Layout], *, nodes: Sequence[int] | None = None) -> Plan:
@@ -74,15 +77,11 @@ class Exchange:
     Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
     """
 
-    def __init__(self, plan: Plan, rank: int, *, limit: int | None = None, in_place: bool = False) -> None:
-        self.plan, self.rank, self.in_place = plan, rank, in_place
-        self.limit = limit or (IN_PLACE_BYTES if in_place else ROUND_BYTES)
-        self.rounds = rounds(plan, limit=self.limit, in_place=IN_PLACE_BYTES if in_place else None)
+    def __init__(self, plan: Plan, rank: int, *, limit: int = ROUND_BYTES) -> None:
+        self.plan, self.rank, self.limit = plan, rank, limit
+        self.rounds = rounds(plan, limit=limit)
         self._steps = steps(plan, self.rounds, rank)
-        self._room = tuple(
-            max((sum(sizes) for sizes in each), default=0)
-            for each in ([step.sent for step in self._steps], [step.received for step in self._steps])
-        )
+        self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)
         # Of what all ranks must agree on, or they would wait for messages that nobody sends.
         self.stamp = zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in self.rounds])).encode())
@@ -90,9 +89,9 @@ class Exchange:
 
     def make_room(self, source: State, target: State, *, device: torch.device) -> None:
         """Do beforehand what may fail in `run` on one rank alone: look at the tensors, take the buffers."""
-        self._check(source, self.plan.old[self.rank], "old")
-        self._check(target, self.plan.new[self.rank], "new")
-        self._ready = self._buffers(device)
+        check(self.plan, source, self.plan.old[self.rank], "old")
+        check(self.plan, target, self.plan.new[self.rank], "new")
+        self._ready = buffers_of(self._room, device)
 
     @torch.no_grad()
     def run(self, source: State, target: State, *, device: torch.device) -> None:
@@ -108,89 +107,35 @@ class Exchange:
         old = {key: tensor for key, (tensor, _) in source.items()}
         new = {key: tensor for key, (tensor, _) in target.items()}
         for step in self._steps:
-            _do(step, old, new, buffers)
+            carry_out(step, old, new, buffers)
 
-    def run_in_place(
-        self, tensors: MutableMapping[str, Tensor], *, make: Make, placed: Placed, device: torch.device
-    ) -> None:
-        """Lead `tensors` (key -> this rank's part) over to the new layouts, freeing as it goes. Collective.
 
-        make(key, layout) gives memory for a part. placed(key, tensor) says that `key` now is `tensor` (None: this
-        rank holds it no longer), and the caller lets go of the old one. A part whose layout stays is not touched.
-        When `make` raises on any rank, all lead back what they have led over and raise TrainingError: the old side
-        stands as it was, in other memory.
-        """
-        assert self.in_place, "prepared for two sides"
-        layouts = self.plan.old[self.rank]
-        self._check({key: (tensor, layouts.get(key)) for key, tensor in tensors.items()}, layouts, "old")
-        done: list[str] = []
-        failure = self._lead_over(tensors, make, placed, device, done)
-        if failure is None:
-            for key in [key for key in tensors if key not in self.plan.new[self.rank]]:
-                del tensors[key]
-                placed(key, None)
-            return
-        back = Exchange(self.plan.reversed(done), self.rank, limit=self.limit, in_place=True)
-        if (again := back._lead_over(tensors, make, placed, device, [])) is not None:
+def room_of(made: Sequence[Step]) -> tuple[int, int]:
+    """Bytes of the two buffers that the fullest of these rounds take: of what is sent, of what is received."""
+    return (
+        max((sum(step.sent) for step in made), default=0),
+        max((sum(step.received) for step in made), default=0),
+    )
+
+
+def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two buffers."""
+    sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for size in room)
+    return sent, received
+
+
+def check(plan: Plan, state: State, planned: Mapping[str, Layout], side: str) -> None:
+    """Raises TrainingError when `state` is not what the plan was made for."""
+    for key, layout in planned.items():
+        tensor, actual = state[key] if key in state else (None, None)
+        sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
+        if not sound or tensor.element_size() != plan.itemsize[key]:  # type: ignore[union-attr]
             raise TrainingError(
-                "The switch failed, and so did the way back: the state is incomplete.",
-                numbers=f"{failure}; then {again}",
-                hint="trainer.load(path)",
+                f"{key!r} of the {side} side is not what the plan was made for.",
+                numbers=f"planned: {layout.local}, {plan.itemsize[key]} bytes an element; "
+                + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
+                hint="make the plan anew",
             )
-        raise TrainingError(
-            "A rank had no room for its part of the new strategy; all are back at the old one.",
-            numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
-            hint="%nbkit plan shows what each strategy takes",
-        )
-
-    @torch.no_grad()
-    def _lead_over(
-        self, tensors: MutableMapping[str, Tensor], make: Make, placed: Placed, device: torch.device, done: list[str]
-    ) -> str | None:
-        """None when all rounds are done, else why a rank could not begin one. done: gets the keys that are complete."""
-        old, new = self.plan.old[self.rank], self.plan.new[self.rank]
-        fresh: dict[str, Tensor] = {}
-        buffers: tuple[Tensor, Tensor] | None = None
-        for step in self._steps:
-            why = ""
-            try:
-                buffers = buffers or self._buffers(device)
-                for key in step.opens:
-                    if key in new and new[key] != old.get(key):
-                        fresh[key] = make(key, new[key])
-            except Exception as error:  # whatever it was, the others must not wait for this rank
-                why = f"rank {self.rank}: {type(error).__name__}: {error}"
-            if any_failed(bool(why), device):
-                return why or "another rank could not go on"
-            assert buffers is not None
-            _do(step, tensors, ChainMap(fresh, tensors), buffers)
-            for key in step.closes:
-                done.append(key)
-                if key in fresh:
-                    tensors[key] = fresh.pop(key)
-                    placed(key, tensors[key])
-                elif key in tensors and key not in new:
-                    del tensors[key]
-                    placed(key, None)
-        return None
-
-    def _buffers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for size in self._room)
-        return sent, received
-
-    def _check(
-        self, state: Mapping[str, tuple[Tensor, Layout | None]], planned: Mapping[str, Layout], side: str
-    ) -> None:
-        for key, layout in planned.items():
-            tensor, actual = state[key] if key in state else (None, None)
-            sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
-            if not sound or tensor.element_size() != self.plan.itemsize[key]:  # type: ignore[union-attr]
-                raise TrainingError(
-                    f"{key!r} of the {side} side is not what the plan was made for.",
-                    numbers=f"planned: {layout.local}, {self.plan.itemsize[key]} bytes an element; "
-                    + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
-                    hint="make the plan anew",
-                )
 
 
 def any_failed(failed: bool, device: torch.device) -> bool:
@@ -202,7 +147,9 @@ def any_failed(failed: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
-def _do(step: Step, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]) -> None:
+@torch.no_grad()
+def carry_out(step: Step, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]) -> None:
+    """One round, from the tensors of `old` to those of `new`. Collective where it sends anything."""
     for copy in step.copies:
         for key in copy.keys:
             if old[key] is not new[key]:

@@ -25,6 +25,7 @@ from nbkit.layout import Layout
 from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.data import DataAxis, fresh
 from nbkit.rank.parallel.gather import ShardedParameters
+from nbkit.rank.parallel.hollow import emptied
 from nbkit.rank.parallel.replicate import Replicas
 from nbkit.rank.parallel.scatter import Links
 from nbkit.rank.parallel.sharded import ShardedOptimizer
@@ -65,13 +66,17 @@ class _Replicated(DataAxis):
         for name, places in homes(module).items():
             param = getattr(*places[0])
             if is_placeholder(param):  # else the module is the user's own, and trains as it is
-                param = fresh(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device), param)
+                memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+                param = fresh(memory, param)
                 replace(places, param)
             self._add(name, param, layouts[name], (param.data, layouts[name]))
         self._replicas = Replicas(module, world_size=axes.size("dp"), group=axes.group("dp"))
 
     def begin_again(self) -> None:
         self._replicas.begin_again()
+
+    def let_go(self) -> None:
+        self._replicas.let_go()
 
     def reset(self, *, passes: int = 1) -> None:
         self._replicas.reset()

@@ -8,7 +8,7 @@ them back bucket by bucket. See shard.py for bytes and scatter.py for what trave
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nbkit.layout import Layout
 from nbkit.rank.parallel.data import DataAxis, fresh
+from nbkit.rank.parallel.hollow import emptied
 from nbkit.rank.parallel.packing import Packing
 from nbkit.rank.parallel.replicate import came_twice, chunks, refuse_sparse
 from nbkit.rank.parallel.scatter import InFlight, Links, Reduction, all_gather
@@ -42,6 +43,7 @@ class _Bucket:
         else:
             row = like.new_zeros(self.packing.width)
             self.grads = [self.packing.shard(row, i, links.index) for i in range(len(wholes))]
+        emptied(self.grads[0])
         self.missing = len(wholes)
         self.counts: Tensor | None = None
 
@@ -101,6 +103,7 @@ class ShardedOptimizer(DataAxis):
                 part = layout.part(0, links.ranks, links.index)
                 mine = mine[Packing.of([layout.local], links.ranks).rows(0, links.index)]
             self._add(name, fresh(mine, old), part, (whole.data, layout))
+            emptied(whole.data)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._flight = InFlight()
         self.begin_again()
@@ -109,6 +112,17 @@ class ShardedOptimizer(DataAxis):
         self._trained = tuple(p.requires_grad for p in self._wholes.values())
         self._build()
         self.reset()
+
+    def let_go(self) -> None:
+        self.close()
+        self._flight.forget()
+        self._buckets.clear()
+        for p in (*self._wholes.values(), *self.held.values()):
+            p.grad = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield from self._wholes.values()
 
     def reset(self, *, passes: int = 1) -> None:
         self._armed, self._next = False, 0

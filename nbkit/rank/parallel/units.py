@@ -6,7 +6,7 @@ parameters are tensors whose memory comes and goes: autograd and hooks keep the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nbkit.layout import Layout
 from nbkit.rank.parallel.data import fresh
+from nbkit.rank.parallel.hollow import emptied
 from nbkit.rank.parallel.packing import Packing
 from nbkit.rank.parallel.scatter import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.skeleton import homes, replace
@@ -49,6 +50,7 @@ class _Part:
             slot.shard = fresh(self.packing.shard(self.mine, i, links.index), slot.old)
             # .data: filling it again must not look to autograd like a change of what it saved.
             slot.whole = fresh(flat.view(slot.layout.local).data, slot.old)
+        emptied(self.mine)
         self.storage = self.flat.untyped_storage()
         self.num_bytes = self.storage.nbytes()
         self.storage.resize_(0)
@@ -73,6 +75,13 @@ class _Part:
             self.sums = self.like.new_zeros(packing.width + len(trained))
             for i, slot in enumerate(trained):
                 slot.grad = packing.shard(self.sums, i, self.links.index)
+            emptied(self.sums)
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients; `train` takes it anew."""
+        self.trained, self.reduction, self.sums = [], None, None
+        for slot in self.slots:
+            slot.grad = slot.shard.grad = slot.whole.grad = None
 
     def landed(self, row: Tensor) -> None:
         """Add the sums of one pass, and the counts behind them, to those of the passes before."""
@@ -128,6 +137,15 @@ class Unit:
         for part in self._parts:
             part.train()
             part.num_passes = 0
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients; `train` takes it anew."""
+        for part in self._parts:
+            part.let_go()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What shows memory at rest."""
+        yield from (part.mine for part in self._parts)
 
     @property
     def trained(self) -> list[Slot]:

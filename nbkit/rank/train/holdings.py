@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.layout import Layout
+from nbkit.rank.parallel.hollow import emptied
 from nbkit.rank.parallel.side import Side
 
 __all__ = ["allocate", "buffers", "bytes_per_element", "per_element", "scalars", "weights"]
@@ -73,7 +74,8 @@ def allocate(
     for name, param in side.held.items():
         state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
         for key, dtype in kinds.get(name, {}).items():
-            state[key] = torch.empty(param.shape, dtype=dtype, device=getattr(optimizer, "state_device", param.device))
+            where = getattr(optimizer, "state_device", param.device)
+            state[key] = emptied(torch.empty(param.shape, dtype=dtype, device=where))
         for key, value in numbers.get(name, {}).items():
             # A scalar parameter's moments are numbers too, and live where it does.
             follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))

@@ -15,7 +15,7 @@ from nbkit.errors import TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.exchange import Plan
 from nbkit.rank import groups
-from nbkit.rank.parallel.reshard import Exchange, plan_together
+from nbkit.rank.parallel.reshard import ROUND_BYTES, Exchange, plan_together
 
 CPU = torch.device("cpu")
 Side = list[dict[str, Layout]]
@@ -141,7 +141,7 @@ def moves_all(world: Any) -> int:
         plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
         if number % 7 == 0:
             assert plan_together(source, new[world.place.rank]).groups == plan.groups
-        exchange = Exchange(plan, world.place.rank, limit=4096 if number % 2 else None)
+        exchange = Exchange(plan, world.place.rank, limit=4096 if number % 2 else ROUND_BYTES)
         with Wire() as wire:
             exchange.run(source, target, device=CPU)
         for key, (tensor, layout) in target.items():
@@ -162,115 +162,6 @@ def test_every_pair_arrives_bit_by_bit_and_no_byte_more_is_sent() -> None:
     every = run_ranks(moves_all, RANKS, timeout=120)
 
     assert sum(every) == sum(sum(lower_bound(old, new)) for old, new in pairs())
-
-
-class Memory:
-    """What the caller of an exchange in place holds: counts, and refuses at the `fails_at`-th tensor."""
-
-    def __init__(self, holding: dict[str, Layout], fails_at: int | None = None) -> None:
-        self.tensors = {key: part_of(key, layout) for key, layout in holding.items()}
-        self.mine = dict(self.tensors)
-        self.left = fails_at
-
-    def make(self, key: str, layout: Layout) -> Tensor:
-        if self.left is not None:
-            self.left -= 1
-            if self.left == 0:
-                raise MemoryError("no room for " + key)
-        return torch.full(layout.local, 77).to(MODEL[key][1])
-
-    def placed(self, key: str, tensor: Tensor | None) -> None:
-        if tensor is None:
-            del self.mine[key]
-        else:
-            self.mine[key] = tensor
-
-    def holds(self, holding: dict[str, Layout]) -> bool:
-        assert self.mine.keys() == self.tensors.keys() == holding.keys()
-        assert all(self.mine[key] is tensor for key, tensor in self.tensors.items())
-        return all(same(self.tensors[key], part_of(key, layout)) for key, layout in holding.items())
-
-
-def moves_in_place(world: Any) -> None:
-    for number, (old, new) in enumerate(pairs()[::3]):
-        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
-        exchange = Exchange(plan, world.place.rank, limit=4096, in_place=True)
-        memory = Memory(old[world.place.rank])
-        untouched = {
-            key: memory.mine[key] for key in memory.mine if old[world.place.rank][key] == new[world.place.rank].get(key)
-        }
-        with Wire() as wire:
-            exchange.run_in_place(memory.tensors, make=memory.make, placed=memory.placed, device=CPU)
-        assert memory.holds(new[world.place.rank]), f"pair {number}"
-        assert all(memory.mine[key] is tensor for key, tensor in untouched.items())
-        assert sum(moved for operation, moved in wire if operation == "all_to_all") == plan.sent[world.place.rank]
-        rest = [moved for operation, moved in wire if operation != "all_to_all"]
-        assert rest == [8] * len(exchange.rounds)
-
-
-def fails_and_goes_back(world: Any) -> list[str]:
-    told = []
-    for number, (old, new) in enumerate(pairs()[::4]):
-        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
-        changes = sum(old[2].get(key) != layout for key, layout in new[2].items())
-        memory = Memory(
-            old[world.place.rank], fails_at=max(1, changes * 2 // 3) if world.place.rank == 2 and changes else None
-        )
-        exchange = Exchange(plan, world.place.rank, limit=4096, in_place=True)
-        if not changes:
-            continue
-        try:
-            exchange.run_in_place(memory.tensors, make=memory.make, placed=memory.placed, device=CPU)
-        except TrainingError as error:
-            told.append(str(error))
-        assert memory.holds(old[world.place.rank]), f"pair {number}"
-    return told
-
-
-def test_in_place_every_part_is_let_go_when_it_has_moved() -> None:
-    run_ranks(moves_in_place, RANKS, timeout=120)
-
-
-def test_in_place_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
-    told = run_ranks(fails_and_goes_back, RANKS, timeout=120)
-
-    assert all(len(each) == len(told[0]) >= 5 for each in told)
-    assert all("rank 2: MemoryError: no room for" in line for line in told[2])
-    assert all("back at the old one" in line and "another rank" in line for line in told[0])
-
-
-def peak_memory(world: Any) -> tuple[int, int, int, int]:
-    """Of an exchange in place: bytes of tensors alive at most, with buffers; before; after; the plan's prediction."""
-    from nbkit.planner.rounds import peaks
-
-    shapes = {f"weight/{n}": (64, 1024) for n in range(32)}
-    old = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
-    new = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
-    plan = Plan.of(old, new, dict.fromkeys(shapes, 4))
-    exchange = Exchange(plan, world.place.rank, limit=1 << 20, in_place=True)
-    tensors = {key: torch.ones(layout.local) for key, layout in old[world.place.rank].items()}
-    alive = before = sum(t.nbytes for t in tensors.values())
-    most = alive
-    sizes = {key: t.nbytes for key, t in tensors.items()}
-
-    def make(key: str, layout: Layout) -> Tensor:
-        nonlocal alive, most
-        alive += 4 * layout.numel
-        most = max(most, alive)
-        return torch.empty(layout.local)
-
-    def placed(key: str, tensor: Tensor | None) -> None:
-        nonlocal alive
-        alive -= sizes[key]
-
-    exchange.run_in_place(tensors, make=make, placed=placed, device=CPU)
-    assert sum(t.nbytes for t in tensors.values()) == alive
-    return most, before, alive, peaks(plan, exchange.rounds)[world.place.rank]
-
-
-def test_in_place_memory_peaks_where_the_plan_says() -> None:
-    for most, before, after, predicted in run_ranks(peak_memory, RANKS, timeout=60):
-        assert most <= predicted <= max(before, after) + (10 << 20)
 
 
 def refuses(world: Any) -> list[str]:

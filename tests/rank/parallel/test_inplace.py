@@ -1,0 +1,152 @@
+"""The data movement of a switch in place, over four real ranks: bit by bit, freed as it goes, and back again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from test_reshard import MODEL, RANKS, Wire, pairs, part_of, same
+
+from nbkit.errors import TrainingError
+from nbkit.layout import Layout
+from nbkit.planner.exchange import Plan
+from nbkit.planner.rounds import peaks
+from nbkit.rank.parallel.hollow import Emptying, Filling, emptied, hollow
+from nbkit.rank.parallel.inplace import InPlace
+
+CPU = torch.device("cpu")
+Holding = dict[str, Layout]
+
+
+class Refusing(Filling):
+    """Has no memory for the `fails_at`-th tensor."""
+
+    left: int | None = None
+
+    def take(self, key: str) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no room for " + key)
+        super().take(key)
+
+
+def filled(holding: Holding) -> Emptying:
+    return Emptying({key: (part_of(key, layout), layout) for key, layout in holding.items()}, ())
+
+
+def empty(holding: Holding) -> Refusing:
+    with hollow() as spaces:
+        state = {
+            key: (emptied(torch.empty(layout.local, dtype=MODEL[key][1])), layout) for key, layout in holding.items()
+        }
+    return Refusing(state, spaces)
+
+
+def num_bytes(side: Emptying | Filling) -> int:
+    """Of the storages that there are."""
+    storages = {id(tensor): tensor.untyped_storage() for tensor, _ in side.state.values()}
+    return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() > 8)
+
+
+def holds(side: Emptying | Filling) -> bool:
+    return all(same(tensor, part_of(key, layout)) for key, (tensor, layout) in side.state.items())
+
+
+def planned(old: list[Holding], new: list[Holding]) -> Plan:
+    return Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+
+
+def moves(world: Any) -> None:
+    for number, (before, after) in enumerate(pairs()[::3]):
+        old, new = filled(before[world.place.rank]), empty(after[world.place.rank])
+        plan = planned(before, after)
+        exchange = InPlace(plan, world.place.rank, limit=4096)
+        exchange.check(old, new)
+        assert num_bytes(new) == 0
+        with Wire() as wire:
+            exchange.run(old, new, device=CPU)
+        assert holds(new), f"pair {number}"
+        assert num_bytes(old) == 0, f"pair {number}: the old side still has memory"
+        assert sum(moved for operation, moved in wire if operation == "all_to_all") == plan.sent[world.place.rank]
+        rest = [moved for operation, moved in wire if operation != "all_to_all"]
+        assert rest == [8] * len(exchange.rounds)
+        exchange.run_back(old, new, device=CPU, why="it was to go back")
+        assert holds(old) and num_bytes(new) == 0, f"pair {number}, back"
+
+
+def fails_and_goes_back(world: Any) -> list[str]:
+    told = []
+    for number, (before, after) in enumerate(pairs()[::4]):
+        old, new = filled(before[world.place.rank]), empty(after[world.place.rank])
+        if world.place.rank == 2:
+            new.left = max(1, len(new.state) * 2 // 3)
+        try:
+            InPlace(planned(before, after), world.place.rank, limit=4096).run(old, new, device=CPU)
+        except TrainingError as error:
+            told.append(str(error))
+        assert holds(old), f"pair {number}"
+        assert num_bytes(new) == 0, f"pair {number}: memory of the new side is left"
+    return told
+
+
+def test_every_part_is_let_go_when_it_has_moved_and_comes_back_when_asked() -> None:
+    run_ranks(moves, RANKS, timeout=120)
+
+
+def test_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
+    told = run_ranks(fails_and_goes_back, RANKS, timeout=120)
+
+    assert all(len(each) == len(told[0]) >= 5 for each in told)
+    assert all("rank 2: MemoryError: no room for" in line for line in told[2])
+    assert all("back at the old one" in line and "another rank" in line for line in told[0])
+
+
+def peak_memory(world: Any) -> tuple[int, int, int, int]:
+    """Bytes of tensors alive at most; before; after; the plan's prediction."""
+    rank, shapes = world.place.rank, {f"weight/{n}": (64, 1024) for n in range(32)}
+    before = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
+    after = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
+    plan = Plan.of(before, after, dict.fromkeys(shapes, 4))
+    exchange = InPlace(plan, rank, limit=1 << 20)
+    old = Emptying({key: (torch.ones(layout.local), layout) for key, layout in before[rank].items()}, ())
+    with hollow() as spaces:
+        new = Watched({key: (emptied(torch.empty(at.local)), at) for key, at in after[rank].items()}, spaces)
+    new.other = old
+    began = num_bytes(old)
+    exchange.run(old, new, device=CPU)
+    return new.most, began, num_bytes(new), peaks(plan, exchange.rounds)[rank]
+
+
+class Watched(Filling):
+    """Sees how much both sides have after every tensor that gets memory."""
+
+    most = 0
+    other: Emptying
+
+    def take(self, key: str) -> None:
+        super().take(key)
+        self.most = max(self.most, num_bytes(self) + num_bytes(self.other))
+
+
+def test_memory_peaks_where_the_plan_says() -> None:
+    for most, before, after, predicted in run_ranks(peak_memory, RANKS, timeout=60):
+        assert most <= predicted <= max(before, after) + (10 << 20)
+        assert most >= max(before, after)
+
+
+def test_tensors_that_share_memory_come_and_go_together_and_who_looks_on_keeps_it() -> None:
+    flat = torch.arange(12.0)
+    one, two = flat[:4].view(2, 2), flat[6:]
+    layouts = {"one": Layout.whole((2, 2)), "two": Layout.whole((6,))}
+    side = Emptying({"one": (one, layouts["one"]), "two": (two, layouts["two"])}, [flat])
+    seen = torch.Tensor.view(one, 4)  # somebody's own view
+
+    side.let_go("one")
+    assert flat.untyped_storage().nbytes() == 48 and two.tolist() == [6, 7, 8, 9, 10, 11]
+    side.let_go("two")
+    assert flat.untyped_storage().nbytes() == 4 and one.shape == (2, 2) and seen.tolist() == [0, 1, 2, 3]
+    side.take("two")
+    flat.fill_(5)
+    assert two.tolist() == [5] * 6 and one.tolist() == [[5, 5], [5, 5]] and one.is_contiguous()
