@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 BENCHMARKS = (
     *("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery"),
-    *("memory", "wire", "steps", "pipeline_stages", "balance", "switch", "switch_many", "switch_large", "predicted"),
-    *("telemetry", "telemetry_truth", "telemetry_long"),
+    *("memory", "wire", "steps", "pipeline_stages", "balance", "switch", "switch_many", "switch_large", "switch_full"),
+    *("predicted", "telemetry", "telemetry_truth", "telemetry_long"),
 )
 BY_NAME = ("switch_bytes",)
 """Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""

@@ -84,7 +84,7 @@ class Switched(Event):
     beside_s: what was made ready in another thread, while the old strategy made steps: no part of the pause.
     pause_s: how long no step could be made, without proof_s, the time that the proof took; prepare_s: of it, before
     anything moved. identical: whether weights and optimizer state are the same as before; None when that was not
-    checked.
+    checked. in_place: memory did not hold both sides, and tensor after tensor gave way to its successor.
     """
 
     kind: ClassVar[str] = "switch"
@@ -96,6 +96,7 @@ class Switched(Event):
     pause_s: float = 0.0
     proof_s: float = 0.0
     identical: bool | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nbkit.errors import TrainingError
+from nbkit.errors import SwitchError, TrainingError
 from nbkit.planner.exchange import Plan
 from nbkit.planner.rounds import rounds
 from nbkit.planner.steps import steps
@@ -58,13 +58,14 @@ class InPlace:
         """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
 
         freed: called when old tensors have been let go of, after each round. When memory is refused on any rank, all
-        lead back what they have led over and raise TrainingError: the old side is as it was, in other memory.
+        lead back what they have led over and raise SwitchError: the old side is as it was, in other memory.
+        Raises TrainingError when a rank has no memory for the way back either.
         """
         done: list[str] = []
         if (failure := self._lead(old, new, device, freed, done)) is None:
             return
         self._back(done, old, new, device, freed, failure)
-        raise TrainingError(
+        raise SwitchError(
             "A rank had no room for its part of the new strategy; all are back at the old one.",
             numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
             hint="%nbkit plan shows what each strategy takes",

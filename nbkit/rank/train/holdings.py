@@ -15,7 +15,7 @@ from nbkit.layout import Layout
 from nbkit.rank.parallel.hollow import emptied
 from nbkit.rank.parallel.side import Side
 
-__all__ = ["allocate", "buffers", "bytes_per_element", "per_element", "scalars", "weights"]
+__all__ = ["Held", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
 
 Held = dict[str, tuple[Tensor, Layout]]
 
@@ -43,6 +43,11 @@ def per_element(side: Side, optimizer: torch.optim.Optimizer) -> Held:
             if _follows(value, param):
                 found[f"{key}/{name}"] = (value, side.data.layouts[name])
     return found
+
+
+def state(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+    """All of it: weights, buffers, and what the optimizer keeps per element."""
+    return weights(side) | buffers(side) | per_element(side, optimizer)
 
 
 def scalars(side: Side, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

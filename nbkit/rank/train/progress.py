@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from nbkit.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.rank.train import boundary
 
 __all__ = ["ProgressLine"]
@@ -30,6 +30,8 @@ class ProgressLine:
             if (now := time.monotonic()) - self._last >= _PERIOD_S:
                 self._last = now
                 self._show()
+        elif isinstance(event, Switched) and event.in_place:
+            print(f"\r{event.new} in place: memory does not hold it beside {event.old}".ljust(self._width), flush=True)
         elif isinstance(event, RunStopped) and boundary.progress().get("step"):
             self._show()
             print(flush=True)

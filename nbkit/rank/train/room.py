@@ -7,19 +7,72 @@ of a rank's own, below those: for a machine that one shares, for tests and for b
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nbkit.errors import UsageError
+from nbkit.planner.during import fits
+from nbkit.rank.parallel.reshard import ROUND_BYTES, any_failed
 from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.train.holdings import bytes_per_element
+from nbkit.rank.world import World
+from nbkit.strategy import Strategy
 
-__all__ = ["left", "of_cgroups", "of_machine"]
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["crowded", "left", "of_cgroups", "of_machine", "side_bytes", "trim"]
+
+# Of glibc alone; another library gives back, or does not, as it likes.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 _UNLIMITED = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
+
+
+def crowded(job: Job, new: Strategy) -> bool:
+    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: one all-reduce."""
+    size = side_bytes(job, new)[job.rank]
+    place = World.join_from_env().place
+    free = left(job.device, ranks=place.local_world_size)
+    return any_failed(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free), job.device)
+
+
+def side_bytes(job: Job, strategy: Strategy) -> list[int]:
+    """Per rank: what a side of `strategy` holds between steps on the device; gradients where they have buffers.
+
+    Raises StrategyError for what cannot be split.
+    """
+    skeleton, outline = job.blueprint.skeleton, job.blueprint.outlines.of(strategy)
+    kinds = bytes_per_element(job.side, job.optimizer.inner, skeleton)
+    trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    buffered = strategy.dp > 1
+    found = []
+    for weights, held in zip(outline.weights, outline.held, strict=True):
+        total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
+        if buffered:
+            grads = held if strategy.zero > 1 else weights
+            total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
+        if not job.blueprint.offload:
+            total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
+        found.append(total)
+    return found
+
+
+def _of_state(kinds: Mapping[str, int]) -> int:
+    return sum(size for kind, size in kinds.items() if kind != "weight")
+
+
+def trim(device: torch.device) -> None:
+    """Have the C library give free memory back to the kernel: small tensors lie in its heap, and it keeps that."""
+    if device.type == "cpu" and _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def left(device: torch.device, *, ranks: int) -> int | None:

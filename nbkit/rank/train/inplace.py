@@ -1,0 +1,185 @@
+"""A switch where memory does not hold both sides: the state is led over tensor by tensor, and can be led back.
+
+The new side is built hollow, gradients are let go, and then every tensor gets memory only when it is its turn, and
+gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. Slower
+than a switch with both sides, and with no way out between its first and its last round: an interrupt waits; where a
+rank is lost in between, the state is in pieces, and the job says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.events import Switched
+from nbkit.rank.parallel.connect import Connections
+from nbkit.rank.parallel.digest import digest
+from nbkit.rank.parallel.hollow import Emptying, Filling, hollow
+from nbkit.rank.parallel.inplace import InPlace
+from nbkit.rank.parallel.side import Side
+from nbkit.rank.train import holdings
+from nbkit.rank.train.interrupts import held_back
+from nbkit.rank.train.room import trim
+from nbkit.rank.train.together import agreed, all_or_none, news, refused
+from nbkit.rank.train.told import Memory
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["switch_in_place"]
+
+
+@dataclass
+class _Move:
+    """From the side in force, with its optimizer, to another one.
+
+    attributes: of the left side's module, which may be the user's own: that takes on those of whatever is in force.
+    """
+
+    left: Side
+    left_inner: torch.optim.Optimizer
+    attributes: dict[str, Any]
+    side: Side
+    inner: torch.optim.Optimizer
+    old: Emptying
+    new: Filling
+    exchange: InPlace
+
+
+def switch_in_place(job: Job, new: Strategy, *, verify: bool) -> Switched:
+    """Train on under `new`, within the memory of the larger side. Collective, between two steps.
+
+    Raises SwitchError, on every rank alike, when it failed on any: the old strategy is in force and nothing has
+    changed, but that gradients are gone, which no step needs any more. Raises TrainingError when the way back failed.
+    """
+    left, old = job.side, str(job.strategy)
+    beside, began = job.blueprint.beside(new), time.perf_counter()
+    memory = news(job)
+    connections = job.blueprint.connect(new)
+    left.data.let_go()
+    trim(job.device)
+    try:
+        move = _prepared(job, new, connections, memory)
+        ready = time.perf_counter()
+        before = _digest(job, move, move.old) if verify else None
+        proof_s = time.perf_counter() - ready
+        with held_back(), _in_pieces(job, move):
+            proof_s += _carry_out(job, move, before)
+    except SwitchError:
+        with all_or_none(job, "taking memory for gradients again"):
+            left.data.begin_again()
+        raise
+    left.data.close()
+    event = Switched(
+        job.step,
+        old=old,
+        new=str(new),
+        moved_bytes=move.exchange.plan.total_bytes,
+        beside_s=beside,
+        prepare_s=ready - began,
+        pause_s=time.perf_counter() - began - proof_s,
+        proof_s=proof_s,
+        identical=True if verify else None,
+        in_place=True,
+    )
+    job.switches.append(event)
+    job.ledger.emit(event)
+    del left, move
+    gc.collect()
+    return event
+
+
+def _prepared(job: Job, new: Strategy, connections: Connections, memory: Memory) -> _Move:
+    """The new side, hollow, and the exchange that fills it. Collective."""
+    left, left_inner = job.side, job.optimizer.inner
+    before = holdings.state(left, left_inner)
+    with all_or_none(job, "building the new side"), hollow() as spaces:
+        side, inner = job.blueprint.side(new, connections, like=left_inner)
+        side.data.let_go()
+        holdings.allocate(side, inner, memory.kinds, memory.numbers)
+        target = Filling(holdings.state(side, inner), spaces)
+    plan = agreed(job, new, before, dict(target.state), memory).plan
+    with all_or_none(job, "planning the way"):
+        exchange, old = InPlace(plan, job.rank), Emptying(before, left.data.tensors())
+        exchange.check(old, target)
+    return _Move(left, left_inner, left.module.__dict__, side, inner, old, target, exchange)
+
+
+def _carry_out(job: Job, move: _Move, before: str | None) -> float:
+    """Lead everything over and take it up; back when that fails on any rank. Returns the seconds of the proof."""
+    try:
+        move.exchange.run(move.old, move.new, device=job.device, freed=lambda: trim(job.device))
+    except SwitchError as error:
+        raise refused(job, error) from None
+    try:
+        with all_or_none(job, "looking at what has come"):
+            move.side.data.refresh()
+        began = time.perf_counter()
+        if before is not None and _digest(job, move, move.new) != before:
+            error = SwitchError(
+                f"The state under {move.side.strategy} is not the one under {job.strategy}.",
+                numbers="the digests of weights and optimizer state differ",
+                hint=f"{job.strategy} goes on; please report this",
+            )
+            raise refused(job, error)
+        proof_s = time.perf_counter() - began
+        with all_or_none(job, "taking memory for gradients"):
+            move.side.data.begin_again()
+        with all_or_none(job, "taking over"):
+            job.adopt(move.side, move.inner)
+            job.feed.recut()
+    except SwitchError as failed:
+        _go_back(job, move, failed, before)
+        raise
+    return proof_s
+
+
+def _go_back(job: Job, move: _Move, error: SwitchError, before: str | None) -> None:
+    """Everything has been led over, and cannot stay: the old side is in force again, filled as it was. Collective."""
+    if job.side is not move.left:
+        move.left.module.__dict__ = move.attributes
+        job.adopt(move.left, move.left_inner)
+        job.feed.recut()
+    move.side.data.close()
+    move.side.data.let_go()
+    move.exchange.run_back(move.old, move.new, device=job.device, why=error.what, freed=lambda: trim(job.device))
+    move.left.data.refresh()
+    if before is not None and _digest(job, move, move.old) != before:
+        raise TrainingError(
+            "The switch failed, and what came back is not what there was.",
+            numbers=str(error),
+            hint="trainer.load(path)",
+        ) from error
+
+
+@contextmanager
+def _in_pieces(job: Job, move: _Move) -> Iterator[None]:
+    """No rank has whole weights until this is left, or led back: whatever comes next must know."""
+    job.half_way = True
+    try:
+        yield
+    except SwitchError:
+        job.half_way = False
+        raise
+    except BaseException:
+        # Nothing brings it back, but what shows the weights must be there to be loaded into.
+        with suppress(Exception):
+            for key in move.new.state:
+                move.new.let_go(key)
+            for key in move.old.state:
+                move.old.take(key)
+        raise
+    job.half_way = False
+
+
+def _digest(job: Job, move: _Move, side: Emptying | Filling) -> str:
+    plan = move.exchange.plan
+    return digest(side.state, plan.old if side is move.old else plan.new, rank=job.rank, device=job.device)

@@ -1,0 +1,204 @@
+"""Switches where memory does not hold both sides: in place, and the old strategy goes on whatever fails on the way."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_switch import losses, trainer
+
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.rank.parallel import inplace as moving
+from nbkit.rank.parallel.gather import ShardedParameters
+from nbkit.rank.parallel.hollow import Filling
+from nbkit.rank.parallel.shard import _Replicated
+from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.train import blueprint, holdings
+from nbkit.rank.train import inplace as switching
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.room import side_bytes
+from nbkit.rank.train.trainer import Trainer
+
+THROUGH = ("zero1", "zero3", "tp", "pp microbatches=4", "zero2", "tp", "ddp")
+STEPS = 16
+
+
+def never_switched(world: Any) -> list[float]:
+    job = trainer()
+    job.fit(STEPS)
+    return losses(job)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return run_ranks(never_switched, 1)[0]
+
+
+def full(patch: pytest.MonkeyPatch) -> None:
+    """Of one byte: no side fits beside another."""
+    patch.setenv("NBKIT_MEMORY_LIMIT", "1")
+
+
+def through_all(world: Any) -> dict[str, Any]:
+    job, said = trainer(), []
+    job.fit(2)
+    with pytest.MonkeyPatch.context() as patch:
+        for number, text in enumerate(THROUGH):
+            patch.setenv("NBKIT_MEMORY_LIMIT", "1" if world.place.rank == 1 else str(1 << 50))
+            event = job.switch(text)
+            said.append((event.in_place, event.identical, held(job.job), side_bytes(job.job, job.strategy)))
+            job.fit(2 if number < len(THROUGH) - 1 else 1)
+        kept = weights_of(job)
+        patch.setenv("NBKIT_MEMORY_LIMIT", str(1 << 50))
+        beside = job.switch("zero3").in_place
+    job.fit(1)
+    return {"said": said, "losses": losses(job), "beside": beside, "kept": kept, "now": weights_of(job)}
+
+
+def weights_of(job: Trainer) -> float:
+    return sum(float(tensor.double().abs().sum()) for tensor in job.full_state_dict().values())
+
+
+def held(job: Job) -> int:
+    """Bytes of weights, optimizer state and buffers of gradients, counted from all tensors that there are."""
+    gc.collect()
+    side, inner = job.side, job.optimizer.inner
+    seen: set[int] = set()
+    own = storage_bytes([tensor for tensor, _ in holdings.state(side, inner).values()], seen)
+    before = storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set(seen))
+    side.data.let_go()
+    gc.collect()
+    after = storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set(seen))
+    side.data.begin_again()
+    return own + before - after
+
+
+def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(expected: list[float]) -> None:
+    for rank in run_ranks(through_all, 2, timeout=120):
+        assert [(place, same) for place, same, *_ in rank["said"]] == [(True, True)] * len(THROUGH)
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
+        assert len(rank["losses"]) == 16 and rank["beside"] is False
+        for number, (_, _, counted, said) in enumerate(rank["said"]):
+            # Padding of flat parts, canaries, step counters.
+            assert min(said) * 0.98 <= counted <= max(said) * 1.05, THROUGH[number]
+
+
+def fails_at_each_stage(world: Any) -> dict[str, Any]:
+    job = trainer(strategy="ddp")
+    job.fit(1)
+    told = []
+    for stage in STAGES:
+        with pytest.MonkeyPatch.context() as patch:
+            full(patch)
+            if world.place.rank == 1:
+                STAGES[stage](patch)
+            with pytest.raises(SwitchError) as error:
+                job.switch("zero3")
+            told.append((stage, str(error.value), str(job.strategy), job.job.half_way))
+        job.fit(1)
+    with pytest.MonkeyPatch.context() as patch:
+        full(patch)
+        with pytest.raises(SwitchError, match="keeps dp=2 beside it"):
+            job.try_out("zero3", steps=1)
+        identical = job.switch("zero3").identical
+        # From flat shards this time.
+        if world.place.rank == 0:
+            runs_out(patch)
+        with pytest.raises(SwitchError):
+            job.switch("tp")
+    job.fit(2)
+    return {"told": told, "identical": identical, "losses": losses(job), "now": str(job.strategy)}
+
+
+def planted(*_: Any, **__: Any) -> Any:
+    raise MemoryError("planted")
+
+
+def once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: int = 0) -> None:
+    """`owner.name` fails, after some calls that work, once."""
+    real, left = getattr(owner, name), [calls]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        return planted() if left[0] == -1 else real(*args, **kwargs)
+
+    patch.setattr(owner, name, failing)
+
+
+def runs_out(patch: pytest.MonkeyPatch) -> None:
+    once(patch, Filling, "take", calls=70)
+
+
+STAGES = {
+    "building": lambda patch: patch.setattr(blueprint, "parallelize", planted),
+    "planning": lambda patch: patch.setattr(switching, "InPlace", planted),
+    "the first tensor": lambda patch: once(patch, Filling, "take"),
+    "the seventieth tensor": runs_out,
+    "refresh": lambda patch: once(patch, ShardedParameters, "refresh"),
+    "gradients": lambda patch: once(patch, ShardedParameters, "begin_again"),
+    "adopt": lambda patch: once(patch, Job, "adopt"),
+    "after adopt": lambda patch: once(patch, Job, "_take"),
+}
+
+
+def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_training(expected: list[float]) -> None:
+    for number, rank in enumerate(run_ranks(fails_at_each_stage, 2, timeout=150)):
+        assert [strategy for _, _, strategy, _ in rank["told"]] == ["dp=2"] * len(STAGES)
+        assert not any(half for *_, half in rank["told"])
+        assert all("planted" in text or number == 0 for _, text, _, _ in rank["told"]), rank["told"]
+        assert rank["identical"] and rank["now"] == "dp=2 zero=3"
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
+
+
+def damaged(world: Any) -> dict[str, Any]:
+    """A bit that flips on the way is seen, and the old strategy goes on."""
+    job = trainer(strategy="zero3")
+    job.fit(2)
+    with pytest.MonkeyPatch.context() as patch:
+        full(patch)
+        if world.place.rank == 1:
+            patch.setattr(_Replicated, "refresh", flipped)
+        with pytest.raises(SwitchError, match="not the one under dp=2 zero=3"):
+            job.switch("ddp")
+    job.fit(2)
+    return {"losses": losses(job), "now": str(job.strategy)}
+
+
+def flipped(data: Any) -> None:
+    tensor, _ = data.weights["head.bias" if "head.bias" in data.weights else next(iter(data.weights))]
+    tensor.view(-1)[0] += 1
+
+
+def test_what_arrives_damaged_is_not_taken_up(expected: list[float]) -> None:
+    for rank in run_ranks(damaged, 2):
+        assert rank["now"] in ("dp=2 zero=3",)
+
+
+def torn(world: Any, folder: str) -> dict[str, Any]:
+    job = trainer(strategy="ddp")
+    job.fit(2)
+    job.save(Path(folder) / "saved")
+    old = job.model.tokens.weight
+    with pytest.MonkeyPatch.context() as patch:
+        full(patch)
+        once(patch, moving, "carry_out", calls=2)
+        with pytest.raises(MemoryError):
+            job.switch("zero3")
+    with pytest.raises(TrainingError, match="no rank has whole weights"):
+        job.fit(1)
+    looked = float(old.detach().sum())  # what is gone can be looked at without harm
+    job.load(Path(folder) / "saved")
+    job.fit(2)
+    return {"losses": losses(job), "looked": looked}
+
+
+def test_a_move_that_is_torn_is_told_and_a_checkpoint_brings_the_job_back(
+    expected: list[float], tmp_path: Path
+) -> None:
+    for rank in run_ranks(torn, 2, str(tmp_path)):
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
+        assert len(rank["losses"]) == 4
