@@ -36,7 +36,7 @@ class Worker:
         gc.collect()
         trim(CPU)
         now, old, job = bytes_held()[0], self._held(), self.job.job
-        new = side_bytes(job, Strategy.parse(strategy, job.world_size))[job.rank]
+        new = side_bytes(job, Strategy.parse(strategy, job.world_size), job.rank)
         os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
         reset_peak()
         said: dict[str, Any] = {"place": None, "identical": None, "pause": None}

@@ -124,12 +124,12 @@ def _carry_out(job: Job, move: _Move, before: str | None) -> float:
             move.side.data.refresh()
         began = time.perf_counter()
         if before is not None and _digest(job, move, move.new) != before:
-            error = SwitchError(
+            refusal = SwitchError(
                 f"The state under {move.side.strategy} is not the one under {job.strategy}.",
                 numbers="the digests of weights and optimizer state differ",
                 hint=f"{job.strategy} goes on; please report this",
             )
-            raise refused(job, error)
+            raise refused(job, refusal)
         proof_s = time.perf_counter() - began
         with all_or_none(job, "taking memory for gradients"):
             move.side.data.begin_again()

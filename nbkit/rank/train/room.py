@@ -38,31 +38,28 @@ _UNLIMITED = 1 << 60
 
 def crowded(job: Job, new: Strategy) -> bool:
     """Whether any rank lacks room for a side of `new` beside the one in force. Collective: one all-reduce."""
-    size = side_bytes(job, new)[job.rank]
+    size = side_bytes(job, new, job.rank)
     place = World.join_from_env().place
     free = left(job.device, ranks=place.local_world_size)
     return any_failed(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free), job.device)
 
 
-def side_bytes(job: Job, strategy: Strategy) -> list[int]:
-    """Per rank: what a side of `strategy` holds between steps on the device; gradients where they have buffers.
+def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:
+    """What `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
 
     Raises StrategyError for what cannot be split.
     """
     skeleton, outline = job.blueprint.skeleton, job.blueprint.outlines.of(strategy)
     kinds = bytes_per_element(job.side, job.optimizer.inner, skeleton)
-    trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
-    buffered = strategy.dp > 1
-    found = []
-    for weights, held in zip(outline.weights, outline.held, strict=True):
-        total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
-        if buffered:
-            grads = held if strategy.zero > 1 else weights
-            total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
-        if not job.blueprint.offload:
-            total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
-        found.append(total)
-    return found
+    weights, held = outline.weights[rank], outline.held[rank]
+    total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
+    if strategy.dp > 1:
+        grads = held if strategy.zero > 1 else weights
+        trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
+        total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
+    if not job.blueprint.offload:
+        total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
+    return total
 
 
 def _of_state(kinds: Mapping[str, int]) -> int:

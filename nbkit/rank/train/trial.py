@@ -21,8 +21,9 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
 
     make_step: makes one step of the training, and nothing beside it; nobody is told of it. again: whether the data can
-    be read again. Takes the memory of both sides. Returns strategy, steps, and the median seconds of a step there (the
-    first left out, which makes what later ones reuse) and here before. Raises TrainingError when the data cannot.
+    be read again. Takes the memory of both sides, and raises SwitchError where there is none. Returns strategy, steps,
+    and the median seconds of a step there (the first left out, which makes what later ones reuse) and here before.
+    Raises TrainingError when the data cannot.
     """
     if not again:
         raise TrainingError(

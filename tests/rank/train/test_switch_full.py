@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def expected() -> list[float]:
 
 
 def full(patch: pytest.MonkeyPatch) -> None:
-    """Of one byte: no side fits beside another."""
+    """Of one byte: no side fits beside another. Rounds are small, so that there are many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
+    patch.setattr(switching, "InPlace", partial(moving.InPlace, limit=4096))
 
 
 def through_all(world: Any) -> dict[str, Any]:
@@ -50,7 +52,9 @@ def through_all(world: Any) -> dict[str, Any]:
         for number, text in enumerate(THROUGH):
             patch.setenv("NBKIT_MEMORY_LIMIT", "1" if world.place.rank == 1 else str(1 << 50))
             event = job.switch(text)
-            said.append((event.in_place, event.identical, held(job.job), side_bytes(job.job, job.strategy)))
+            said.append(
+                (event.in_place, event.identical, held(job.job), side_bytes(job.job, job.strategy, world.place.rank))
+            )
             job.fit(2 if number < len(THROUGH) - 1 else 1)
         kept = weights_of(job)
         patch.setenv("NBKIT_MEMORY_LIMIT", str(1 << 50))
@@ -84,7 +88,7 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(e
         assert len(rank["losses"]) == 16 and rank["beside"] is False
         for number, (_, _, counted, said) in enumerate(rank["said"]):
             # Padding of flat parts, canaries, step counters.
-            assert min(said) * 0.98 <= counted <= max(said) * 1.05, THROUGH[number]
+            assert said * 0.98 <= counted <= said * 1.05, THROUGH[number]
 
 
 def fails_at_each_stage(world: Any) -> dict[str, Any]:
@@ -154,28 +158,26 @@ def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_train
         assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
 
 
-def damaged(world: Any) -> dict[str, Any]:
-    """A bit that flips on the way is seen, and the old strategy goes on."""
+def damaged(world: Any) -> list[str]:
+    """What one rank got is not what was sent: neither is what it would give back."""
     job = trainer(strategy="zero3")
     job.fit(2)
+    told = []
     with pytest.MonkeyPatch.context() as patch:
         full(patch)
         if world.place.rank == 1:
-            patch.setattr(_Replicated, "refresh", flipped)
-        with pytest.raises(SwitchError, match="not the one under dp=2 zero=3"):
-            job.switch("ddp")
-    job.fit(2)
-    return {"losses": losses(job), "now": str(job.strategy)}
+            patch.setattr(_Replicated, "refresh", lambda data: data.weights["tokens.weight"][0].add_(1e-3))
+        for act in (lambda: job.switch("ddp"), lambda: job.fit(1)):
+            with pytest.raises(TrainingError) as error:
+                act()
+            told.append(str(error.value))
+    return told
 
 
-def flipped(data: Any) -> None:
-    tensor, _ = data.weights["head.bias" if "head.bias" in data.weights else next(iter(data.weights))]
-    tensor.view(-1)[0] += 1
-
-
-def test_what_arrives_damaged_is_not_taken_up(expected: list[float]) -> None:
-    for rank in run_ranks(damaged, 2):
-        assert rank["now"] in ("dp=2 zero=3",)
+def test_what_arrives_damaged_is_not_trained_on() -> None:
+    for switched, trained in run_ranks(damaged, 2):
+        assert "what came back is not what there was" in switched and "not the one under dp=2 zero=3" in switched
+        assert "no rank has whole weights" in trained
 
 
 def torn(world: Any, folder: str) -> dict[str, Any]:
