@@ -54,14 +54,13 @@ class _Move:
     exchange: InPlace
 
 
-def switch_in_place(job: Job, new: Strategy, *, verify: bool) -> Switched:
-    """Train on under `new`, within the memory of the larger side. Collective, between two steps.
+def switch_in_place(job: Job, new: Strategy, *, verify: bool, began: float) -> Switched:
+    """Train on under `new`, within the memory of the larger side. Collective, between two steps. began: the pause did.
 
     Raises SwitchError, on every rank alike, when it failed on any: the old strategy is in force and nothing has
     changed, but that gradients are gone, which no step needs any more. Raises TrainingError when the way back failed.
     """
-    left, old = job.side, str(job.strategy)
-    beside, began = job.blueprint.beside(new), time.perf_counter()
+    left, old, beside = job.side, str(job.strategy), job.blueprint.beside(new)
     memory = news(job)
     connections = job.blueprint.connect(new)
     left.data.let_go()

@@ -81,6 +81,7 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     job.feed.fits(new)
     if new == old and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
+    began = time.perf_counter()
     if crowded(job, new):
         if keep:
             raise SwitchError(
@@ -88,8 +89,8 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
                 numbers="a switch would go in place",
                 hint=f"%strategy {new}, and %strategy --undo",
             )
-        return switch_in_place(job, new, verify=verify)
-    beside, began = job.blueprint.beside(new), time.perf_counter()
+        return switch_in_place(job, new, verify=verify, began=began)
+    beside = job.blueprint.beside(new)
     before = holdings.state(job.side, job.optimizer.inner)
     prepared = prepare_switch(job, new, before)
     ready = time.perf_counter()

@@ -18,7 +18,7 @@ from nbkit.errors import Stopped
 from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train import ahead, boundary
-from nbkit.rank.train import switch as switching
+from nbkit.rank.train import together as joining
 from nbkit.rank.train.plans import Plans
 from nbkit.rank.train.trainer import Trainer
 
@@ -158,7 +158,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plans, "_holdings", without_one)
-        patch.setattr(switching, "plan_together", _noted(said, switching.plan_together))
+        patch.setattr(joining, "plan_together", _noted(said, joining.plan_together))
         found["told"] = trainer.switch("zero1").identical
     found["said"] = len(said)
     trainer.switch("zero3")
@@ -189,17 +189,17 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 
     trainer, found = of_many_blocks(), []
     trainer.fit(1)
-    tell, together = switching.told, switching.plan_together
+    tell, together = joining.told, joining.plan_together
     with pytest.MonkeyPatch.context() as patch:
         more: list[int] = []
-        patch.setattr(switching, "plan_together", _noted(more, together))
+        patch.setattr(joining, "plan_together", _noted(more, together))
         sizes: list[int] = []
 
         def measured(own: Any, **kwargs: Any) -> Any:
             sizes.append(len(zlib.compress(pickle.dumps(own), level=1)))
             return tell(own, **kwargs)
 
-        patch.setattr(switching, "told", measured)
+        patch.setattr(joining, "told", measured)
         for strategy in ("pp microbatches=4", "tp", "dp=2 pp=2", "zero3", "cp=2 tp=2", "ddp"):
             sizes.clear()
             trainer.switch(strategy)
