@@ -5,7 +5,8 @@ ends with S sends (n - 1) S (nccl-tests, doc/PERFORMANCE.md).
 
     dp    2 (n-1) P; zero=3 3 (n-1) P, less what is kept from forward to backward     Rajbhandari et al. 2020, 7
     tp    8 (n-1) H a block, 2 (n-1) H for the embedding and for the head             Shoeybi et al. 2019, 3
-    pp    2 H a boundary                                                              Narayanan et al. 2021, 3.2
+          outside of the blocks, in every forward: (n-1) of the positions' table, 2 (n-1) of the last norm
+    pp    2 H a boundary, which the ranks along tp send each a part of                Narayanan et al. 2021, 3.2, 4.1
     cp    4 (n-1) H a block: keys, values and their gradients                         Dubey et al. 2024, 3.3.2
 """
 
@@ -83,6 +84,9 @@ def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
         found["tp"] = (tp - 1) * (
             (8 * model.layers + 4) * model.hidden + 3 * 2 * tokens + 2 * _FP32 * model.uncut * _copies(strategy)
         )
+        # Outside of the blocks at once, in every forward: an all-gather for positions, an all-reduce for the norm.
+        forwards = dp * (strategy.microbatches or 1)
+        found["tp"] += (tp - 1) * forwards * _FP32 * (model.block + 2 * 2) * model.width
     if pp > 1:
         found["pp"] = 2 * model.hidden * _boundaries(strategy)
     if cp > 1:

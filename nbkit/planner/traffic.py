@@ -11,11 +11,15 @@ all-gather ends with, what a reduce-scatter begins with. Over n ranks each must 
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
     tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
           with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
-    pp    a boundary: the hidden states forward, their gradients backward                   Narayanan et al. 2021, 3.2
+          embedding and head: an all-reduce each; with it, an all-gather and a reduce-scatter
+    pp    a boundary: the hidden states forward, their gradients backward;                  Narayanan et al. 2021, 3.2
+          with tp, each rank its part of them                                               the same, 4.1
     cp    a block: all-gathers of keys and values, reduce-scatters of their gradients       Dubey et al. 2024, 3.3.2
 
-Every gradient that is a partial sum over tp or cp, and that of a weight tied over stages, is all-reduced once. Left
-out: the few scalars of loss, norm and agreement, and the padding of uneven parts. Buckets may split one call into many.
+Every gradient that is a partial sum over tp or cp, and that of a weight tied over stages, is all-reduced once. Over
+tp those of whole weights outside of the blocks go in every forward: a norm's all-reduced, a table of positions'
+gathered. Left out: the few scalars of loss, norm and agreement, and the padding of uneven parts. Buckets may split one
+call into many.
 """
 
 from __future__ import annotations
@@ -144,6 +148,20 @@ class _Step:
             yield Traffic("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
         if self.sequence_parallel:
             yield self._sum_of_parts("tp")
+            yield from self._outside()
+
+    def _outside(self) -> Iterator[Traffic]:
+        """Gradients of what is whole on every rank along tp and used before the first block or behind the last."""
+        n, m, width = self.strategy.tp, self._forwards, _known(self.facts.width, "width")
+        for weight in self.weights:
+            if weight.outside and weight.trained and weight.tp_dim is None and self._held([weight]):
+                if weight.shape == (width,):
+                    yield Traffic(
+                        "tp", "all_reduce", n, m, m * self.each.gradient * width, f"gradient of {weight.name}"
+                    )
+                elif len(weight.shape) == 2 and weight.shape[1] == width:
+                    size = self.each.gradient * min(weight.shape[0], self._sequence) * width
+                    yield Traffic("tp", "all_gather", n, m, m * size, f"gradient of {weight.name}")
 
     def pipeline(self) -> Iterator[Traffic]:
         """Boundaries with other ranks, and tied weights."""

@@ -44,7 +44,11 @@ def test_what_tensor_parallelism_leaves_whole_is_there_on_every_rank() -> None:
         (Strategy(pp=4), {"pp": 6 * HIDDEN}),
         (Strategy(pp=4, schedule="zb"), {"pp": 14 * HIDDEN}),
         (Strategy(pp=4, schedule="zbv"), {"pp": 12 * HIDDEN}),
-        (Strategy(tp=2), {"tp": 36 * HIDDEN + 6 * 16 * 8 * 4 + 2 * 4 * 4 * 6 * 16}),
+        (Strategy(tp=2), {"tp": 36 * HIDDEN + 6 * 16 * 8 * 4 + 2 * 4 * 4 * 6 * 16 + 4 * (8 + 4) * 16}),
+        (
+            Strategy(tp=2, pp=2),
+            {"tp": 36 * HIDDEN + 6 * 16 * 8 * 4 + 2 * 4 * 4 * 6 * 16 + 4 * 4 * (8 + 4) * 16, "pp": 2 * HIDDEN},
+        ),
         (Strategy(cp=2), {"cp": 18 * HIDDEN + 2 * 4 * 4 * BLOCK}),
         (Strategy(dp=2, pp=2), {"dp": 2 * P, "pp": 2 * HIDDEN}),
     ],

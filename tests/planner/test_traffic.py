@@ -95,6 +95,29 @@ def test_tensor_parallelism(n: int) -> None:
     assert sizes(without) == {("tp", "all_reduce"): 16 * HIDDEN}
 
 
+def test_what_is_whole_outside_of_the_blocks_is_summed_in_every_forward() -> None:
+    """A table of more positions than a sample has: those that are used; the norm behind the last block."""
+    ends = [Weight("positions", (32, 16), blocks=(0,), outside=True), Weight("norm", (16,), blocks=(3,), outside=True)]
+    extra = [
+        Counter(sizes(per_step([*WEIGHTS, *ends], FACTS, strategy, rank)))
+        - Counter(sizes(per_step(WEIGHTS, FACTS, strategy, rank)))
+        for strategy, rank in (
+            (Strategy(tp=2), 0),
+            (Strategy(tp=2, pp=2, microbatches=4), 0),
+            (Strategy(tp=2, pp=2, microbatches=4), 2),
+        )
+    ]
+    table, norm = 4 * 24 * 16, 4 * 16
+
+    assert extra == [
+        {("tp", "all_gather"): table, ("tp", "all_reduce"): norm},
+        {("tp", "all_gather"): 4 * table},
+        {("tp", "all_reduce"): 4 * norm},
+    ]
+    plain = per_step([*WEIGHTS, *ends], FACTS, Strategy(tp=2), 0, sequence_parallel=False)
+    assert not [term for term in plain if "gradient of" in term.what]
+
+
 @pytest.mark.parametrize(("schedule", "sends"), [("gpipe", [1, 2, 2, 1]), ("zb", [3, 4, 4, 3]), ("zbv", [2, 4, 4, 2])])
 def test_a_pipeline_sends_each_boundary_once_there_and_once_back(schedule: str, sends: list[int]) -> None:
     weights, facts = transformer(blocks=8), replace(FACTS, blocks=8)

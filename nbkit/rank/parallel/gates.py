@@ -17,12 +17,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.flow import Entry
 from nbkit.rank.parallel.paths import look, put
+from nbkit.rank.parallel.tensor.positions import completed, sendable
 
 __all__ = ["Gates", "plain_attention"]
 
@@ -44,8 +46,11 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 class Gates:
     """Gates at every block of a chain and at every module that may be skipped.
 
-    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules.
+    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules. team: the
+    ranks of the tensor axis, of which each sends the next stage its positions; None where positions are not split.
     """
+
+    team: dist.ProcessGroup | None = None
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[str], entries: Sequence[Entry], skipped: Sequence[str]
@@ -109,7 +114,7 @@ class Gates:
             self._at = number
         if number == self._hi:
             arrived = self._arrived(number, args, kwargs)
-            self._sent = tuple(arrived[path] for path in self.entries[number].carried)
+            self._sent = tuple(sendable(arrived[path]) for path in self.entries[number].carried)
             raise _Reached
         if self._at < self._lo:
             return proceed(*args, **kwargs) if shapes is None else shapes.zeros(args, kwargs)
@@ -135,7 +140,8 @@ class Gates:
             changed = dict.fromkeys(entry.carried, "")
             for path, tensor in zip(entry.carried, self._received, strict=True):
                 # What was received is a leaf of autograd, and those must not change in place.
-                arrived[path] = tensor.clone() if path in entry.written else tensor
+                own = tensor.clone() if path in entry.written else tensor
+                arrived[path] = completed(own, arrived[path].shape, self.team)
         self._given = arrived
         for path in changed:
             args, kwargs = put((args, kwargs), path, arrived[path])

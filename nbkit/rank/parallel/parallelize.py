@@ -106,14 +106,14 @@ def cut(
     need_chain(wishes, strategy)
     chain, notes = wishes.chain, []
 
+    in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
     staged = schedule = None
-    starts: tuple[str, ...] = ()
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
         ranges = partition(wishes.costs or [1.0] * len(chain), schedule.num_stages)
         notes.append(f"stages of {spelled(ranges)} blocks")
-        starts = tuple(chain.blocks[start] for start, _ in ranges[1:])
-        staged = Staged(module, chain, [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))])
+        own_ranges = [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))]
+        staged = Staged(module, chain, own_ranges, team=axes.group("tp") if in_sequence else None)
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
@@ -122,9 +122,8 @@ def cut(
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
         # Planned on the whole model: one stage alone may not show what belongs together.
-        # Under context parallelism the positions are spread already.
         plan = plan_of(skeleton, strategy.tp, wishes.tp_plan)
-        parts = tensor_parallel(module, axes, plan=plan, sequence=strategy.cp == 1, starts=starts)
+        parts = tensor_parallel(module, axes, plan=plan, sequence=in_sequence)
         layouts.update(parts.layouts)
         partial.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes

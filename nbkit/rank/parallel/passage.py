@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from nbkit.rank.parallel.tensor.parts import InParts
+
 __all__ = ["awaited", "in_backward", "marked"]
 
 
@@ -43,8 +45,10 @@ def marked(
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not at:
         return None
-    for i, tensor in zip(at, _Passage.apply(passed, *(leaves[i] for i in at)), strict=True):  # type: ignore[no-untyped-call]
-        leaves[i] = tensor
+    # What lies in parts over the tensor axis has its graph at the part.
+    given = [leaves[i].part if isinstance(leaves[i], InParts) else leaves[i] for i in at]
+    for i, tensor in zip(at, _Passage.apply(passed, *given), strict=True):  # type: ignore[no-untyped-call]
+        leaves[i] = leaves[i].like(tensor) if isinstance(leaves[i], InParts) else tensor
     result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, structure)
     return result
 
@@ -56,8 +60,7 @@ def in_backward() -> bool:
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
     """Call `wanted` when backward comes to anything in what a module returns; False when it never will."""
-    # Logits that lie in parts over the tensor axis take a hook where their graph is.
-    parts = [getattr(tensor, "part", tensor) for tensor in _tensors(output)]
+    parts = [tensor.part if isinstance(tensor, InParts) else tensor for tensor in _tensors(output)]
     waiting = [tensor for tensor in parts if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.chain import Chain
@@ -27,10 +28,18 @@ class Staged:
     ranges: (lo, hi) per stage of this rank: pieces lo to hi - 1 of the chain. Several stages share the module, and
     parameters that several of them use. The one range (0, len(chain)) leaves the module as it is.
     holds: names of the parameters that are left, each by its first name in the whole model.
+    team: the ranks along tp, where each sends the next stage its positions only (tensor.positions).
     Gates are set here: what other strategies do to the module afterwards runs only where the module does.
     """
 
-    def __init__(self, module: nn.Module, chain: Chain, ranges: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: Chain,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        team: dist.ProcessGroup | None = None,
+    ) -> None:
         self.module, self.chain, self.ranges = module, chain, tuple(ranges)
         self._gates: Gates | None = None
         if self.ranges == ((0, len(chain)),):
@@ -38,6 +47,7 @@ class Staged:
             return
         _without_cache(module)
         self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
+        self._gates.team = team
         self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
         last = max(lo for lo, _ in self.ranges)
         _drop(module, self.holds, chain.holds(0, last), skipped=chain.skipped)

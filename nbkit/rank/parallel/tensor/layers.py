@@ -4,7 +4,8 @@ Column     output features split; input whole (or, under sequence parallelism, a
 Row        input features split; output summed over the ranks, then the bias, once
 Gathered   output features split and gathered at once: right anywhere, at the price of an all-gather
 SplitRow   input features split at once, of an input that has all
-Vocabulary rows of an embedding split; ids of other ranks give zero, and the sum is the row
+Vocabulary rows of an embedding split; ids of other ranks give zero, and the sum is the row: of this rank's positions
+           as a PositionShard, where blocks take such
 Head       a Column whose output stays in parts as a VocabShard
 """
 
@@ -23,10 +24,11 @@ from nbkit.rank.parallel.tensor.attention import Looked
 from nbkit.rank.parallel.tensor.heads import Heads
 from nbkit.rank.parallel.tensor.kinds import core, feature_dims
 from nbkit.rank.parallel.tensor.link import Link, Team, first_tensor, mapped
-from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, reduce_from, split_to
+from nbkit.rank.parallel.tensor.positions import PositionShard, for_parts
+from nbkit.rank.parallel.tensor.regions import gather_from, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.vocab import VocabShard
 
-__all__ = ["Block", "Column", "Gathered", "Head", "Owner", "Row", "RowCore", "SplitRow", "Vocabulary"]
+__all__ = ["Column", "Gathered", "Head", "Owner", "Row", "RowCore", "SplitRow", "Vocabulary"]
 
 
 class Column(nn.Module):
@@ -70,7 +72,7 @@ class Gathered(nn.Module):
     _total: int
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(copy_to(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(for_parts(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
         return gather_from(y, self._team.group, -1, self._total)
 
 
@@ -81,6 +83,7 @@ class SplitRow(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         total = x.shape[-1]
+        x = x.gathered() if isinstance(x, PositionShard) else x
         with extent("feature", self._team.bounds(total)[0], total):
             partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
         y = reduce_from(partial, self._team.group)
@@ -95,7 +98,7 @@ class Head(nn.Module):
     _total: int
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(copy_to(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(for_parts(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
         return VocabShard(y, self._team.group, self._total)
 
 
@@ -104,6 +107,7 @@ class Vocabulary(nn.Module):
 
     _team: Team
     _total: int
+    _in_sequence: bool
 
     def forward(self, ids: Tensor) -> Tensor:
         itself: Any = self
@@ -113,7 +117,10 @@ class Vocabulary(nn.Module):
         padding = itself.padding_idx
         local = padding - start if padding is not None and start <= padding < stop else None
         rows = F.embedding((ids - start).masked_fill(elsewhere, 0), itself.weight, padding_idx=local)
-        return reduce_from(rows.masked_fill(elsewhere[..., None], 0), self._team.group)
+        rows = rows.masked_fill(elsewhere[..., None], 0)
+        if self._in_sequence and ids.ndim == 2:
+            return PositionShard(reduce_scatter_seq(rows, self._team.group, 1), self._team.group, ids.shape[1])
+        return reduce_from(rows, self._team.group)
 
 
 class Owner(nn.Module):
@@ -155,29 +162,3 @@ def _taken(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         return link.take(x, whole=True) if x.requires_grad else x
 
     return tuple(mapped(arg, change) for arg in args), {key: mapped(value, change) for key, value in kwargs.items()}
-
-
-class Block(nn.Module):
-    """Around a block of a chain whose positions are split over the tensor axis (Korthikanti et al. 2022).
-
-    The first splits them, the last gathers them; in between a rank holds its part of (B, T, D).
-    """
-
-    _chain: Any
-    _first: bool
-    _last: bool
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        chain = self._chain
-        x = chain.hidden(args, kwargs)
-        group = chain.team.group
-        if self._first:
-            total = chain.begin(x)
-            args, kwargs = chain.put(args, kwargs, x, split_to(x, group, 1))
-        else:
-            total = chain.check(x)
-        with extent("sequence", chain.team.bounds(total)[0], total):
-            out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        y = out[0] if isinstance(out, tuple) else out
-        y = gather_from(y, group, 1, total) if self._last else y
-        return (y, *out[1:]) if isinstance(out, tuple) else y

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.layout import bounds
 from nbkit.rank.parallel.extent import Present, _present, extent, extent_of, gathered, present, restored
-from nbkit.rank.parallel.tensor.regions import copy_to, gather_seq, reduce_from, reduce_scatter_seq
+from nbkit.rank.parallel.tensor.positions import for_parts
+from nbkit.rank.parallel.tensor.regions import gather_seq, reduce_from, reduce_scatter_seq
 
 __all__ = ["Link", "Team", "become", "first_tensor", "mapped"]
 
@@ -86,7 +87,7 @@ class Link:
         if self.sequence and not whole:
             ready = gather_seq(x, self.team.group, 1, positions())
         else:
-            ready = copy_to(x, self.team.group)
+            ready = for_parts(x, self.team.group)
         self._taken.append((x, ready))
         return ready
 

@@ -5,87 +5,85 @@ with anything else in it stays with plain tensor parallelism, and a note says wh
 
 On the wire, per block and pass, forward and backward: an all-gather and a reduce-scatter of B x T x D elements for each
 pair: the same bytes as plain tensor parallelism's all-reduces, with 1/n of the activations between them in memory.
+Between the blocks, before the first and behind the last: positions.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.extent import extent
 from nbkit.rank.parallel.tensor.kinds import is_linear, is_packed_attention
-from nbkit.rank.parallel.tensor.link import Team, first_tensor
+from nbkit.rank.parallel.tensor.link import Team, first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
+from nbkit.rank.parallel.tensor.positions import PositionShard, positions_of
 
-__all__ = ["Chain", "chains", "why_not_split"]
+__all__ = ["Block", "Chain", "chains", "why_not_split"]
 
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
-
-# Chain -> positions of its hidden states in this forward. A recomputation of ours runs in the context of its
-# forward; one of somebody else may find nothing here, and takes the latest forward's.
-_totals: ContextVar[Mapping[int, int]] = ContextVar("totals", default=MappingProxyType({}))
+_HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positions of the blocks whole"
 
 
 @dataclass
 class Chain:
     """Neighbouring blocks, the output of each the input of the next."""
 
-    team: Team
     blocks: list[tuple[str, nn.Module]]
     pairs: list[Pair]
-    latest: int = 0
 
-    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
-        x = first_tensor(args, kwargs)
-        if x is None or x.ndim != 3:
+
+class Block(nn.Module):
+    """Around a block that treats positions one by one, but for its pairs: takes hidden states (B, T, D), whole or as a
+    PositionShard, and gives a PositionShard. What else goes into it is whole."""
+
+    _team: Team
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, team = _hidden(args, kwargs), self._team
+        part, total = positions_of(hidden, team.group)
+
+        def change(x: Tensor) -> Tensor:
+            if x is hidden:
+                return part
+            return x.gathered() if isinstance(x, PositionShard) else x
+
+        args = tuple(mapped(arg, change) for arg in args)
+        kwargs = {key: mapped(value, change) for key, value in kwargs.items()}
+        with extent("sequence", team.bounds(total)[0], total):
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        y = out[0] if isinstance(out, tuple) else out
+        if y.ndim != 3 or y.shape[1] != part.shape[1]:
             raise TrainingError(
-                "The positions of the first argument of a block are split over the tensor axis, and it has none.",
-                numbers=f"expected a tensor (B, T, D), found {type(x).__name__ if x is None else tuple(x.shape)}",
-                hint="sequence=False",
+                "A block returned other positions than it got, and those are split over the tensor axis.",
+                numbers=f"{tuple(y.shape)}, from {tuple(part.shape)} of {total} positions",
+                hint=_HINT,
             )
-        return x
-
-    @staticmethod
-    def put(
-        args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with `new` for `old`."""
-        return tuple(new if a is old else a for a in args), {k: new if v is old else v for k, v in kwargs.items()}
-
-    def begin(self, x: Tensor) -> int:
-        """Its positions, all of which are in `x`."""
-        self.latest = x.shape[1]
-        _totals.set({**_totals.get(), id(self): x.shape[1]})
-        return x.shape[1]
-
-    def check(self, x: Tensor) -> int:
-        """Its positions, some of which are in `x`. Raises TrainingError when a block changed their number."""
-        total = _totals.get().get(id(self), self.latest)
-        start, stop = self.team.bounds(total)
-        if x.shape[1] != stop - start:
-            raise TrainingError(
-                "The positions that a block got are not this rank's part of those that the chain began with.",
-                numbers=f"{x.shape[1]} positions, {stop - start} of {total} expected",
-                hint="sequence=False",
-            )
-        return total
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
-        return self
+        y = PositionShard(y, team.group, total)
+        return (y, *out[1:]) if isinstance(out, tuple) else y
 
 
-def chains(module: nn.Module, plan: TensorPlan, team: Team, starts: Collection[str] = ()) -> list[Chain]:
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
+    x = first_tensor(args, kwargs)
+    if x is None or x.ndim != 3:
+        raise TrainingError(
+            "The positions of the first argument of a block are split over the tensor axis, and it has none.",
+            numbers=f"expected a tensor (B, T, D), found {type(x).__name__ if x is None else tuple(x.shape)}",
+            hint=_HINT,
+        )
+    return x
+
+
+def chains(module: nn.Module, plan: TensorPlan) -> list[Chain]:
     """Runs of neighbours that hold pairs, in the outermost containers that have such children.
 
-    What holds none (a block of another pipeline stage, a pooling between blocks) ends a run, and so does a block that
-    is named in `starts`.
+    What holds none (a block of another pipeline stage, a pooling between blocks) ends a run.
     """
     found: list[Chain] = []
     inside: list[str] = []
@@ -95,21 +93,21 @@ def chains(module: nn.Module, plan: TensorPlan, team: Team, starts: Collection[s
         # A pair whose two maps are children of the Sequential itself is no block of a chain.
         if any(pair.owner == path for pair in plan.pairs):
             continue
-        runs = list(_runs(f"{path}." if path else "", part, plan, team, starts))
+        runs = list(_runs(f"{path}." if path else "", part, plan))
         if runs:
             found += runs
             inside.append(f"{path}." if path else "")
     return found
 
 
-def _runs(dot: str, container: nn.Module, plan: TensorPlan, team: Team, starts: Collection[str]) -> Iterator[Chain]:
-    run = Chain(team, [], [])
+def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Chain]:
+    run = Chain([], [])
     for child_name, child in container.named_children():
         name = dot + child_name
         own = [pair for pair in plan.pairs if f"{pair.owner}.".startswith(f"{name}.")]
-        if run.blocks and (not own or name in starts):
+        if run.blocks and not own:
             yield run
-            run = Chain(team, [], [])
+            run = Chain([], [])
         if own:
             run.blocks.append((name, child))
             run.pairs += own

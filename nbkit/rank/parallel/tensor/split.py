@@ -2,13 +2,14 @@
 
 On the wire, per forward and backward, tensor axis of n ranks, S = B x T x D elements, L blocks of attention and MLP:
 4 L all-reduces of S (or, with sequence parallelism, as many pairs of all-gather and reduce-scatter, the same
-bytes), one for the embedding, one for the head, three numbers per position for the loss. With sequence parallelism one
-all-gather of S more where the chain of blocks begins (backward) and one where it ends (forward).
+bytes), one for the embedding, one for the head, three numbers per position for the loss. With sequence parallelism
+positions stay split from the embedding to the head. Where one of the two is not split by the vocabulary, or something
+else between wants all positions, an all-gather of S takes its place (positions.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,11 @@ from nbkit.rank.parallel.tensor.attention import SplitAttention
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.heads import shrink
 from nbkit.rank.parallel.tensor.kinds import adapters, core, feature_dims, is_linear
-from nbkit.rank.parallel.tensor.layers import Block, Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
+from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
 from nbkit.rank.parallel.tensor.link import Link, Team, become
 from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
-from nbkit.rank.parallel.tensor.sequence import Chain, chains, why_not_split
+from nbkit.rank.parallel.tensor.positions import give_whole
+from nbkit.rank.parallel.tensor.sequence import Block, Chain, chains, why_not_split
 
 __all__ = ["TensorSplit", "parts_of", "tensor_parallel"]
 
@@ -48,13 +50,12 @@ def tensor_parallel(
     *,
     plan: TensorPlan | Mapping[str, str] | None = None,
     sequence: bool = True,
-    starts: Collection[str] = (),
 ) -> TensorSplit:
     """Let this rank hold its part of `module` along the axis tp, in place: parameters, attributes, forwards.
 
     plan: made of the whole model by `plan_of`; or the user's roles, when `module` is the whole model. A placeholder is
     replaced by a smaller one, a real parameter by its part. sequence: split positions between the maps where the
-    structure allows it. starts: blocks at whose entry a pipeline stage begins; what goes into them has all positions.
+    structure allows it.
     Every rank of the axis must be given the same inputs, and computes the same loss.
     Raises StrategyError when something does not divide or is not known how to split.
     """
@@ -65,13 +66,13 @@ def tensor_parallel(
     team = Team(group, axes.size("tp"), axes.index("tp"))
     chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
     surgery, rows = _Surgery(module, team, chosen), tuple(chosen.describe(module))
-    surgery.apply(sequence, starts)
+    surgery.apply(sequence)
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
 
 
 def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
     """What would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
-    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(sequence, ())  # type: ignore[arg-type]
+    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
 
@@ -88,9 +89,9 @@ class _Surgery:
         here = [pair for pair in plan.pairs if self._is_here(pair)]
         self.plan = TensorPlan(plan.size, tuple(here), plan.singles, plan.reasons)
 
-    def apply(self, sequence: bool, starts: Collection[str]) -> None:
+    def apply(self, sequence: bool) -> None:
         """Pairs, then single modules, then blocks; parameters last, since ties are seen by identity."""
-        found = chains(self.module, self.plan, self.team, starts) if sequence else []
+        found = chains(self.module, self.plan) if sequence else []
         split = [chain for chain in found if self._may_split(chain)]
         in_sequence = {pair.owner for chain in split for pair in chain.pairs}
         links: dict[str, list[tuple[Pair, Link]]] = {}
@@ -102,9 +103,11 @@ class _Surgery:
             self._own(owner, owned)
         for path, role in self.plan.singles.items():
             if (part := self.parts.get(path)) is not None:
-                self._cut_single(path, part, role)
+                self._cut_single(path, part, role, in_sequence=bool(split))
         for chain in split:
             self._enter(chain)
+        if split:
+            self.module.register_forward_hook(give_whole)
         self._off_the_fast_path()
         for name, layout in self.layouts.items():
             old = self.params[name]
@@ -198,12 +201,12 @@ class _Surgery:
                 hint="plain LoRA (use_dora=False); or a strategy without tp",
             )
 
-    def _cut_single(self, path: str, part: nn.Module, role: str) -> None:
+    def _cut_single(self, path: str, part: nn.Module, role: str, *, in_sequence: bool) -> None:
         team = self.team
         if role == "vocab" and isinstance(part, nn.Embedding) and part._parameters.get("weight") is not None:
             self._cut(part, "weight", 0, self._ranges((part.num_embeddings,)))
             self._show_uneven(path, part.num_embeddings)
-            become(part, Vocabulary, _team=team, _total=part.num_embeddings)
+            become(part, Vocabulary, _team=team, _total=part.num_embeddings, _in_sequence=in_sequence)
         if not is_linear(part):
             return
         total = int(core(part).weight.shape[feature_dims(part)[1]])
@@ -236,12 +239,11 @@ class _Surgery:
         become(part, Owner, _links=tuple(link for _, link in owned), _attention=attention, _look=looked)
 
     def _enter(self, chain: Chain) -> None:
-        last = len(chain.blocks) - 1
-        for i, (_, block) in enumerate(chain.blocks):
+        for _, block in chain.blocks:
             for p in block.parameters():
                 if self.layouts[self._name_of(p)].is_whole:
                     self.partial.add(self._name_of(p))
-            become(block, Block, _chain=chain, _first=i == 0, _last=i == last)
+            become(block, Block, _team=self.team)
 
     def _off_the_fast_path(self) -> None:
         """torch's encoder computes whole layers in one kernel while evaluating, past everything that is put around."""

@@ -1,8 +1,8 @@
 """The output of a vocabulary-parallel head: every rank holds the logits of its part of the vocabulary.
 
-A `VocabShard` looks like the whole tensor (`shape`, `size(-1)`), so that a loss written for one process runs on it.
-What losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then
-computed in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
+A `VocabShard` looks like the whole tensor (see parts.py), so that a loss written for one process runs on it. What
+losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then computed
+in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
 maxima, one of exponent sums and target logits). Anything else gathers the whole first, with the right gradient.
 """
 
@@ -10,90 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from nbkit.errors import TrainingError
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.loss import split_cross_entropy
-from nbkit.rank.parallel.tensor.regions import gather_from
+from nbkit.rank.parallel.tensor.parts import InParts
+from nbkit.rank.parallel.tensor.regions import copy_to
 
 __all__ = ["VocabShard"]
 
 
-class VocabShard(Tensor):
-    """Logits whose dim `along` (mostly the last) is spread over `group`.
+class VocabShard(InParts):
+    """Logits whose dim `along` (mostly the last) is spread over `group`."""
 
-    part: this rank's, an ordinary tensor with its graph. total: length of the whole along that dim.
-    """
-
-    part: Tensor
-    group: dist.ProcessGroup
-    total: int
-    along: int
+    called = "logits"
+    way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = -1) -> VocabShard:
-        along %= part.ndim
-        shape = [total if dim == along else length for dim, length in enumerate(part.shape)]
-        itself: VocabShard = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)  # type: ignore[attr-defined]
-        itself.part, itself.group, itself.total, itself.along = part, group, total, along
-        return itself
-
-    def gathered(self) -> Tensor:
-        """The whole, the same on every rank. Collective over the group."""
-        return gather_from(self.part, self.group, self.along, self.total)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        start, stop = bounds(self.total, self.group.size(), self.group.rank())
-        return f"VocabShard(shape={tuple(self.shape)}, dtype={self.dtype}, holds {start}:{stop} of dim {self.along})"
-
-    def __str__(self) -> str:
-        return repr(self)
+        return InParts.__new__(cls, part, group, total, along)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OF_WRAPPER:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _OF_PART:
-            return func(args[0].part)
-        if args and isinstance(args[0], VocabShard) and (handler := _HANDLERS.get(func)) is not None:
-            answer = handler(func, *args, **kwargs)
-            if answer is not NotImplemented:
-                return answer
-        name = getattr(func, "__name__", "")
-        if name in _REFUSED or (name.endswith("_") and not name.endswith("__")):
-            _refuse(name)
-        whole = tree_map_only(VocabShard, VocabShard.gathered, (list(args), kwargs))
-        return func(*whole[0], **whole[1])
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        _refuse(str(func))
-
-
-def _refuse(name: str) -> NoReturn:
-    raise TrainingError(
-        "The logits lie in parts on the ranks of the tensor axis, and this would reach one part only.",
-        numbers=f"operation {name}",
-        hint="logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}",
-    )
-
-
-_REFUSED = {"__setitem__", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
-
-
-def _like(shard: VocabShard, part: Tensor, along: int | None = None) -> VocabShard:
-    return VocabShard(part, shard.group, shard.total, shard.along if along is None else along)
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What losses do on the way."""
+        handler = _HANDLERS.get(func) if args and isinstance(args[0], VocabShard) else None
+        return NotImplemented if handler is None else handler(func, *args, **kwargs)
 
 
 def _at_end(shard: VocabShard) -> bool:
@@ -101,14 +46,16 @@ def _at_end(shard: VocabShard) -> bool:
 
 
 def _elementwise(func: Any, shard: VocabShard, *args: Any, **kwargs: Any) -> Any:
-    return _like(shard, func(shard.part, *args, **kwargs))
+    return shard.like(func(shard.part, *args, **kwargs))
 
 
 def _scaled(func: Any, shard: VocabShard, *args: Any, **kwargs: Any) -> Any:
     plain = (int, float)
     if kwargs or not all(isinstance(arg, plain) or (isinstance(arg, Tensor) and arg.ndim == 0) for arg in args):
         return NotImplemented
-    return _like(shard, func(shard.part, *args))
+    # A learned scale gets a part of its gradient from each part of the vocabulary.
+    shared = [copy_to(arg, shard.group) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
+    return shard.like(func(shard.part, *shared))
 
 
 def _reshape(func: Any, shard: VocabShard, *shape: Any, **kwargs: Any) -> Any:
@@ -120,14 +67,14 @@ def _reshape(func: Any, shard: VocabShard, *shape: Any, **kwargs: Any) -> Any:
     full = [shard.numel() // max(known, 1) if n == -1 else n for n in shape]
     if full[-1] != shard.total:
         return NotImplemented
-    return _like(shard, shard.part.reshape(*full[:-1], shard.part.shape[-1]), len(full) - 1)
+    return shard.like(shard.part.reshape(*full[:-1], shard.part.shape[-1]), len(full) - 1)
 
 
 def _flatten(func: Any, shard: VocabShard, start_dim: int = 0, end_dim: int = -1) -> Any:
     if not _at_end(shard) or end_dim % shard.ndim == shard.ndim - 1:
         return NotImplemented
     part = shard.part.flatten(start_dim, end_dim)
-    return _like(shard, part, part.ndim - 1)
+    return shard.like(part, part.ndim - 1)
 
 
 def _index(func: Any, shard: VocabShard, index: Any) -> Any:
@@ -141,13 +88,13 @@ def _index(func: Any, shard: VocabShard, index: Any) -> Any:
     if touches and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
         return NotImplemented
     part = shard.part[index]
-    return _like(shard, part, part.ndim - 1)
+    return shard.like(part, part.ndim - 1)
 
 
 def _transpose(func: Any, shard: VocabShard, first: int, second: int) -> Any:
     first, second = first % shard.ndim, second % shard.ndim
     along = {first: second, second: first}.get(shard.along, shard.along)
-    return _like(shard, shard.part.transpose(first, second), along)
+    return shard.like(shard.part.transpose(first, second), along)
 
 
 def _matrix_transpose(func: Any, shard: VocabShard) -> Any:
@@ -156,7 +103,7 @@ def _matrix_transpose(func: Any, shard: VocabShard) -> Any:
 
 def _permute(func: Any, shard: VocabShard, *dims: Any) -> Any:
     order = [dim % shard.ndim for dim in (dims[0] if isinstance(dims[0], tuple | list) else dims)]
-    return _like(shard, shard.part.permute(order), order.index(shard.along))
+    return shard.like(shard.part.permute(order), order.index(shard.along))
 
 
 def _cross_entropy(
@@ -195,22 +142,6 @@ def _cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
-_OF_WRAPPER: set[Any] = {
-    *_getters(
-        "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "is_cpu"
-    ),
-    *_getters("itemsize", "nbytes"),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point),
-    *(Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.ndimension, torch.numel),
-    *(torch.is_floating_point, torch.is_complex, Tensor.__hash__),
-}
-
-_OF_PART: set[Any] = {*_getters("requires_grad", "grad_fn", "is_leaf")}
-
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys(
@@ -237,5 +168,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _index,
     **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.swapaxes], _transpose),
     **dict.fromkeys([Tensor.permute, torch.permute], _permute),
-    next(iter(_getters("mT"))): _matrix_transpose,
+    getattr(Tensor, "mT").__get__: _matrix_transpose,  # noqa: B009  mypy takes it for a tensor
 }

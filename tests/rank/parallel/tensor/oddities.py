@@ -10,6 +10,8 @@ from models_zoo import HEADS, VOCAB, WIDTH, hf_gpt2, hf_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.rank.models.gpt import Block
+
 
 def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
     """`model` under peft's adapters, none of them zero."""
@@ -181,6 +183,13 @@ class Translator(nn.Module):
         memory = self.encoder(a, src_key_padding_mask=padding)
         y = self.decoder(b, memory, tgt_mask=mask, memory_key_padding_mask=padding)
         return self.head(y if self.batch_first else y.transpose(0, 1))
+
+
+class Halving(Block):
+    """Leaves out every other position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, ::2]
 
 
 class Looks(nn.Module):

@@ -99,6 +99,9 @@ def refusals(world: Any) -> dict[str, str]:
     tensor_parallel(by_hand, axes)
     plain = ZOO["gpt"].build()
     tensor_parallel(plain, axes)
+    halving = ZOO["gpt"].build()
+    halving.blocks[1].__class__ = odd.Halving  # type: ignore[union-attr]
+    tensor_parallel(halving, axes)
     return {
         "hidden": said(lambda: hidden(x)),
         "by hand": said(lambda: by_hand(x)),
@@ -108,7 +111,7 @@ def refusals(world: Any) -> dict[str, str]:
         "replaced": said(lambda: tensor_parallel(replaced, axes)),
         "in place": said(lambda: logits.masked_fill_(IDS[..., None] == 0, 0.0)),
         "no positions": said(lambda: plain.blocks[0](x[0])),
-        "changed positions": said(lambda: plain.blocks[1](torch.randn(2, 5, WIDTH))),
+        "changed positions": said(lambda: halving(IDS)),
     }
 
 
@@ -123,4 +126,4 @@ def test_refusals() -> None:
     assert "replaced on the object itself" in answers["replaced"]
     assert "masked_fill_" in answers["in place"]
     assert "found (6, 32)" in answers["no positions"]
-    assert "positions" in answers["changed positions"]
+    assert "(3, 4, 32), from (3, 8, 32) of 16 positions" in answers["changed positions"]

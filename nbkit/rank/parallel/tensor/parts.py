@@ -1,0 +1,117 @@
+"""A tensor of which every rank of a group holds a part, and which looks like the whole.
+
+`shape` and `size()` are those of the whole, so that code written for one process runs on it. What a subclass knows how
+to do in parts stays in parts. Anything else gathers the whole first, with the right gradient: always right, at the
+price of an all-gather, which every rank of the group makes since every rank runs the same code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from nbkit.errors import TrainingError
+from nbkit.layout import bounds
+from nbkit.rank.parallel.tensor.regions import gather_from
+
+__all__ = ["InParts"]
+
+
+class InParts(Tensor):
+    """Spread over `group` along the dim `along`.
+
+    part: this rank's, an ordinary tensor with its graph. total: length of the whole along that dim.
+    """
+
+    part: Tensor
+    group: dist.ProcessGroup
+    total: int
+    along: int
+
+    called: ClassVar[str] = "tensor"
+    way_out: ClassVar[str] = ""
+    """For errors: what it is to the user, and how to do what it cannot."""
+
+    @staticmethod
+    def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int) -> Self:
+        along %= part.ndim
+        shape = [total if dim == along else length for dim, length in enumerate(part.shape)]
+        itself: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)  # type: ignore[attr-defined]
+        itself.part, itself.group, itself.total, itself.along = part, group, total, along
+        return itself
+
+    def like(self, part: Tensor, along: int | None = None) -> Self:
+        """Another one, spread in the same way."""
+        return type(self)(part, self.group, self.total, self.along if along is None else along)
+
+    def gathered(self) -> Tensor:
+        """The whole, the same on every rank. Collective over the group."""
+        return gather_from(self.part, self.group, self.along, self.total)
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` gives in parts; NotImplemented when it takes the whole."""
+        return NotImplemented
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        start, stop = bounds(self.total, self.group.size(), self.group.rank())
+        kind = type(self).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, holds {start}:{stop} of dim {self.along})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_WRAPPER:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _OF_PART:
+            return func(args[0].part)
+        answer = cls.answer(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        name = getattr(func, "__name__", "")
+        if name in _REFUSED or (name.endswith("_") and not name.endswith("__")):
+            cls._refuse(name)
+        whole = tree_map_only(InParts, lambda x: x.gathered(), (list(args), kwargs))
+        return func(*whole[0], **whole[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls._refuse(str(func))
+
+    @classmethod
+    def _refuse(cls, name: str) -> NoReturn:
+        raise TrainingError(
+            f"The {cls.called} lie in parts on the ranks of the tensor axis, and this would reach one part only.",
+            numbers=f"operation {name}",
+            hint=cls.way_out,
+        )
+
+
+_REFUSED = {"__setitem__", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_OF_WRAPPER: set[Any] = {
+    *_getters(
+        "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "is_cpu"
+    ),
+    *_getters("itemsize", "nbytes"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point),
+    *(Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.ndimension, torch.numel),
+    *(torch.is_floating_point, torch.is_complex, Tensor.__hash__),
+}
+
+_OF_PART: set[Any] = {*_getters("requires_grad", "grad_fn", "is_leaf")}
