@@ -152,14 +152,14 @@ def test_what_is_sent_is_what_the_literature_says() -> None:
 
 
 class Skipping(nn.Module):
-    """A model's own code between its blocks: positions in each, a skip, and a pooling over them at the end."""
+    """A model's own code between its blocks: positions in each, a learned skip, a mean over the past, scaled logits."""
 
     def __init__(self) -> None:
         super().__init__()
         inner = ZOO["gpt"].build()
         self.tokens, self.positions, self.blocks, self.norm = inner.tokens, inner.positions, inner.blocks, inner.norm
         self.mix = nn.Parameter(torch.tensor([0.3, 0.7]))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head, self.scale = nn.Linear(WIDTH, VOCAB), nn.Parameter(torch.tensor(0.8))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = first = self.tokens(ids) * WIDTH**0.5
@@ -167,7 +167,7 @@ class Skipping(nn.Module):
         for block in self.blocks:
             x = self.mix[0] * block(x + places) + self.mix[1] * first
         x = self.norm(x)
-        return self.head(x - x.cumsum(1) / x.shape[1])
+        return self.head(x - x.cumsum(1) / x.shape[1]) * self.scale
 
 
 class Bare(nn.Module):
