@@ -29,6 +29,7 @@ from nbkit.layout import bounds
 from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.extent import extent
 from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.tensor.parts import whole
 from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, gather_seq, split_to
 
 __all__ = ["ContextSplit", "context_parallel"]
@@ -193,8 +194,8 @@ class _Spread:
     def _placed(self, carried: bool, name: str, value: Any, hidden: Tensor, total: int) -> Any:
         """An argument as the block on a part of the positions takes it."""
         if carried:
-            return tree_map_only(Tensor, lambda x: split_to(x, self.group, 1), value) if self.first else value
-        return tree_map_only(Tensor, lambda x: self._beside(name.lower(), x, hidden, total), value)
+            return tree_map_only(Tensor, lambda x: split_to(whole(x), self.group, 1), value) if self.first else value
+        return tree_map_only(Tensor, lambda x: self._beside(name.lower(), whole(x), hidden, total), value)
 
     def _beside(self, name: str, x: Tensor, hidden: Tensor, total: int) -> Tensor:
         dim = None if any(word in name for word in _MASKS) else _dim_of_positions(name, x, hidden, total)
@@ -203,7 +204,7 @@ class _Spread:
         return copy_to(x, self.group) if x.requires_grad else x
 
     def _joined(self, part: int, total: int, x: Tensor) -> Tensor:
-        return gather_from(x, self.group, 1, total) if x.ndim > 2 and x.shape[1] == part else x
+        return gather_from(whole(x), self.group, 1, total) if x.ndim > 2 and x.shape[1] == part else x
 
     def _refusal(self, what: str, numbers: str, total: int | None) -> StrategyError:
         counted = f"{total} positions over cp={self.group.size()}" if total is not None else f"cp={self.group.size()}"

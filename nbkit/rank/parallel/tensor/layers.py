@@ -24,6 +24,7 @@ from nbkit.rank.parallel.tensor.attention import Looked
 from nbkit.rank.parallel.tensor.heads import Heads
 from nbkit.rank.parallel.tensor.kinds import core, feature_dims
 from nbkit.rank.parallel.tensor.link import Link, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.parts import whole
 from nbkit.rank.parallel.tensor.positions import PositionShard, for_parts
 from nbkit.rank.parallel.tensor.regions import gather_from, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.vocab import VocabShard
@@ -83,7 +84,7 @@ class SplitRow(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         total = x.shape[-1]
-        x = x.gathered() if isinstance(x, PositionShard) else x
+        x = whole(x)
         with extent("feature", self._team.bounds(total)[0], total):
             partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
         y = reduce_from(partial, self._team.group)

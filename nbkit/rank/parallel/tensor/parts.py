@@ -18,7 +18,7 @@ from nbkit.errors import TrainingError
 from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.regions import gather_from
 
-__all__ = ["InParts"]
+__all__ = ["InParts", "whole"]
 
 
 class InParts(Tensor):
@@ -79,8 +79,8 @@ class InParts(Tensor):
         name = getattr(func, "__name__", "")
         if name in _REFUSED or (name.endswith("_") and not name.endswith("__")):
             cls._refuse(name)
-        whole = tree_map_only(InParts, lambda x: x.gathered(), (list(args), kwargs))
-        return func(*whole[0], **whole[1])
+        plain_args, plain_kwargs = tree_map_only(InParts, whole, (list(args), kwargs))
+        return func(*plain_args, **plain_kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -95,6 +95,11 @@ class InParts(Tensor):
             numbers=f"operation {name}",
             hint=cls.way_out,
         )
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x`, gathered where it lies in parts."""
+    return x.gathered() if isinstance(x, InParts) else x
 
 
 _REFUSED = {"__setitem__", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}

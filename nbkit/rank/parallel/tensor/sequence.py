@@ -20,6 +20,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.extent import extent
 from nbkit.rank.parallel.tensor.kinds import is_linear, is_packed_attention
 from nbkit.rank.parallel.tensor.link import Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.parts import whole
 from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.positions import PositionShard, positions_of
 
@@ -49,9 +50,7 @@ class Block(nn.Module):
         part, total = positions_of(hidden, team.group)
 
         def change(x: Tensor) -> Tensor:
-            if x is hidden:
-                return part
-            return x.gathered() if isinstance(x, PositionShard) else x
+            return part if x is hidden else whole(x)
 
         args = tuple(mapped(arg, change) for arg in args)
         kwargs = {key: mapped(value, change) for key, value in kwargs.items()}
