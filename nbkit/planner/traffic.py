@@ -148,7 +148,8 @@ class _Step:
             yield Traffic("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
         if self.sequence_parallel:
             yield self._sum_of_parts("tp")
-            yield from self._outside()
+            if self.facts.vocab is not None:
+                yield from self._outside()
 
     def _outside(self) -> Iterator[Traffic]:
         """Gradients of what is whole on every rank along tp and used before the first block or behind the last."""

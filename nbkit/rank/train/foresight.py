@@ -6,7 +6,7 @@ states, and is known of a chain of transformer blocks (an attention and an MLP e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from nbkit.rank.parallel.census import Census
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.tensor.choose import plan_of
-from nbkit.rank.parallel.tensor.layers import Block
+from nbkit.rank.parallel.tensor.sequence import Block
 from nbkit.rank.parallel.tensor.split import parts_of
 from nbkit.rank.train.holdings import bytes_per_element
 from nbkit.strategy import Strategy
@@ -102,25 +102,20 @@ class Foresight:
         for rank in ranks:
             at = tuple(mesh.index(rank).values())
             if at not in known:
-                terms = {
-                    split: per_step(
-                        weights,
-                        facts,
-                        strategy,
-                        rank,
-                        cuts=cuts,
-                        each=each,
-                        hidden=size,
-                        accumulation=accumulation,
-                        sequence_parallel=split,
-                    )
-                    for split in {sequence, False}
-                }
-                # Where a stage begins and ends all positions are there: what crosses to another has them all.
-                known[at] = [term for term in terms[sequence] if term.axis != "pp"]
-                known[at] += [term for term in terms[False] if term.axis == "pp"]
+                terms = per_step(
+                    weights,
+                    facts,
+                    strategy,
+                    rank,
+                    cuts=cuts,
+                    each=each,
+                    hidden=size,
+                    accumulation=accumulation,
+                    sequence_parallel=sequence,
+                )
+                known[at] = list(terms)
                 if strategy.tp > 1:
-                    known[at] = _as_issued(known[at], strategy, facts, rank, size, accumulation, sequence)
+                    known[at] = _as_issued(terms, strategy, facts, rank, size, accumulation, sequence)
             found.append(known[at])
         return found
 
@@ -187,24 +182,26 @@ class Foresight:
 
 
 def _as_issued(
-    terms: list[Traffic], strategy: Strategy, facts: Facts, rank: int, size: int, accumulation: int, sequence: bool
+    terms: Sequence[Traffic], strategy: Strategy, facts: Facts, rank: int, size: int, accumulation: int, sequence: bool
 ) -> list[Traffic]:
-    """The ends of a tensor-parallel model as nbkit has them, in place of the literature's.
+    """The ends of a tensor-parallel model as nbkit has them, where that is not the literature's way.
 
-    Embedding and head see all positions, also under cp, and sum over tp by all-reduces; what is split in positions is
-    split where a stage's blocks begin (all-gathered in the backward pass) and gathered where they end.
+    Under cp, embedding and head see all positions, and sum over tp by all-reduces. Positions of a model without a
+    vocabulary are split before the first block (all-gathered in the backward pass) and gathered behind the last.
     """
-    tp, micros = strategy.tp, strategy.microbatches or accumulation
-    start, stop = bounds(facts.batch or 0, strategy.dp, strategy.mesh.index(rank)["dp"])
+    tp, micros, at = strategy.tp, strategy.microbatches or accumulation, strategy.mesh.index(rank)
+    start, stop = bounds(facts.batch or 0, strategy.dp, at["dp"])
     hidden = (stop - start) * (facts.sequence or 0) * (facts.width or 0) * size
-    ends = {term.what for term in terms if term.axis == "tp"} & {"embedding", "head"}
-    found = [term for term in terms if term.axis != "tp" or term.what not in ends]
     # The loss needs the largest logit first, then both sums at once.
-    found = [replace(term, calls=2 * micros) if term.what == "loss" else term for term in found]
-    found += [Traffic("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
-    if sequence:
-        stages = len(ranks_of_stages(strategy)) // strategy.pp
-        found.append(Traffic("tp", "all_gather", tp, 2 * micros * stages, 2 * hidden * stages, "ends of the blocks"))
+    found = [replace(term, calls=2 * micros) if term.what == "loss" else term for term in terms]
+    if not sequence:
+        ends = {term.what for term in terms if term.axis == "tp"} & {"embedding", "head"}
+        found = [term for term in found if term.axis != "tp" or term.what not in ends]
+        found += [Traffic("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
+    elif facts.vocab is None:
+        stages = ranks_of_stages(strategy)
+        ends_here = (stages[0] == at["pp"]) + (stages[-1] == at["pp"])
+        found.append(Traffic("tp", "all_gather", tp, micros * ends_here, hidden * ends_here, "ends of the blocks"))
     return found
 
 
