@@ -36,9 +36,9 @@ def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
         for _, new in list(pairwise(route))[: 8 if settings.quick else None]:
             said.append(ranks.ask("switch", strategy=new)[0])
     exact = sum(one["bytes"][0] == one["bytes"][1] for one in said)
-    foretold, measured = ([one["seconds"][which] for one in said] for which in (0, 1))
+    known = [one["seconds"] for one in said if one["seconds"][0] is not None]
+    foretold, measured = ([seconds[which] for seconds in known] for which in (0, 1))
     errors = [abs(a / b - 1) for a, b in zip(foretold, measured, strict=True)]
-    first = said[0]["seconds"]
     return [
         Row(
             f"bytes of a switch, foretold / measured, {len(said)} pairs, {RANKS} ranks",
@@ -51,7 +51,7 @@ def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
         ),
         Row(
             f"pause of a switch, foretold beside measured, {len(said)} switches, {RANKS} ranks",
-            f"off by {median(errors):.0%} (median); the very first {first[0] * 1e3:.0f} ms for {first[1] * 1e3:.0f} ms",
+            f"off by {median(errors):.0%} (median); {len(said) - len(known)} shown as unknown, the very first",
             "measured",
             f"{median(a / b for a, b in zip(foretold, measured, strict=True)):.2f}",
             "",
@@ -72,7 +72,7 @@ def _steps(settings: Settings, size: dict[str, int]) -> Row:
     told = ", ".join(f"{name} {foretold * 1e3:.0f} for {measured * 1e3:.0f} ms" for name, foretold, measured in known)
     return Row(
         f"seconds of a step of a strategy that has not run, {STEPS_ON} ranks, from {FIRST}",
-        (f"off by {median(errors):.0%} (median): {told}" if known else "")
+        (f"off by {median(errors):.0%} (median): {told}; " if known else "")
         + (f"{len(found) - len(known)} of {len(found)} shown as unknown" if len(known) < len(found) else ""),
         "measured",
         "",

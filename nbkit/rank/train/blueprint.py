@@ -49,7 +49,7 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 class Blueprint:
     """Made once per job; `first` gives the side it starts with, `side` one for every later strategy.
 
-    link: between the ranks, None in a world of one. first_s: seconds that the first side took to build.
+    link: between the ranks, None in a world of one.
     """
 
     def __init__(
@@ -102,14 +102,11 @@ class Blueprint:
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self.link = link_of(device)
-        self.first_s = 0.0
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
-        began = time.perf_counter()
         own = None if self.shells else self.module
         side, optimizer = self.side(strategy, self.connect(strategy), own=own)
-        self.first_s = time.perf_counter() - began
         if self.shells:
             agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
             side.data.refresh()

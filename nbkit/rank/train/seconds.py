@@ -19,6 +19,7 @@ __all__ = ["measured_step", "predicted_pause", "predicted_step"]
 
 _STEPS = 20
 _SWITCHES = 12  # the newest that a prediction follows
+_OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
@@ -31,11 +32,11 @@ def measured_step(job: Job, strategy: Strategy) -> float | None:
 def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
     """Seconds without a step: what building a side takes, and the bytes over the measured link.
 
-    Both follow the switches that the job has made; before the first, the side it began with was built too. None where
-    no link was measured.
+    Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
+    where no link was measured.
     """
-    link, made = job.blueprint.link, job.switches[-_SWITCHES:]
-    if link is None:
+    link, made = job.blueprint.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
+    if link is None or not made:
         return None
     moving = _moving(job, flow)
     ratios = []
@@ -43,13 +44,13 @@ def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) ->
         then = census.flow(*(Strategy.parse(text, job.world_size) for text in (switched.old, switched.new)))
         if (modelled := _moving(job, then)) > 0:
             ratios.append((switched.pause_s - switched.prepare_s) / modelled)
-    return _building(job, strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
+    return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
 
 
 def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | None:
     """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
 
-    That is so on ranks that share their cores: there a rank's seconds hang on what the others do meanwhile.
+    That is so on ranks whose cores are not theirs alone: there a rank's seconds hang on what others do meanwhile.
     """
     link, now = job.blueprint.link, job.strategy
     if link is None or link.crowded or job.setup.compile:
@@ -66,11 +67,10 @@ def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | Non
     )
 
 
-def _building(job: Job, strategy: Strategy, made: Sequence[Switched]) -> float:
-    """Seconds before anything moves: as it was for this strategy, else for others, else for the first side."""
+def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
+    """Seconds before anything moves: as it was for this strategy, else for others."""
     same = [switched.prepare_s for switched in made if switched.new == str(strategy)]
-    others = [switched.prepare_s for switched in made]
-    return statistics.median(same or others or [job.blueprint.first_s])
+    return statistics.median(same or [switched.prepare_s for switched in made])
 
 
 def _moving(job: Job, flow: Flow) -> float:
@@ -81,7 +81,15 @@ def _moving(job: Job, flow: Flow) -> float:
 
 
 def _parts(job: Job) -> Mapping[str, float]:
-    """Median seconds of each part of rank 0's last steps under the strategy in force."""
+    """Median seconds of each part of rank 0's last steps under the strategy in force.
+
+    {} before there are any, and where somebody else computes on this rank's cores: there no second is worth a second.
+    """
     text = str(job.strategy)
-    records = [one.parts for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
-    return {part: statistics.median(one.get(part, 0.0) for one in records) for part in _PARTS} if records else {}
+    records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
+    if not records:
+        return {}
+    parts = {part: statistics.median(one.parts.get(part, 0.0) for one in records) for part in _PARTS}
+    cpu = statistics.median(one.cpu_seconds for one in records)
+    alone = job.device.type != "cpu" or cpu >= _OWN_CORES * (parts["compute"] + parts["optimizer"])
+    return parts if alone else {}
