@@ -6,6 +6,7 @@ with Ranks("wire_worker", 4, width=384) as ranks:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -102,6 +103,7 @@ def _be(module: str, rank: int, num: int, port: int, folder: str, setup: dict[st
         MASTER_PORT=str(port),
     )
     os.chdir(folder)
+    gc.freeze()  # as in the ranks of a cluster: what was imported before is no matter of collections
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         try:

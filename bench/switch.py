@@ -1,8 +1,9 @@
-"""Every switch between eight strategies, as a user makes it: Trainer.switch on a job that has trained, a step between.
+"""Every switch between eight strategies: asked for from outside while it trains, and by Trainer.switch between steps.
 
-The tour goes through each ordered pair once. The lower bound is counted on flags of elements, from what the ranks hold
-before and after, and knows nothing of the plan. Bytes are those of the network interface in a private namespace, less
-the traffic of barriers around nothing; they include all that a switch says besides the state.
+Asked for while it trains, plan and module are made beside the training; the pause is what is left. Each has a tour of
+its own, which goes through each ordered pair once. The lower bound is counted on flags of elements, from what the ranks
+hold before and after, and knows nothing of the plan. Bytes are those of the network interface in a private namespace,
+less the traffic of barriers around nothing; they include all that a switch says besides the state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Holding = dict[str, Layout]
 @dataclass(frozen=True)
 class Visit:
     """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
-    pause, before anything moves."""
+    pause, before anything moves; beside: made ready while the old side trained, no part of the pause."""
 
     old: str
     new: str
@@ -40,6 +41,7 @@ class Visit:
     wire: int
     pause: float
     prepare: float
+    beside: float
     raw: float
     identical: bool
 
@@ -56,12 +58,13 @@ def run(settings: Settings) -> list[Row]:
         return [skipped("bytes of a switch", "lower bound", "no private network namespace here")]
     rows = []
     for ranks in settings.sizes(RANKS):
-        rows += _rows(ranks, visits(settings, ranks))
+        clicked, called = (visits(settings, ranks, how) for how in ("click", "switch"))
+        rows += _rows(ranks, clicked, called)
     return rows
 
 
-def visits(settings: Settings, ranks: int) -> list[Visit]:
-    """Every ordered pair once; each strategy has been there before."""
+def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
+    """Every ordered pair once; each strategy has been there before. how: the method of switch_ranks that switches."""
     size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
     found, held = [], {}
     with Ranks("switch_ranks", ranks, folder=settings.folder, **size) as job:
@@ -71,17 +74,15 @@ def visits(settings: Settings, ranks: int) -> list[Visit]:
             job.ask("step")
             held[strategy] = job.ask("holding")
         for old, new in pairwise(route):
-            said = job.ask("switch", strategy=new)
+            said = job.ask(how, strategy=new)
             plan = Plan.of(held[old], held[new], dict.fromkeys({key for one in held[old] for key in one}, 4))
             raw = max(job.ask("exchange", pairs=plan.pairs))
             job.ask("step")
             first = said[0]
-            pause = max(one["pause"] for one in said)
-            prepare = max(one["prepare"] for one in said)
+            seconds = [max(one[name] for one in said) for name in ("pause", "prepare", "beside")]
             same = all(one["identical"] for one in said)
-            found.append(
-                Visit(old, new, _bound(held[old], held[new]), first["moved"], first["wire"], pause, prepare, raw, same)
-            )
+            bound = _bound(held[old], held[new])
+            found.append(Visit(old, new, bound, first["moved"], first["wire"], *seconds, raw, same))
     return found
 
 
@@ -114,16 +115,14 @@ def _lack(before: Layout | None, after: Layout) -> int:
     return int(np.count_nonzero(flags)) * 4
 
 
-def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
-    moving, still = [one for one in measured if one.bound], [one for one in measured if not one.bound]
-    of = f"{len(measured)} pairs of strategies, {ranks} ranks"
+def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
+    measured = clicked + called
+    moving, still = [one for one in measured if one.bound], [one for one in clicked if not one.bound]
+    of = f"{len(clicked)} pairs of strategies, asked for while it trains and between steps, {ranks} ranks"
     above = [one.wire - BYTES_FACTOR * one.bound - BYTES_PER_RANK * ranks for one in measured]
     factors = sorted(one.wire / one.bound for one in moving)
     planned = all(one.moved == one.bound for one in measured)
-    late = [one.pause - PAUSE_FACTOR * one.raw - PAUSE_SECONDS for one in moving]
-    slow = max(moving, key=lambda one: one.pause - PAUSE_FACTOR * one.raw)
     said = [one.wire - one.bound for one in measured]
-    pause, prepare = (float(np.median([getattr(one, name) for one in moving])) for name in ("pause", "prepare"))
     return [
         Row(
             f"wire bytes of a switch, {of}",
@@ -138,7 +137,7 @@ def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
             {"wire": [float(one.wire) for one in measured], "bound": [float(one.bound) for one in measured]},
         ),
         Row(
-            f"the {len(still)} of them that need nothing, wire bytes and pause",
+            f"the {len(still)} of them that need nothing, asked for while it trains, wire bytes and pause",
             f"at most {max(one.wire for one in still) / ranks / 1024:.0f} KB per rank; "
             f"slowest {max(one.pause for one in still) * 1e3:.0f} ms",
             "nothing",
@@ -149,18 +148,8 @@ def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
             and max(one.pause for one in still) <= PAUSE_SECONDS,
             {"wire": [float(one.wire) for one in still], "pause": [one.pause for one in still]},
         ),
-        Row(
-            f"pause of a switch, the {len(moving)} that move bytes, {ranks} ranks",
-            f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause * 1e3:.0f} ms, of it "
-            f"{prepare * 1e3:.0f} ms before anything moves; slowest beside its bar "
-            f"{slow.old} -> {slow.new}: {slow.pause * 1e3:.0f} ms",
-            f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
-            f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
-            "",
-            f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",
-            max(late) <= 0,
-            {name: [getattr(one, name) for one in moving] for name in ("pause", "prepare", "raw")},
-        ),
+        _pause(f"asked for while it trains, {ranks} ranks", [one for one in clicked if one.bound]),
+        _pause(f"called between two steps, {ranks} ranks", [one for one in called if one.bound]),
         Row(
             f"state identical after a switch, {of}",
             f"{sum(one.identical for one in measured)}/{len(measured)}",
@@ -171,3 +160,22 @@ def _rows(ranks: int, measured: list[Visit]) -> list[Row]:
             all(one.identical for one in measured),
         ),
     ]
+
+
+def _pause(of: str, moving: list[Visit]) -> Row:
+    late = [one.pause - PAUSE_FACTOR * one.raw - PAUSE_SECONDS for one in moving]
+    slow = moving[late.index(max(late))]
+    names = ("pause", "prepare", "beside")
+    pause, prepare, beside = (float(np.median([getattr(one, name) for one in moving])) * 1e3 for name in names)
+    return Row(
+        f"pause of a switch, the {len(moving)} that move bytes, {of}",
+        f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, of it {prepare:.0f} ms "
+        f"before anything moves, {beside:.0f} ms beside the training; slowest beside its bar {slow.old} -> {slow.new}: "
+        f"{slow.pause * 1e3:.0f} ms",
+        f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
+        f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
+        "",
+        f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",
+        max(late) <= 0,
+        {name: [getattr(one, name) for one in moving] for name in (*names, "raw")},
+    )

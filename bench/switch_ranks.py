@@ -6,6 +6,9 @@ import gc
 import os
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -16,9 +19,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from bench.jobs import config, trainer
 from bench.loopback import measured
 from bench.stored import stored
+from nbkit.bridge.controls import Control, Controls
+from nbkit.errors import Stopped
 from nbkit.layout import Layout
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak
-from nbkit.rank.train import blueprint, holdings
+from nbkit.rank.train import blueprint, boundary, holdings
 
 
 class Worker:
@@ -30,25 +35,56 @@ class Worker:
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)
+        self.controls = Controls()
 
     def switch(self, strategy: str) -> dict[str, Any]:
-        """What Trainer.switch says of a switch, and what the network saw of it."""
+        """What Trainer.switch says of a switch between two steps, and what the network saw of it."""
+        return self._watched(lambda act: act(lambda: self.job.switch(strategy)))
+
+    def click(self, strategy: str) -> dict[str, Any]:
+        """The same, asked for by another thread while it trains, as a notebook does."""
+        asked = Control(strategy, "switch", {"strategy": strategy})
+        self.controls.verdicts.clear()
+
+        def follow(trainer: Any, record: dict[str, Any]) -> None:
+            if record["step"] == first:
+                number = boundary.inbox.acted + 1
+                Thread(target=boundary.inbox.post, args=(number, "control", asked)).start()
+            elif self.controls.verdicts:
+                raise Stopped("the switch has happened, at the same step on every rank")
+
+        def train(act: Callable[[Callable[[], object]], None]) -> None:
+            boundary.handlers["control"] = lambda control: act(lambda: self.controls.serve(control))
+            with suppress(Stopped):
+                self.job.fit(10_000)
+
+        first, self.job._callbacks = self.job.step + 1, (follow,)
+        found = self._watched(train)
+        self.job._callbacks = ()
+        return found
+
+    def _watched(self, run: Callable[[Callable[[Callable[[], object]], None]], object]) -> dict[str, Any]:
+        """run: calls what it is given with the switch itself."""
         # What a step, a load or an earlier switch left behind is not the switch's.
         gc.collect()
         _, idle = measured(lambda: None)
-        now = bytes_held()[0]
-        reset_peak()
-        said = []
-        _, wire = measured(lambda: said.append(self.job.switch(strategy)))
-        peak = bytes_held()[1]
-        done = said[0]
+        seen: dict[str, int] = {}
+
+        def act(switch: Callable[[], object]) -> None:
+            now = bytes_held()[0]
+            reset_peak()
+            seen["wire"] = measured(switch)[1] - idle
+            seen["extra"] = bytes_held()[1] - now
+
+        run(act)
+        done = self.job.job.switches[-1]
         return {
-            "wire": wire - idle,
+            **seen,
             "moved": done.moved_bytes,
+            "beside": done.beside_s,
             "prepare": done.prepare_s,
             "pause": done.pause_s,
             "identical": done.identical,
-            "extra": peak - now,
             "holds": sum(tensor.nbytes for tensor, _ in self._state().values()),
         }
 

@@ -115,6 +115,9 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
         job.feed.recut()
         if not keep:
             left.data.close()
+            # The sides are full of cycles, and the next steps want the old one's memory.
+            del left, before, prepared
+            gc.collect()
         event = Switched(
             job.step,
             old=str(old),
@@ -128,10 +131,6 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
         )
         job.switches.append(event)
     job.ledger.emit(event)
-    if not keep:
-        # The sides are full of cycles, and the next steps want the old one's memory.
-        del left, before, prepared
-        gc.collect()
     return event
 
 
