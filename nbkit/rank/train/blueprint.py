@@ -143,16 +143,15 @@ class Blueprint:
         return side, optimizer
 
     def connect(self, strategy: Strategy) -> Connections:
-        """The groups of `strategy`. Collective. Warns of what runs, and is good to know.
+        """The groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
 
         Raises StrategyError or TrainingError, before that and on every rank alike, for what it cannot split.
         """
-        if strategy.zero or strategy.tp > 1:
-            self.template.check_elementwise(str(strategy))
-        warn_of(self.skeleton, strategy, self.wishes)
-        outline = self.outlines.of(strategy)
         if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, outline, self.rank)
+            if strategy.zero or strategy.tp > 1:
+                self.template.check_elementwise(str(strategy))
+            warn_of(self.skeleton, strategy, self.wishes)
+            self._connected[strategy] = connect(strategy, self.outlines.of(strategy), self.rank)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
         meet(self._connected[strategy].edges, self.device)
         return self._connected[strategy]
