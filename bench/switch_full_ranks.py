@@ -20,18 +20,18 @@ CPU = torch.device("cpu")
 
 
 class Worker:
-    """A job of a GPT that has made its first step."""
+    """A job of a GPT that has made its first steps."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
         setattr(blueprint, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
-        self.job.fit(1)
+        self.step()
 
     def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
         """One switch where a limit is set of which what this rank holds is the part `full`.
 
         fails_after: the last rank is refused memory when that part of the new side has got it. held: bytes of the
-        larger side; most: at the peak, without what is no tensor of a side; loss: of the next step.
+        larger side; most: at the peak, without what is no tensor of a side; loss: of the step after it.
         """
         gc.collect()
         trim(CPU)
@@ -60,7 +60,10 @@ class Worker:
 
     def step(self) -> float:
         """One step; its loss."""
-        return float(self.job.fit(1)[-1]["loss"])
+        loss = float(self.job.fit(1)[-1]["loss"])
+        for bucket in _buckets(self.job.job.side.data):
+            bucket.zero_()  # made anew after the first step: memory that nobody has touched would not count
+        return loss
 
     def _held(self) -> int:
         """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
