@@ -29,8 +29,10 @@ def run(settings: Settings) -> list[Row]:
     if not ranks:
         return []
     with Ranks("switch_full_ranks", ranks[0], folder=settings.folder, start=TOUR[0], **SIZE) as asked:
-        losses, done, back = [], {}, {}
-        for old, new in pairwise(TOUR):
+        losses: list[float] = []
+        done: dict[str, list[dict[str, Any]]] = {}
+        back: dict[str, list[dict[str, Any]]] = {}
+        for old, new in pairwise(TOUR[:3] if settings.quick else TOUR):
             back[f"{old} → {new}"] = asked.ask("switch", strategy=new, full=FULL, fails_after=HALF)
             done[f"{old} → {new}"] = asked.ask("switch", strategy=new, full=FULL)
             losses += [back[f"{old} → {new}"][0]["loss"], done[f"{old} → {new}"][0]["loss"]]
@@ -59,5 +61,8 @@ def _row(what: str, said: dict[str, list[dict[str, Any]]], sound: bool, apart: f
         "",
         f"≤ {BAR_BYTES >> 20} MB; losses ≤ {BAR_LOSS:g}",
         sound and most <= BAR_BYTES and apart <= BAR_LOSS,
-        {"bytes beyond": beyond, "pause": {name: [one["pause"] for one in every] for name, every in said.items()}},
+        {
+            "bytes beyond": list(beyond.values()),
+            "pause": [max(one["pause"] for one in every) for every in said.values() if every[0]["pause"] is not None],
+        },
     )
