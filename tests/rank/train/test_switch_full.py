@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from test_switch import losses, trainer
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.parallel import inplace as moving
 from nbkit.rank.parallel.gather import ShardedParameters
-from nbkit.rank.parallel.hollow import Filling
+from nbkit.rank.parallel.hollow import Filling, hollow
 from nbkit.rank.parallel.shard import _Replicated
 from nbkit.rank.telemetry.memory import storage_bytes
 from nbkit.rank.train import blueprint, holdings
 from nbkit.rank.train import inplace as switching
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.room import side_bytes
+from nbkit.rank.train.together import news
 from nbkit.rank.train.trainer import Trainer
+from nbkit.strategy import Strategy
 
 THROUGH = ("zero1", "zero3", "tp", "pp microbatches=4", "zero2", "tp", "ddp")
 STEPS = 16
@@ -89,6 +92,35 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(e
         for number, (_, _, counted, said) in enumerate(rank["said"]):
             # Padding of flat parts, canaries, step counters.
             assert said * 0.98 <= counted <= said * 1.05, THROUGH[number]
+
+
+def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
+    """Bytes of all tensors of a side and its optimizer, gradients included: while it is hollow, and built as ever."""
+    job, found = trainer(), {}
+    job.fit(1)
+    memory, inner = news(job.job), job.job.optimizer.inner
+    for text in THROUGH:
+        strategy, sizes = Strategy.parse(text, 2), []
+        connections = job.job.blueprint.connect(strategy)
+        for how in (hollow(), nullcontext()):
+            gc.collect()
+            before = alive()
+            with how:
+                built = job.job.blueprint.side(strategy, connections, like=inner)
+                holdings.allocate(*built, memory.kinds, memory.numbers)
+            sizes.append(alive() - before)
+            del built
+        found[text] = sizes[0], sizes[1]
+    return found
+
+
+def alive() -> int:
+    return storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set())
+
+
+def test_a_hollow_side_takes_no_memory_whatever_its_data_axis() -> None:
+    for found in run_ranks(built_hollow, 2):
+        assert {text: sizes for text, sizes in found.items() if sizes[0] * 50 > sizes[1]} == {}
 
 
 def fails_at_each_stage(world: Any) -> dict[str, Any]:
