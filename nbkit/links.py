@@ -54,11 +54,17 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
 
 
 def slow_link(of: Iterable[Link], step: float, *, at_least: float = 0.05) -> Link | None:
-    """The link that takes `at_least` of a step of `step` seconds, and several times what the next one takes."""
+    """The link that takes `at_least` of a step of `step` seconds, and several times what the next one takes.
+
+    The next one is between two other ranks, since what slows a link mostly slows both of its directions. Where there
+    are only two ranks it is the other direction.
+    """
     every = sorted(of, key=lambda link: -link.seconds)
     if not every or every[0].seconds <= at_least * step:
         return None
-    usual = every[1].seconds if len(every) > 1 else 0.0
+    ends = {every[0].source, every[0].target}
+    others = [link for link in every[1:] if {link.source, link.target} != ends] or every[1:]
+    usual = others[0].seconds if others else 0.0
     return every[0] if every[0].seconds >= _TIMES_THE_REST * usual else None
 
 

@@ -185,7 +185,7 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if late.beside else f"rank {late.rank}"
         return (
             f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
-            f"for {who}, whose {_SPOKEN[late.cause].removeprefix('the ')} takes longer: {_CAUSES[late.cause]}"
+            f"for {who}, {_LONGER[late.cause]}: {_CAUSES[late.cause]}"
         )
     worst = max(share, key=lambda part: share[part])
     if share[worst] < 0.1:
@@ -208,6 +208,13 @@ _SPOKEN = {
     "optimizer": "the optimizer",
     "other": "in none of the measured parts",
     "compute": "compute",
+}
+_LONGER = {
+    "data": "whose waiting for data takes longer",
+    "compute": "whose compute takes longer",
+    "optimizer": "whose optimizer takes longer",
+    "other": "which spends more time outside of the measured parts",
+    "exposed": "whose exposed communication takes longer",
 }
 _ADVICE = {
     "exposed": "try a larger micro-batch",

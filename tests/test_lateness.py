@@ -138,6 +138,10 @@ def test_the_slow_link_is_the_one_that_stands_out() -> None:
     assert slow_link([slow, quick], 1.0) is None  # too little of the step
     assert slow_link([slow, Link(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
     assert slow_link([], 0.1) is None
+    # What slows one direction slows the other.
+    both = [slow, Link(0, 1, 8, 800, DELAY * 0.9)]
+    assert slow_link([*both, Link(1, 2, 8, 800, 2 * MS)], 0.1) == slow
+    assert slow_link([*both, Link(1, 2, 8, 800, DELAY / 2)], 0.1) is None
     bar = Bar(0, 0.1, compute=0.06, bubble=0.04)
     said = reading([bar], slow=slow)
     assert said.startswith("Messages from rank 1 to rank 0 hold the pipeline up for 30 ms of each step (30%): look at")

@@ -89,6 +89,10 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
         *(Bar(rank, 1.0, compute=0.5, waiting=0.5) for rank in range(1, N)),
     ]
     assert "rank 0, whose optimizer takes longer" in reading(slow)
+    slow[0] = Bar(0, 1.0, other=0.5, compute=0.5)
+    assert reading(slow).endswith(
+        "for rank 0, which spends more time outside of the measured parts: look at what only this rank does"
+    )
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
 
 

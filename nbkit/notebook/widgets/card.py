@@ -72,9 +72,10 @@ class LiveCard:
                 time.sleep(0.1)
 
     def _look(self) -> None:
-        folder = self._where()
+        # In this order: the run of a training that begins in between would be the one before.
         if self._feed is None and not self._cluster.training.look().get("training"):
             return
+        folder = self._where()
         if folder is None:
             return
         with self._lock:

@@ -25,24 +25,42 @@ class InParts(Tensor):
     """Spread over `group` along the dim `along`.
 
     part: this rank's, an ordinary tensor with its graph. total: length of the whole along that dim.
+    The object itself has no graph: whoever passes it to autograd past torch's functions is told so.
     """
 
-    part: Tensor
+    _part: Tensor
     group: dist.ProcessGroup
     total: int
     along: int
 
     called: ClassVar[str] = "tensor"
     way_out: ClassVar[str] = ""
-    """For errors: what it is to the user, and how to do what it cannot."""
+    to_gather: ClassVar[str] = ""
+    """For errors: what it is to the user, how to do what it cannot, and what makes it whole."""
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int) -> Self:
         along %= part.ndim
         shape = [total if dim == along else length for dim, length in enumerate(part.shape)]
-        itself: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)  # type: ignore[attr-defined]
-        itself.part, itself.group, itself.total, itself.along = part, group, total, along
+        with_graph = part.requires_grad and torch.is_grad_enabled()
+        itself: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=with_graph
+        )
+        itself._part, itself.group, itself.total, itself.along = part, group, total, along
+        if with_graph:
+            # The gradient goes to the part. One that comes here was made by a torch.autograd.Function.
+            with torch._C.DisableTorchFunctionSubclass():
+                itself.register_hook(lambda _: cls._refuse_function("torch.autograd.Function"))
         return itself
+
+    @property
+    def part(self) -> Tensor:
+        """What this rank holds."""
+        with torch._C.DisableTorchFunctionSubclass():
+            foreign = self.grad_fn
+        if foreign is not None:
+            self._refuse_function(foreign.name())
+        return self._part
 
     def like(self, part: Tensor, along: int | None = None) -> Self:
         """Another one, spread in the same way."""
@@ -77,7 +95,9 @@ class InParts(Tensor):
         if answer is not NotImplemented:
             return answer
         name = getattr(func, "__name__", "")
-        if name in _REFUSED or (name.endswith("_") and not name.endswith("__")):
+        changes = name in _REFUSED or (name.endswith("_") and not name.endswith("__"))
+        # What changes an ordinary tensor may take the whole of the others.
+        if (changes and not _is_plain(args[0] if args else None)) or isinstance(kwargs.get("out"), InParts):
             cls._refuse(name)
         plain_args, plain_kwargs = tree_map_only(InParts, whole, (list(args), kwargs))
         return func(*plain_args, **plain_kwargs)
@@ -96,13 +116,33 @@ class InParts(Tensor):
             hint=cls.way_out,
         )
 
+    @classmethod
+    def _refuse_function(cls, name: str) -> NoReturn:
+        raise TrainingError(
+            f"The {cls.called} lie in parts on the ranks of the tensor axis, and a torch.autograd.Function took them: "
+            "their gradient would be lost.",
+            numbers=name,
+            hint=f"{cls.to_gather} before it, which gathers them; of a checkpoint(...): use_reentrant=False",
+        )
+
 
 def whole(x: Tensor) -> Tensor:
     """`x`, gathered where it lies in parts."""
     return x.gathered() if isinstance(x, InParts) else x
 
 
-_REFUSED = {"__setitem__", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, InParts)
+
+
+_REFUSED = {
+    "__setitem__",
+    "__set__",
+    "register_hook",
+    "retain_grad",
+    "requires_grad_",
+    "register_post_accumulate_grad_hook",
+}
 
 
 def _getters(*names: str) -> set[Any]:

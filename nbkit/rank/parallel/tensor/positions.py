@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.layout import bounds
-from nbkit.rank.parallel.tensor.parts import InParts
-from nbkit.rank.parallel.tensor.regions import copy_to, gather_seq, split_to
+from nbkit.rank.parallel.tensor.parts import InParts, whole
+from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, gather_seq, split_to
 
 __all__ = ["PositionShard", "completed", "for_parts", "give_whole", "positions_of", "sendable"]
 
@@ -33,8 +33,9 @@ class PositionShard(InParts):
     """Hidden states (B, T, ...) whose dim 1 is spread over `group`."""
 
     called, way_out = "positions of the hidden states", "write x = f(x) instead of changing x in place"
+    to_gather = "x = x[...]"
 
-    _whole: tuple[bool, Tensor] | None = None
+    _whole: tuple[bool, Tensor, int] | None = None
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = 1) -> PositionShard:
@@ -42,10 +43,18 @@ class PositionShard(InParts):
 
     def gathered(self) -> Tensor:
         """The whole. Several who need it share one all-gather."""
-        with_graph = torch.is_grad_enabled()
+        with_graph, part = torch.is_grad_enabled(), self.part
         if self._whole is None or self._whole[0] != with_graph:
-            self._whole = with_graph, super().gathered()
+            made = gather_from(part, self.group, self.along, self.total)
+            self._whole = with_graph, made, _version(made)
         return self._whole[1]
+
+    @property
+    def part(self) -> Tensor:
+        """What this rank holds."""
+        if self._whole is not None and _version(self._whole[1]) != self._whole[2]:
+            self._refuse("in place, on a view of them")
+        return super().part
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -55,18 +64,23 @@ class PositionShard(InParts):
         return handler(func, *args, **kwargs)
 
 
+def _version(x: Tensor) -> int:
+    """How often it was changed in place, through views too; nobody counts it of an inference tensor."""
+    return 0 if x.is_inference() else x._version
+
+
 def for_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All positions of `x`, for a computation of which every rank does a part: the parts of the gradient are summed."""
     if isinstance(x, PositionShard):
         return gather_seq(x.part, x.group, x.along, x.total)
-    return copy_to(x, group)
+    return copy_to(whole(x), group)
 
 
 def positions_of(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """(this rank's positions of `x`, how many there are in all), for a computation that treats them one by one."""
     if isinstance(x, PositionShard):
         return x.part, x.total
-    return split_to(x, group, 1), x.shape[1]
+    return split_to(whole(x), group, 1), x.shape[1]
 
 
 def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
@@ -117,6 +131,8 @@ def _together(func: Any, *args: Any, **kwargs: Any) -> Any:
     like = next((arg for arg in args if isinstance(arg, PositionShard)), None)
     if like is None or any(isinstance(value, Tensor) for value in kwargs.values()):
         return NotImplemented
+    if func in _IN_PLACE and args[0] is not like:
+        return NotImplemented  # an ordinary tensor is to have the whole
     parts = [_fitting(arg, like) if isinstance(arg, Tensor) else arg for arg in args]
     if any(part is None for part in parts):
         return NotImplemented
@@ -200,6 +216,7 @@ _ONE = (
 )
 _SEVERAL = ("add", "sub", "mul", "div", "true_divide", "pow", "masked_fill", "where", "maximum", "minimum")
 _SIGNS = ("add", "sub", "mul", "truediv", "pow")
+_IN_PLACE = frozenset(_named(*(f"{name}_" for name in _SEVERAL), *(f"__i{name}__" for name in _SIGNS)))
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named(*_ONE), _unary),

@@ -27,7 +27,7 @@ __all__ = ["VocabShard"]
 class VocabShard(InParts):
     """Logits whose dim `along` (mostly the last) is spread over `group`."""
 
-    called = "logits"
+    called, to_gather = "logits", "logits = logits + 0"
     way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
 
     @staticmethod

@@ -12,7 +12,9 @@ from models_zoo import LENGTH, VOCAB, WIDTH, ZOO
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from nbkit.errors import TrainingError
 from nbkit.layout import bounds
 from nbkit.rank import groups
 from nbkit.rank.parallel.skeleton import skeleton_of
@@ -52,6 +54,50 @@ def dropped(x: Tensor) -> Tensor:
         return F.dropout(x, 0.4)
 
 
+def summed_into(total: Tensor, x: Tensor) -> Tensor:
+    same = total
+    total += x
+    return same
+
+
+def put_into(room: Tensor, x: Tensor) -> Tensor:
+    room[:, 1:] = x
+    return room
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's, of which torch tells nobody that it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * 2, None
+
+
+class Summed(Doubled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad[:, None].expand(ctx.shape), None
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 0].add_(1.0)
+    return x * 1
+
+
+def into_them(x: Tensor) -> Tensor:
+    return torch.add(EACH.detach(), 1, out=x.detach())
+
+
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "positions added": lambda x: x + TABLE,
     "added from the left": lambda x: TABLE[None] + x,
@@ -77,6 +123,9 @@ GATHERING: dict[str, Callable[[Tensor], Tensor]] = {
     "a map": lambda x: F.linear(x, TABLE),
     "a norm over positions": lambda x: F.layer_norm(x, (T, D)),
     "all samples at once": lambda x: x.view(B * T, D) @ TABLE.t(),
+    "added to an ordinary tensor": lambda x: torch.ones(B, T, D, dtype=x.dtype).add_(x),
+    "by its sign": lambda x: summed_into(torch.ones(B, T, D, dtype=x.dtype), x),
+    "put into an ordinary tensor": lambda x: put_into(torch.ones(B, T + 1, D, dtype=x.dtype), x),
 }
 
 
@@ -106,6 +155,40 @@ def ways(world: Any) -> dict[str, Any]:
             worst = worst if got is None else max(worst, float((got - want).abs().max()))
         found[name] = (worst, stays, on_the_way)
     return found
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a function of the user's": (lambda x: Doubled.apply(x, SCALE), "torch.autograd.Function took them"),
+    "one that gathers": (lambda x: Summed.apply(x, SCALE), "torch.autograd.Function took them"),
+    "a checkpoint that detaches": (lambda x: checkpoint(torch.tanh, x, use_reentrant=True), "use_reentrant=False"),
+    "one that gathers again": (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "operation __set__"),
+    "in place through a view": (through_a_view, "write x = f(x) instead"),
+    "given for the result": (into_them, "write x = f(x) instead"),
+}
+
+
+def refused(world: Any) -> dict[str, str]:
+    group = axes_of(world).group("tp")
+    assert group is not None
+    start, stop = bounds(T, group.size(), group.rank())
+    found = {}
+    for name, (way, _) in REFUSED.items():
+        part = double(B, T, D, seed=0).detach()[:, start:stop].clone().requires_grad_()
+        try:
+            # In a model, more comes behind it.
+            (way(PositionShard(part, group, T)) * 2).sum().backward()
+            found[name] = f"trains, gradient {part.grad}"
+        except TrainingError as error:
+            found[name] = str(error)
+    found["gathered first"] = f"{Doubled.apply(PositionShard(part, group, T)[...], SCALE).requires_grad}"
+    return found
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    for found in run_ranks(refused, 2):
+        assert found.pop("gathered first") == "True"
+        for name, said in found.items():
+            assert REFUSED[name][1] in said, (name, said)
 
 
 def test_ways() -> None:
