@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_plain, value))
     if isinstance(value, Tensor):
-        return value.item() if value.ndim == 0 else value.cpu()
+        return value.item() if value.numel() == 1 else value.cpu()
     return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
 
 

@@ -8,7 +8,6 @@ NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a 
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +79,13 @@ class Recorder:
                 reset_peak(job.device)  # the next count says what this strategy takes
             if job.rank == 0 and self._foreseen != str(job.strategy):
                 self._foreseen = str(job.strategy)
-                # No formula is worth a training.
-                with suppress(NbkitError, OSError):
+                # No formula is worth a training, and the other ranks make none and would wait.
+                try:
                     forecast.append(self._run_dir, foresee(job, since=self._since))
+                except (NbkitError, OSError):
+                    pass
+                except Exception as error:
+                    warnings.warn(f"no formula for {job.strategy}: {type(error).__name__}: {error}", stacklevel=2)
 
     def trace(self, steps: int, *, after: int) -> dict[str, Any]:
         """Keep the next `steps` steps moment by moment; which they are: {"first", "last"}. after: finished steps.

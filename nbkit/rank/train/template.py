@@ -68,7 +68,8 @@ class Template:
         """
         self.state.clear()
         self._made.state.clear()
-        for group, names in zip(self._made.param_groups, self.groups, strict=True):
+        # Groups that the user has put behind them are not the job's, and a switch must not break off here.
+        for group, names in zip(self._made.param_groups, self.groups, strict=False):
             group["params"] = [held[name] for name in names if name in held]
 
     def check_elementwise(self, strategy: str) -> None:

@@ -223,7 +223,7 @@ def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
         groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model[::3], lrs, strict=True)]
         return torch.optim.AdamW(groups, betas=(np.float64(0.8), 0.9), eps=np.float32(1e-6))
 
-    lrs = [np.float64(0.01), torch.tensor(0.02)]
+    lrs = [np.float64(0.01), torch.tensor([0.02])]
     first = quiet(optimizer=optimizer, seed=np.int64(3), lr_schedule=lambda step: np.float64(1.0))
     first.fit(1)
     first.lr = np.float64(0.03)

@@ -233,3 +233,19 @@ def around_one_module(world: Any) -> list[int]:
 
 def test_a_job_that_is_dropped_leaves_nothing_on_the_users_module() -> None:
     assert run_ranks(around_one_module, 2) == [[0, 0, 0]] * 2
+
+
+def with_a_group_of_ones_own(world: Any) -> tuple[str, str, str]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    job = prepare(module, optimizer, loss=mean_loss)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    job.switch("zero1")
+    there = str(job.strategy)
+    job.undo()
+    return there, str(job.strategy), [switched.new for switched in job.switches][-1]
+
+
+def test_a_group_that_is_added_to_the_optimizer_given_does_not_break_a_switch_in_two() -> None:
+    for there, back, told in run_ranks(with_a_group_of_ones_own, 2):
+        assert (there, back, told) == ("dp=2 zero=1", "dp=2", "dp=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ranks import run_ranks
 
 from nbkit import forecast
 from nbkit.errors import TrainingError
+from nbkit.rank.train import recorder
 from nbkit.rank.train.job import prepare
 from nbkit.readings import bars, members_of, table
 from nbkit.recordfile import rank_files, read_since
@@ -40,6 +42,18 @@ def looped(world: Any, folder: str) -> str:
         job.optimizer.step()
         job.optimizer.zero_grad()
     return str(job.run_dir)
+
+
+def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a number that the formulas did not expect")
+
+    recorder.foresee = broken
+    trainer = quiet(log_dir=folder)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        trainer.fit(3)
+    return trainer.step, [str(one.message) for one in heard if "no formula" in str(one.message)]
 
 
 def nowhere(world: Any, folder: str) -> str:
@@ -123,6 +137,12 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
         assert [one.step for one in steps] == [1, 2, 3, 4]
         assert all(one.parts["data"] > 0 and one.parts["compute"] > 0 for one in steps)
     assert "loop-dp2" in found[0]
+
+
+def test_a_formula_that_fails_on_rank_0_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    (first, said), (second, other) = run_ranks(without_formula, 2, str(tmp_path))
+    assert (first, second, other) == (3, 3, [])
+    assert said == ["no formula for dp=2: ZeroDivisionError: a number that the formulas did not expect"]
 
 
 def test_a_run_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
