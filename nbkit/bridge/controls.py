@@ -63,8 +63,10 @@ class Controls:
             result = _act(control, owner)
         except BaseException as error:
             self._tell(control, owner, error=error)
-            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not.
-            if isinstance(error, NotFinite) or not isinstance(error, NbkitError):
+            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not,
+            # nor without whole weights, where a switch in place found no way back.
+            in_pieces = getattr(getattr(owner, "job", owner), "half_way", False)
+            if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or in_pieces:
                 raise
             return
         self._tell(control, owner, result=result)

@@ -58,11 +58,27 @@ def switch_in_place(job: Job, new: Strategy, *, verify: bool, began: float) -> S
     """Train on under `new`, within the memory of the larger side. Collective, between two steps. began: the pause did.
 
     Raises SwitchError, on every rank alike, when it failed on any: the old strategy is in force and nothing has
-    changed, but that gradients are gone, which no step needs any more. Raises TrainingError when the way back failed.
+    changed, but that gradients are gone, which no step needs any more. Raises TrainingError when the way back failed,
+    and MemoryError, on every rank too, when the old strategy has no memory for gradients any more.
     """
-    left, old, beside = job.side, str(job.strategy), job.blueprint.beside(new)
+    beside = job.blueprint.beside(new)
     memory = news(job)
     connections = job.blueprint.connect(new)
+    try:
+        event = _switched(job, new, connections, memory, verify=verify, began=began, beside=beside)
+    except BaseException as error:
+        # An interrupt finds one rank without memory for gradients, and another not: they become one before a step.
+        job.broken_off |= not isinstance(error, SwitchError)
+        raise
+    job.ledger.emit(event)
+    gc.collect()
+    return event
+
+
+def _switched(
+    job: Job, new: Strategy, connections: Connections, memory: Memory, *, verify: bool, began: float, beside: float
+) -> Switched:
+    left, old = job.side, str(job.strategy)
     left.data.let_go()
     trim(job.device)
     try:
@@ -70,29 +86,32 @@ def switch_in_place(job: Job, new: Strategy, *, verify: bool, began: float) -> S
         ready = time.perf_counter()
         before = _digest(job, move, move.old) if verify else None
         proof_s = time.perf_counter() - ready
-        with held_back(), _in_pieces(job, move):
-            proof_s += _carry_out(job, move, before)
-    except SwitchError:
-        with all_or_none(job, "taking memory for gradients again"):
-            left.data.begin_again()
+        with held_back():
+            with _in_pieces(job, move):
+                proof_s += _carry_out(job, move, before)
+            left.data.close()
+            event = Switched(
+                job.step,
+                old=old,
+                new=str(new),
+                moved_bytes=move.exchange.plan.total_bytes,
+                beside_s=beside,
+                prepare_s=ready - began,
+                pause_s=time.perf_counter() - began - proof_s,
+                proof_s=proof_s,
+                identical=True if verify else None,
+                in_place=True,
+            )
+            # With the side, or an undo leads ranks to different strategies.
+            job.switches.append(event)
+    except SwitchError as error:
+        try:
+            with all_or_none(job, "taking memory for gradients again"):
+                left.data.begin_again()
+        except SwitchError as failed:
+            # Some ranks can make a step and some cannot: no refusal, after which all would go on.
+            raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
         raise
-    left.data.close()
-    event = Switched(
-        job.step,
-        old=old,
-        new=str(new),
-        moved_bytes=move.exchange.plan.total_bytes,
-        beside_s=beside,
-        prepare_s=ready - began,
-        pause_s=time.perf_counter() - began - proof_s,
-        proof_s=proof_s,
-        identical=True if verify else None,
-        in_place=True,
-    )
-    job.switches.append(event)
-    job.ledger.emit(event)
-    del left, move
-    gc.collect()
     return event
 
 
@@ -170,11 +189,12 @@ def _in_pieces(job: Job, move: _Move) -> Iterator[None]:
         raise
     except BaseException:
         # Nothing brings it back, but what shows the weights must be there to be loaded into.
+        gone, shown = (move.old, move.new) if job.side is move.side else (move.new, move.old)
         with suppress(Exception):
-            for key in move.new.state:
-                move.new.let_go(key)
-            for key in move.old.state:
-                move.old.take(key)
+            for key in gone.state:
+                gone.let_go(key)
+            for key in shown.state:
+                shown.take(key)
         raise
     job.half_way = False
 

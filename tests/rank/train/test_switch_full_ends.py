@@ -1,0 +1,109 @@
+"""Switches in place that are interrupted, or find no way back: ranks stay alike, and nothing goes on from pieces."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from test_switch import losses, trainer
+from test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
+
+from nbkit.bridge.controls import Control, Controls
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.hollow import Emptying
+from nbkit.rank.parallel.shard import _Replicated
+from nbkit.rank.train import boundary
+from nbkit.rank.train import inplace as switching
+from nbkit.rank.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    made = run_ranks(never_switched, 1)[0]
+    assert len(made) == STEPS
+    return list(made)
+
+
+def interrupted(world: Any) -> dict[str, Any]:
+    """Without memory for gradients, and while the state is on its way."""
+    job, found = trainer(strategy="ddp"), {}
+    job.fit(2)
+    with pytest.MonkeyPatch.context() as patch:
+        full(patch)
+        with pytest.MonkeyPatch.context() as before:
+            before.setattr(switching, "_prepared", strikes(switching._prepared))
+            with pytest.raises(KeyboardInterrupt):
+                job.switch("zero3")
+        job.fit(2)
+        # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
+        if world.place.rank == 0:
+            patch.setattr(switching, "_carry_out", strikes(switching._carry_out))
+            with pytest.raises(KeyboardInterrupt):
+                job.switch("zero3")
+        else:
+            job.switch("zero3")
+    found["now"] = str(job.strategy), job.job.previous
+    job.fit(2)
+    return found | {"losses": losses(job), "weights": weights_of(job)}
+
+
+def strikes(real: Any) -> Any:
+    def striking(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    return striking
+
+
+def test_an_interrupt_leaves_every_rank_with_the_same_strategy_to_undo_and_with_summed_gradients(
+    expected: list[float],
+) -> None:
+    ranks = run_ranks(interrupted, 2)
+    for rank in ranks:
+        assert rank["now"] == ("dp=2 zero=3", "dp=2")
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
+        assert len(rank["losses"]) == 6 and rank["weights"] == ranks[0]["weights"]
+
+
+def asked_for_while_it_trains(world: Any) -> list[Any]:
+    told: list[Any] = []
+    for last in (no_way_back, no_gradients):
+        job, controls = trainer(strategy="ddp"), Controls()
+
+        def ask(job: Trainer, record: dict[str, Any]) -> None:
+            if record["step"] == 1:
+                asked = Control("a", "switch", {"strategy": "zero3"})
+                boundary.inbox.post(boundary.inbox.acted + 1, "control", asked)
+
+        job._callbacks = (ask,)
+        with pytest.MonkeyPatch.context() as patch:
+            full(patch)
+            if world.place.rank == 1:
+                runs_out(patch)
+                last(patch)
+            with pytest.raises((TrainingError, MemoryError)) as error:
+                job.fit(500)
+        told.append((job.step < 500, error.type.__name__, str(error.value), controls.verdict("a")["verdict"]["ok"]))
+    job._callbacks = ()
+    first = job.step
+    job.fit(3)
+    return [*told, (first, losses(job))]
+
+
+def no_way_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Emptying, "take", planted)
+
+
+def no_gradients(patch: pytest.MonkeyPatch) -> None:
+    once(patch, _Replicated, "begin_again")
+
+
+def test_a_training_does_not_go_on_from_a_switch_that_found_no_way_back(expected: list[float]) -> None:
+    for in_pieces, unable, (first, made) in run_ranks(asked_for_while_it_trains, 2, timeout=120):
+        assert in_pieces[0] and in_pieces[1] == "TrainingError" and "the state is incomplete" in in_pieces[2]
+        assert unable[0] and unable[1] == "MemoryError" and "planted" in unable[2]
+        assert not in_pieces[3] and not unable[3]
+        assert len(made) == first + 3
+        assert max(abs(a - b) for a, b in zip(made, expected, strict=False)) <= 1e-12
