@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from nbkit.mesh import AXES, Mesh
 
-__all__ = ["Axes", "group_of", "shard_groups"]
+__all__ = ["Axes", "forget", "group_of", "made_alike", "shard_groups"]
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -27,6 +29,23 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
         if rank in ranks:
             own = _made[axis, ranks]
     return own
+
+
+def made_alike(known: bool, device: torch.device) -> bool:
+    """Whether all ranks have made the same groups, and say the same of `known`. Collective: one all-reduce.
+
+    An interrupt may have reached one rank before a group was made and another after it.
+    """
+    stamp = zlib.crc32(repr((known, sorted(_made))).encode())
+    told = torch.tensor([stamp, -stamp], dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    most, least = told.tolist()
+    return bool(most == -least)
+
+
+def forget() -> None:
+    """Later strategies get groups of their own. On every rank, or they would wait for each other."""
+    _made.clear()
 
 
 def shard_groups(mesh: Mesh, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
+from nbkit.rank.parallel.axes import forget, made_alike
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
@@ -133,7 +134,7 @@ class Blueprint:
         own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
         """
         ready, self._ready = self._ready, None
-        if ready is not None and ready.strategy == strategy and own is None:
+        if ready is not None and ready.connections is connections and own is None:
             side = ready.side(self.device)
         else:
             side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
@@ -147,6 +148,9 @@ class Blueprint:
 
         Raises StrategyError or TrainingError, before that and on every rank alike, for what it cannot split.
         """
+        if self.world_size > 1 and not made_alike(strategy in self._connected, self.device):
+            forget()
+            self._connected.clear()
         if strategy not in self._connected:
             if strategy.zero or strategy.tp > 1:
                 self.template.check_elementwise(str(strategy))

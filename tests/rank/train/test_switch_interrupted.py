@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from jobs import flat, mean_loss, net, one_process, points, quiet
-from ranks import run_ranks
+from ranks import next_generation, run_ranks
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train import blueprint
 from nbkit.rank.train import switch as switching
 from nbkit.rank.train.job import prepare
 
@@ -157,3 +158,33 @@ def by_hand(world: Any) -> list[Any]:
 
 def test_a_switch_that_would_drop_the_update_is_refused() -> None:
     assert run_ranks(by_hand, 2) == [[1, "dp=2 zero=1", True]] * 2
+
+
+def while_groups_are_made(world: Any) -> dict[str, Any]:
+    """Rank 0 has the groups of a strategy when the interrupt comes, rank 1 has not."""
+    trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40))
+    trainer.fit(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 0:
+            patch.setattr(blueprint, "meet", interrupt)
+        else:
+            make = torch.distributed.new_group
+            patch.setattr(torch.distributed, "new_group", lambda *args, **named: interrupt(make(*args, **named)))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.switch("tp=2")
+    next_generation(world)
+    trainer.fit(1)
+    same = trainer.switch("tp=2").identical, trainer.switch("ddp").identical
+    trainer.fit(1)
+    return {"same": same, "losses": [record["loss"] for record in trainer.history]}
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_groups_that_an_interrupt_left_on_some_ranks_alone_are_made_again() -> None:
+    losses, _, _ = one_process(points(40), steps=4, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    for found in run_ranks(while_groups_are_made, 2, generations=2):
+        assert found["same"] == (True, True)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
