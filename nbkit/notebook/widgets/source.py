@@ -47,8 +47,13 @@ class ClusterRun:
             if not self._mirror and (folder / "telemetry").is_dir():
                 self._known = folder
             else:
-                self._known = self._copies.setdefault(told["run"], _Copy(folder.name)).bring(self._ask, self._cluster)
+                self._known = self._copy_of(told["run"]).bring(self._ask, self._cluster.entry.n)
         return self._known
+
+    def _copy_of(self, run: str) -> _Copy:
+        if run not in self._copies:
+            self._copies[run] = _Copy(run)
+        return self._copies[run]
 
     def _ask(self, ranks: list[int], **content: Any) -> dict[int, dict[str, Any]]:
         cluster = self._cluster
@@ -65,17 +70,17 @@ class ClusterRun:
 
 
 class _Copy:
-    """The files of a run on another disk, brought here piece by piece."""
+    """The files of a run on another disk, brought here piece by piece. run: its directory there."""
 
-    def __init__(self, name: str) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="nbkit-run-")
-        self.folder = Path(self._home.name) / name
+    def __init__(self, run: str) -> None:
+        self._run, self._home = run, tempfile.TemporaryDirectory(prefix="nbkit-run-")
+        self.folder = Path(self._home.name) / Path(run).name
         (self.folder / "telemetry").mkdir(parents=True)
         self._heads: dict[str, str] = {}
 
-    def bring(self, ask: Any, cluster: Cluster) -> Path:
+    def bring(self, ask: Any, ranks: int) -> Path:
         """What is new of all ranks' files."""
-        for rank in range(cluster.entry.n):
+        for rank in range(ranks):
             self._follow(ask, rank, "records", f"rank{rank}.jsonl")
         self._follow(ask, 0, "plan", "plan.jsonl")
         return self.folder
@@ -85,15 +90,17 @@ class _Copy:
         for _ in range(_PIECES):
             size = path.stat().st_size if path.exists() else 0
             told = ask([rank], file=file, offset=size).get(rank, {})
-            if not told.get("data") and told.get("head") == self._heads.get(name):
+            if "head" not in told or told["run"] != self._run:
+                return  # it does not answer, has no such file just now, or trains something newer
+            if not told["data"] and told["head"] == self._heads.get(name):
                 return
             if size and file == "records" and told["head"] != self._heads.get(name):
                 path.replace(path.with_suffix(".old.jsonl"))  # a new part was begun
                 self._heads[name] = told["head"]
                 continue
-            self._heads[name] = told.get("head", "")
+            self._heads[name] = told["head"]
             with path.open("ab") as here:
-                here.write(base64.b64decode(told.get("data", "")))
+                here.write(base64.b64decode(told["data"]))
 
 
 def newest_run(parent: Path) -> Path | None:

@@ -52,6 +52,13 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         for file in (here / "telemetry").glob("rank?.jsonl"):
             assert file.read_bytes() == (copy / "telemetry" / file.name).read_bytes()
 
+        # Between two parts there is none for a moment.
+        (file,) = (here / "telemetry").glob("rank1.jsonl")
+        away = file.rename(file.with_suffix(".new"))
+        assert brought() == copy
+        away.rename(file)
+        assert brought() == copy and len(Feed(copy).snapshot()["points"]) == 15
+
         capsys.readouterr()
         assert main(["watch", "watched", "--once"]) == 0
         assert "step 15" in capsys.readouterr().out
