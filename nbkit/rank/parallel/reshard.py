@@ -93,6 +93,10 @@ class Exchange:
         check(self.plan, target, self.plan.new[self.rank], "new")
         self._ready = buffers_of(self._room, device)
 
+    def give_back(self) -> None:
+        """The room of `make_room`, when no `run` follows."""
+        self._ready = None
+
     @torch.no_grad()
     def run(self, source: State, target: State, *, device: torch.device) -> None:
         """Fill the tensors of `target` from those of all ranks' `source`, which stay as they are. Collective.

@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,7 +82,15 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     job.feed.fits(new)
     if new == old and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
-    began = time.perf_counter()
+    try:
+        return _switched(job, new, verify=verify, keep=keep)
+    except SwitchError as error:
+        _let_go(error)
+        raise
+
+
+def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
+    began, old = time.perf_counter(), job.strategy
     if crowded(job, new):
         if keep:
             raise SwitchError(
@@ -134,6 +143,15 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     return event
 
 
+def _let_go(failed: BaseException) -> None:
+    """Of what was built: the frames that it failed in hold it, and cycles do, and the next steps want the memory."""
+    link: BaseException | None = failed
+    while link is not None:
+        clear_frames(link.__traceback__)
+        link = link.__cause__
+    gc.collect()
+
+
 def between_steps(job: Job) -> None:
     """The ranks stand between the same two steps, whatever was broken off before. Collective outside a training.
 
@@ -165,10 +183,14 @@ def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
         holdings.allocate(side, inner, memory.kinds, memory.numbers)
         target = holdings.state(side, inner)
     exchange = agreed(job, new, before, target, memory)
-    with all_or_none(job, "making room for the exchange"):
-        # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
-        torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
-        exchange.make_room(before, target, device=job.device)
+    try:
+        with all_or_none(job, "making room for the exchange"):
+            # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
+            torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
+            exchange.make_room(before, target, device=job.device)
+    except BaseException:
+        exchange.give_back()  # plans are kept, and with them what they hold
+        raise
     return Prepared(side, inner, exchange, target)
 
 

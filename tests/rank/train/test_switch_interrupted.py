@@ -15,8 +15,10 @@ import torch
 from jobs import flat, mean_loss, net, one_process, points, quiet
 from ranks import next_generation, run_ranks
 
-from nbkit.errors import TrainingError
-from nbkit.rank.train import blueprint
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.train import blueprint, holdings
 from nbkit.rank.train import switch as switching
 from nbkit.rank.train.job import prepare
 
@@ -188,3 +190,52 @@ def test_groups_that_an_interrupt_left_on_some_ranks_alone_are_made_again() -> N
     for found in run_ranks(while_groups_are_made, 2, generations=2):
         assert found["same"] == (True, True)
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 3))
+
+
+def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
+    trainer = quiet(
+        model=wide, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40), strategy="zero3"
+    )
+    trainer.fit(2)
+    gc.collect()
+    found = {"before": [held()]}
+    for owner, name, fails in (
+        (Exchange, "make_room", full),
+        (holdings, "allocate", full),
+        (switching, "_digest", other),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.place.rank == 1 or fails is other:
+                patch.setattr(owner, name, fails)
+            gc.disable()
+            # Whoever is told of it looks at what is left while the error still is there.
+            with pytest.raises(SwitchError) as failed:
+                trainer.switch("ddp")
+            found[name] = [held(), len(str(failed.value))]
+            gc.enable()
+    trainer.fit(1)
+    return found
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise MemoryError("planted")
+
+
+def other(job: Any, held: Any, _: Any) -> str:
+    return str(id(held))
+
+
+def held() -> int:
+    return storage_bytes([each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)], set())
+
+
+def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
+    for found in run_ranks(fails_and_goes_on, 2):
+        (before,) = found.pop("before")
+        assert len(found) == 3
+        for stage, (after, _) in found.items():
+            assert after <= before + 1000, stage
