@@ -303,6 +303,7 @@ def replaced(rank: int) -> Any:
     place = Place(rank, 2, rank, 2, "cpu", "gloo")
     world = World.join(place, listen=listeners[0], address=address, port=port)
     pair = dist.new_group([0, 1])
+    total(pair)  # rank 0 has its end of the connections too
     if rank == 1:
         watchdog.break_out("this rank ends")
         world.leave()
