@@ -21,6 +21,7 @@ from nbkit.planner.during import fits
 from nbkit.rank.parallel.reshard import ROUND_BYTES, any_failed
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.holdings import bytes_per_element
+from nbkit.rank.train.together import all_or_none
 from nbkit.rank.world import World
 from nbkit.strategy import Strategy
 
@@ -37,10 +38,11 @@ _UNLIMITED = 1 << 60
 
 
 def crowded(job: Job, new: Strategy) -> bool:
-    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: one all-reduce."""
+    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: two small all-reduces."""
     size = side_bytes(job, new, job.rank)
     place = World.join_from_env().place
-    free = left(job.device, ranks=place.local_world_size)
+    with all_or_none(job, "asking how much memory is free"):
+        free = left(job.device, ranks=place.local_world_size)
     return any_failed(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free), job.device)
 
 

@@ -19,7 +19,7 @@ from nbkit.rank.parallel.gather import ShardedParameters
 from nbkit.rank.parallel.hollow import Filling, hollow
 from nbkit.rank.parallel.shard import _Replicated
 from nbkit.rank.telemetry.memory import storage_bytes
-from nbkit.rank.train import blueprint, holdings
+from nbkit.rank.train import blueprint, holdings, room
 from nbkit.rank.train import inplace as switching
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.room import side_bytes
@@ -170,6 +170,7 @@ def runs_out(patch: pytest.MonkeyPatch) -> None:
 
 
 STAGES = {
+    "asking": lambda patch: patch.setattr(room, "left", planted),
     "building": lambda patch: patch.setattr(blueprint, "parallelize", planted),
     "planning": lambda patch: patch.setattr(switching, "InPlace", planted),
     "the first tensor": lambda patch: once(patch, Filling, "take"),
