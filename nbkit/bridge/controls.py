@@ -63,10 +63,8 @@ class Controls:
             result = _act(control, owner)
         except BaseException as error:
             self._tell(control, owner, error=error)
-            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not,
-            # nor without whole weights, where a switch in place found no way back.
-            in_pieces = getattr(getattr(owner, "job", owner), "half_way", False)
-            if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or in_pieces:
+            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not.
+            if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
         self._tell(control, owner, result=result)
@@ -136,6 +134,14 @@ class Controls:
         }
         while len(self.verdicts) > VERDICTS_KEPT:
             self.verdicts.popitem(last=False)
+
+
+def _torn(owner: Any) -> bool:
+    """Whether the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off, which
+    it may have done on this rank alone while the others wait in it."""
+    job = getattr(owner, "job", owner)
+    broken_off = boundary.training() is not None and getattr(job, "broken_off", False)
+    return bool(broken_off or getattr(job, "half_way", False))
 
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbkit.bridge.controls import VERDICTS_KEPT, Control, Controls
-from nbkit.errors import NotFinite, StrategyError
+from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train import boundary, newest
 
 
@@ -56,6 +56,17 @@ def test_what_breaks_the_training_is_its_error_and_told_too(controls: Controls, 
     assert told is not None
     assert not told["ok"]
     assert told["error"] == type(error).__name__
+
+
+def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
+    controls: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be this rank's alone, while the others wait in that step."""
+    owner = Refusing(TrainingError("A stage returned other tensors than before."))
+    owner.job.broken_off = True
+    monkeypatch.setattr(boundary, "_training", owner)
+    with pytest.raises(TrainingError):
+        served(controls, owner, strategy="pp")
 
 
 def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
