@@ -50,7 +50,10 @@ class Pending:
                 raise TrainingError(
                     "log() takes single numbers.", numbers=f"{name}: shape {tuple(value.shape)}", hint=f"{name}.mean()"
                 )
-            self.extra[name] = sent(value)
+            try:
+                self.extra[name] = sent(value)
+            except (TypeError, ValueError):
+                raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
 
     def record(self, numbers: StepNumbers) -> dict[str, Any]:
         """The entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""

@@ -88,6 +88,7 @@ def misused(world: Any) -> list[str]:
         twice,
         lambda: job.log(step=1, mine=2),
         lambda: job.log(mine=torch.zeros(2)),
+        lambda: job.log(mine="abc"),
         lambda: next(job.batches(DataLoader(points(), batch_size=4, sampler=sampler))),
         lambda: job.backward([batch[0] + world.place.rank, batch[1]]),
     ):
