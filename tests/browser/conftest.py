@@ -136,22 +136,43 @@ class LabPage:
         self.page.goto(f"{self.server['url']}lab/workspaces/{workspace}/tree/{path}?token={self.server['token']}&reset")
         self._wait_for_kernel()
 
-    def reload(self) -> None:
-        """Save, then load the page again, as a person does after a break."""
+    def beside(self) -> LabPage:
+        """The same notebook and kernel in Notebook 7, in a second page."""
+        other = LabPage(self.page.context.new_page(), self.server)
+        other.path = self.path
+        other.page.goto(f"{self.server['url']}notebooks/{self.path}?token={self.server['token']}")
+        other.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
+        return other
+
+    def reload(self, *, idle: bool = True) -> None:
+        """Save, then load the page again, as a person does after a break. idle: wait until the kernel is."""
         stored = Path(self.server["root"]) / self.path
         before = stored.stat().st_mtime_ns
+        self.cell(0).locator(".jp-InputPrompt").click()  # in a panel the keys are the panel's
         self.page.keyboard.press("Control+s")
         deadline = time.monotonic() + 30
         while stored.stat().st_mtime_ns == before:
             assert time.monotonic() < deadline, "Lab did not save the notebook"
             self.page.wait_for_timeout(50)
         self.page.reload()
+        if idle:
+            self._wait_for_kernel()
+
+    def restart_kernel(self) -> None:
+        """As the menu does it, and wait until the new one is idle."""
+        kernel = next(s["kernel"]["id"] for s in self._ask("api/sessions") if s["path"] == self.path)
+        address = f"{self.server['url']}api/kernels/{kernel}/restart?token={self.server['token']}"
+        urllib.request.urlopen(urllib.request.Request(address, method="POST"), timeout=60).close()
         self._wait_for_kernel()
 
-    def _wait_for_kernel(self) -> None:
+    def wait_for_idle(self, seconds: float = 60) -> None:
+        """Until no cell runs; a page that was opened while one did shows nothing of it."""
+        self._wait_for_kernel(seconds)
+
+    def _wait_for_kernel(self, seconds: float = 60) -> None:
         self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
         # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             kernels = [s["kernel"] for s in self._ask("api/sessions") if s["path"] == self.path]
             if kernels and kernels[0]["execution_state"] == "idle" and kernels[0]["connections"] > 0:

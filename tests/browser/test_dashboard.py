@@ -15,7 +15,7 @@ from nbkit.notebook.widgets.report import write_report
 SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 2 --cpu --ttl 30",
+    "start": "%cluster start -n 2 --cpu --ttl 30 --name shown",
     "dashboard": "%dashboard",
     "trainer": (
         "%%distributed\n"
@@ -32,6 +32,7 @@ CELLS = {
     "trace": "%nbkit trace 2",
     "end": "handle.stop()",
     "report": "%nbkit report page.html",
+    "attach": "%cluster attach shown",
     "stop": "%cluster stop",
 }
 NUMBER = {name: number for number, name in enumerate(CELLS)}
@@ -111,6 +112,19 @@ def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None
     page.run(NUMBER["end"], seconds=30)
     page.run(NUMBER["report"], seconds=30)
     assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
+
+
+def test_after_a_restart_of_the_kernel_it_comes_back_with_its_history_and_moves(page: Any, tmp_path: Path) -> None:
+    page.run(NUMBER["detached"])
+    before = wait_for_step(page, 1)
+    page.restart_kernel()
+    page.run(NUMBER["load"])
+    assert "2 ranks" in page.run(NUMBER["attach"])
+    page.run(NUMBER["dashboard"])
+    last = wait_for_step(page, before + 1)
+    wait_for_step(page, last + 5)
+    assert int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.points")) >= before
+    page.picture(tmp_path / "restarted.png")
     page.run(NUMBER["stop"])
     assert page.problems == []
 

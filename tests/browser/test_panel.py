@@ -26,7 +26,8 @@ CELLS = {
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
-    "second": "%strategy",
+    # As with an ipykernel that answers no page that is opened while a cell runs.
+    "second": "from nbkit.notebook.widgets import hearing\nhearing.kernel_version = lambda: '7.3.0'\n%strategy",
     "end": "handle.stop()",
     "history": (
         "%%rank 0\n"
@@ -175,6 +176,36 @@ def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) ->
         assert f"'{strategy}'" in shown
 
 
+def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_in_notebook_7(
+    page: Any, panel: PanelOnPage, tmp_path: Path
+) -> None:
+    page.start(NUMBER["train"])
+    panel.wait(lambda: panel.headline.startswith("training"), "it does not train")
+    page.reload(idle=False)
+    panel.root.wait_for(timeout=SECONDS * 1000)
+    before = panel.step
+    panel.wait(lambda: panel.step > before, "after the reload the panel does not follow the training")
+    other = page.beside()
+    beside = PanelOnPage(other, NUMBER["panel"])
+    beside.root.wait_for(timeout=SECONDS * 1000)
+    others = list(other.problems)  # Notebook 7's own, of the plugins of Lab that it leaves out
+
+    beside.apply("dp=4 zero=3")
+    panel.wait(lambda: panel.told == beside.told, "Lab does not show what was done in Notebook 7")
+    panel.apply("tp=4")
+    beside.wait(lambda: beside.strategy == "tp=4", "Notebook 7 does not show what was done in Lab")
+    other.picture(tmp_path / "notebook7.png")
+    page.picture(tmp_path / "lab.png")
+    for one in (panel, beside):  # each page is told that its own click was heard
+        one.wait(lambda it=one: it.root.get_attribute("data-unheard") == "0", "a click was not heard")  # type: ignore[misc]
+
+    beside.press("Stop")
+    panel.wait(lambda: panel.headline.startswith("not training"), "Stop did not end the training")
+    page.wait_for_idle()
+    assert other.problems == others
+    other.page.close()
+
+
 def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_agrees(
     page: Any, panel: PanelOnPage
 ) -> None:
@@ -191,6 +222,10 @@ def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_ag
 
     panel.wait(lambda: panel.strategy == "dp=2 tp=2", "the first panel shows another strategy")
     panel.wait(lambda: panel.told == second.told, "the panels tell different things")
+    words = page.cell(NUMBER["second"]).locator(".nbkit-lost")
+    assert not words.is_visible()
+    second.root.evaluate("panel => panel.remove()")  # such a page shows "Loading widget..."
+    assert words.is_visible() and "%%distributed --detach" in words.inner_text()
     page.run(NUMBER["end"])
 
 

@@ -52,8 +52,8 @@ def page(browser: Any) -> Any:
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    found = page.evaluate("window.model.sent")
-    return list(found)
+    """What the page told Python, but for the numbers of its presses."""
+    return [{key: value for key, value in one.items() if key != "press"} for one in page.evaluate("model.sent")]
 
 
 def test_arrows_choose_a_row_and_enter_applies_it(page: Any) -> None:
@@ -111,6 +111,24 @@ def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     page.get_by_role("button", name="Go on").click()
     page.get_by_role("button", name="Try 10 steps").click()
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
+
+
+def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(page: Any) -> None:
+    page.clock.install()
+    note = page.locator(".note")
+    page.get_by_role("button", name="Pause").click()
+    page.clock.fast_forward(2900)
+    assert note.inner_text() == ""
+    page.clock.fast_forward(200)
+    assert "has not heard this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
+    page.evaluate("model.heard['msg:custom']({ heard: 0.5 })")  # a press in another page
+    assert note.inner_text() != ""
+    page.evaluate("model.heard['msg:custom']({ heard: model.sent[0].press })")
+    assert note.inner_text() == ""
+    page.get_by_role("button", name="Pause").click()
+    page.evaluate("model.heard['msg:custom']({ heard: model.sent[1].press })")
+    page.clock.fast_forward(4000)
+    assert note.inner_text() == ""
 
 
 def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(browser: Any) -> None:

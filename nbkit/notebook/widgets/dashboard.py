@@ -18,6 +18,7 @@ from typing import Any
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.tracing import Traced
+from nbkit.notebook.widgets.hearing import display_with_words, hear_always, here, lost_words
 from nbkit.notebook.widgets.modules import joined, style
 from nbkit.notebook.widgets.pump import Pump
 from nbkit.notebook.widgets.report import write_report
@@ -96,6 +97,9 @@ class Dashboard:
         found = self.snapshot()
         return plain(lines_of(found)) if found else "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"
 
+    def _ipython_display_(self) -> None:
+        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
+
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         text = repr(self)
         bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
@@ -123,9 +127,7 @@ def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:
         live = traitlets.Bool().tag(sync=True)
 
     view = View(key=uuid.uuid4().hex, live=trace is not None)
-    # ipykernel 7.4 sends what a page says to the thread that spoke last; that may be a busy one.
-    if hasattr(view.comm, "_reply_subshell_for"):
-        view.comm._reply_subshell_for = lambda data, default: default
+    hear_always(view.comm)
 
     def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
         if message.get("ask") == "all":

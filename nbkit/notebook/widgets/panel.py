@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.widgets.cockpit import Cockpit, cockpit_of
+from nbkit.notebook.widgets.hearing import display_with_words, hear_always, here, lost_words, note_words
 from nbkit.notebook.widgets.state import State
 from nbkit.notebook.widgets.view import checked, job_view, pulse_view, text_of
 
@@ -40,6 +40,9 @@ class StrategyPanel:
 
     def __repr__(self) -> str:
         return text_of(self.cockpit.state)
+
+    def _ipython_display_(self) -> None:
+        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         text = repr(self)
@@ -72,10 +75,8 @@ def _widget(cockpit: Cockpit) -> Any:
         pulse = traitlets.Dict().tag(sync=True)
         note = traitlets.Unicode().tag(sync=True)
 
-    widget = Panel(note=_note())
-    # ipykernel 7.4 sends what a page says to the thread that spoke last; that may be a busy one.
-    if hasattr(widget.comm, "_reply_subshell_for"):
-        widget.comm._reply_subshell_for = lambda data, default: default
+    widget = Panel(note=note_words(**here()))
+    hear_always(widget.comm)
     lock = threading.Lock()
 
     def show(state: State) -> None:
@@ -86,6 +87,8 @@ def _widget(cockpit: Cockpit) -> Any:
                 widget.job = job
 
     def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
+        if "press" in message:
+            widget.send({"heard": message["press"]})  # the page says so when this does not come
         do, text = str(message.get("do", "")), str(message.get("strategy", ""))
         if do == "check":
             widget.send({"checked": checked(cockpit.state, text)})
@@ -100,16 +103,3 @@ def _widget(cockpit: Cockpit) -> Any:
     cockpit.listen(show)
     widget.observe(lambda change: cockpit.leave(show) if change["new"] is None else None, names="comm")
     return widget
-
-
-def _note() -> str:
-    """Where the panel cannot be heard while a cell runs, say so."""
-    try:
-        import ipykernel
-    except ImportError:
-        return ""
-    old = int(ipykernel.__version__.split(".")[0]) < 7
-    if not old and "VSCODE_PID" not in os.environ:
-        return ""
-    where = f"ipykernel {ipykernel.__version__}" if old else "VS Code"
-    return f"With {where} the buttons act between cells: train with %%distributed --detach and they always answer."

@@ -12,6 +12,8 @@ import { healthRows } from "./health.js";
 
 const COLUMNS = 7;
 const DRAW_MS = 50;
+const UNHEARD_MS = 3000;
+const UNHEARD = "The kernel has not heard this: a cell keeps it. What trains with %%distributed --detach can be traced at once.";
 
 const swatches = (colours, names) => Object.entries(colours).map(([key, colour]) => `<span><i style="background:${colour}"></i>${names[key] || key}</span>`).join("");
 
@@ -89,9 +91,16 @@ export function view(el, story, ask) {
     const { along, pick } = event.target.dataset || {};
     if (along) chosen.along = along;
     if (pick) chosen.pick = pick;
-    if (event.target.className === "trace" && ask) ask({ ask: "trace" });
+    if (event.target.className === "trace" && ask) trace();
     if (along || pick) draw();
   });
+  const trace = () => {
+    const before = story.traced;
+    ask({ ask: "trace" });
+    setTimeout(() => {
+      if (story.traced === before) story.take({ kind: "traced", busy: false, text: UNHEARD });
+    }, UNHEARD_MS);
+  };
   const press = (name, key, value) => {
     for (const button of $(name).querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset[key] === value));
   };

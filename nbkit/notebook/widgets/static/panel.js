@@ -21,6 +21,11 @@ const APART = [
   ["stop", "Stop", "stop", "stop"],
 ];
 
+const UNHEARD_MS = 3000;
+const UNHEARD =
+  "The kernel has not heard this click: a cell keeps it. The click acts when the cell is over; " +
+  "what trains with %%distributed --detach is steered at once.";
+
 function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -75,6 +80,7 @@ function render({ model, el }) {
 
   let draft = null; // the strategy that the user looks at; null: the one in force
   let verdict = null; // what Python says of a draft that is in no row
+  const unheard = new Set(); // presses of buttons in this page
 
   const job = () => model.get("job");
   const pulse = () => model.get("pulse");
@@ -85,7 +91,15 @@ function render({ model, el }) {
     if (action === "pause" && pulse().phase === "held") action = "resume";
     const message = { do: action };
     if (action === "switch" || action === "try") message.strategy = (draft ?? job().strategy).trim();
+    const press = (message.press = Math.random());
+    unheard.add(press);
+    root.dataset.unheard = unheard.size;
     model.send(message);
+    setTimeout(() => drawNote(unheard.has(press)), UNHEARD_MS);
+  }
+
+  function drawNote(waits = false) {
+    note.textContent = waits ? UNHEARD : model.get("note");
   }
 
   function look(text) {
@@ -322,15 +336,18 @@ function render({ model, el }) {
   });
 
   const heard = (message) => {
+    if (unheard.delete(message.heard)) {
+      root.dataset.unheard = unheard.size;
+      drawNote(unheard.size > 0 && note.textContent === UNHEARD);
+    }
     if (message.checked?.text === draft) {
       verdict = message.checked;
       drawChoice();
     }
   };
-  const redrawNote = () => (note.textContent = model.get("note"));
-  const listeners = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", redrawNote], ["msg:custom", heard]];
+  const listeners = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", () => drawNote()], ["msg:custom", heard]];
   for (const [event, act] of listeners) model.on(event, act);
-  redrawNote();
+  drawNote();
   drawJob();
   drawPulse();
   return () => {

@@ -1,0 +1,63 @@
+"""Where a panel cannot be heard while a cell runs it says so, and what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbkit.notebook.widgets.hearing import display_with_words, here, in_vscode, lost_words, note_words
+
+
+@pytest.mark.parametrize(("version", "note", "lost"), [
+    ("6.31.0", True, True),
+    ("7.0.0", False, True),
+    ("7.3.0", False, True),
+    ("7.4.0", False, False),
+    ("7.10.1", False, False),
+    ("8.0.0a1", False, False),
+    ("", False, False),
+])  # fmt: skip
+def test_what_a_version_of_ipykernel_cannot_do_is_said_and_nothing_else(version: str, note: bool, lost: bool) -> None:
+    said, below = note_words(version, vscode=False), lost_words(version, vscode=False)
+
+    assert (bool(said), bool(below)) == (note, lost)
+    for words in filter(None, (said, below)):
+        assert f"ipykernel {version}" in words
+        assert "%%distributed --detach" in words and "pip install -U ipykernel" in words
+
+
+@pytest.mark.parametrize("version", ["6.31.0", "7.4.0"])
+def test_vs_code_is_named_whatever_the_kernel(version: str) -> None:
+    said = note_words(version, vscode=True)
+
+    assert said.startswith("With VS Code the buttons act between cells")
+    assert "%%distributed --detach" in said and "ipykernel" not in said
+    assert lost_words(version, vscode=True) == ""
+
+
+@pytest.mark.parametrize(("environment", "variables", "vscode"), [
+    ({"VSCODE_PID": "7"}, {}, True),
+    ({"VSCODE_CWD": "somewhere"}, {}, True),
+    ({}, {"__vsc_ipynb_file__": "lesson.ipynb"}, True),
+    ({"VSCODE_GIT_IPC_HANDLE": "JupyterLab from its terminal"}, {"x": 1}, False),
+])  # fmt: skip
+def test_vs_code_is_known_by_what_it_sets(environment: dict[str, str], variables: dict[str, Any], vscode: bool) -> None:
+    assert in_vscode(environment, variables) is vscode
+
+
+def test_outside_of_a_kernel_nothing_is_said() -> None:
+    assert note_words(**here()) == lost_words(**here()) == ""
+
+
+def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str]) -> None:
+    class Shown:
+        def _repr_mimebundle_(self) -> dict[str, str]:
+            return {"text/plain": "the panel as text"}
+
+    with pytest.raises(NotImplementedError):  # IPython then displays it as any object
+        display_with_words(Shown(), "")
+    display_with_words(Shown(), "Nothing above?")
+
+    shown = capsys.readouterr().out
+    assert 0 < shown.index("the panel as text") < shown.index("Nothing above?")
