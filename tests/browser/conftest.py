@@ -134,7 +134,7 @@ class LabPage:
         self.path = path
         workspace = f"nbkit{time.monotonic_ns()}"
         self.page.goto(f"{self.server['url']}lab/workspaces/{workspace}/tree/{path}?token={self.server['token']}&reset")
-        self._wait_for_kernel()
+        self.wait_for_idle()
 
     def beside(self) -> LabPage:
         """The same notebook and kernel in Notebook 7, in a second page."""
@@ -156,32 +156,30 @@ class LabPage:
             self.page.wait_for_timeout(50)
         self.page.reload()
         if idle:
-            self._wait_for_kernel()
+            self.wait_for_idle()
 
     def restart_kernel(self) -> None:
         """As the menu does it, and wait until the new one is idle."""
-        kernel = next(s["kernel"]["id"] for s in self._ask("api/sessions") if s["path"] == self.path)
+        kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
         address = f"{self.server['url']}api/kernels/{kernel}/restart?token={self.server['token']}"
         urllib.request.urlopen(urllib.request.Request(address, method="POST"), timeout=60).close()
-        self._wait_for_kernel()
+        self.wait_for_idle()
 
     def wait_for_idle(self, seconds: float = 60) -> None:
-        """Until no cell runs; a page that was opened while one did shows nothing of it."""
-        self._wait_for_kernel(seconds)
-
-    def _wait_for_kernel(self, seconds: float = 60) -> None:
+        """Until no cell runs, and the kernel is connected; a page opened while one did shows nothing of it."""
         self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
         # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            kernels = [s["kernel"] for s in self._ask("api/sessions") if s["path"] == self.path]
+            kernels = [s["kernel"] for s in self.ask("api/sessions") if s["path"] == self.path]
             if kernels and kernels[0]["execution_state"] == "idle" and kernels[0]["connections"] > 0:
                 self.page.wait_for_timeout(300)
                 return
             self.page.wait_for_timeout(100)
         raise TimeoutError(f"the kernel of {self.path} is not idle")
 
-    def _ask(self, what: str) -> Any:
+    def ask(self, what: str) -> Any:
+        """What the server's API answers."""
         with urllib.request.urlopen(f"{self.server['url']}{what}?token={self.server['token']}", timeout=10) as answer:
             return json.load(answer)
 

@@ -114,10 +114,19 @@ def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None
     assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
 
 
-def test_after_a_restart_of_the_kernel_it_comes_back_with_its_history_and_moves(page: Any, tmp_path: Path) -> None:
-    page.run(NUMBER["detached"])
+def test_after_a_reload_while_a_cell_trains_and_then_a_restart_it_has_its_history_and_moves(
+    page: Any, tmp_path: Path
+) -> None:
     before = wait_for_step(page, 1)
-    page.restart_kernel()
+    page.start(NUMBER["fit"])
+    page.wait_for_output(NUMBER["dashboard"], "2 ranks · running")
+    page.reload(idle=False)
+    page.page.wait_for_selector(SHOWN, timeout=60_000)
+    before = wait_for_step(page, before + 5, 60)
+    assert page.ask("api/kernels")[0]["execution_state"] == "busy"
+    page.picture(tmp_path / "reloaded.png")
+
+    page.restart_kernel()  # the cell goes on
     page.run(NUMBER["load"])
     assert "2 ranks" in page.run(NUMBER["attach"])
     page.run(NUMBER["dashboard"])
