@@ -104,7 +104,7 @@ def test_misuse_is_said() -> None:
 
     assert first == second
     assert [message.split()[0] for message in first] == ["log()", "backward()", "A", "log()", "log()", "The", "The"]
-    assert "record's own" in first[2] and "DistributedSampler" in first[5] and "different data" in first[5]
+    assert "record's own" in first[2] and "DistributedSampler" in first[5] and "different data" in first[6]
 
 
 def broken_off(world: Any) -> list[int]:
