@@ -110,6 +110,7 @@ def test_a_rank_that_dies_during_a_pull_leaves_nothing_in_shared_memory(cluster:
         "        if rank == 1: time.sleep(0.5); os.kill(os.getpid(), 9)\n        return (float, (1.0,))\n"
         "value = [torch.zeros(300_000), Deadly()]"
     )
+    others = set(parcel.folder().glob("nbkit-*"))  # of whoever else uses this machine
     with pytest.raises(TransferError, match="could not be fetched"):
         cluster.pull("value", None)
-    assert list(parcel.folder().glob("nbkit-*")) == []
+    assert set(parcel.folder().glob("nbkit-*")) <= others
