@@ -7,17 +7,17 @@ and one at each switch. Everything in it is predicted, nothing measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nbkit.errors import StrategyError
 from nbkit.planner.facts import Cuts, Facts, Weight
 from nbkit.planner.memory import ADAM, Bytes, Rest, at_rest
-from nbkit.planner.traffic import per_step
+from nbkit.planner.traffic import Traffic, per_step
 from nbkit.strategy import Strategy
 
-__all__ = ["Forecast", "Term", "append", "forecast", "in_force", "read"]
+__all__ = ["Forecast", "Term", "append", "forecast", "in_force", "read", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,9 @@ def forecast(
 ) -> Forecast:
     """What nbkit.planner says of every rank; the arguments are those of at_rest and per_step."""
     ranks = range(strategy.mesh.size)
-    sums: dict[tuple[str, str], list[float]] = {}
     try:
-        for rank in ranks:
-            for term in per_step(
+        every = [
+            per_step(
                 weights,
                 facts,
                 strategy,
@@ -66,18 +65,24 @@ def forecast(
                 each=each,
                 accumulation=accumulation,
                 sequence_parallel=sequence_parallel,
-            ):
-                into = sums.setdefault((term.op, term.axis), [0.0, 0.0])
-                into[0] += term.calls / len(ranks)
-                into[1] += term.given
+            )
+            for rank in ranks
+        ]
     except StrategyError:  # a number that is not known of this model
-        sums = {}
-    return Forecast(
-        step,
-        str(strategy),
-        tuple(at_rest(weights, strategy, rank, cuts=cuts, each=each) for rank in ranks),
-        tuple(Term(op, axis, calls, size) for (op, axis), (calls, size) in sums.items()),
-    )
+        every = []
+    memory = tuple(at_rest(weights, strategy, rank, cuts=cuts, each=each) for rank in ranks)
+    return Forecast(step, str(strategy), memory, terms_of(every))
+
+
+def terms_of(every: Sequence[Iterable[Traffic]]) -> tuple[Term, ...]:
+    """The terms of a step by operation and axis, from those of each rank."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for terms in every:
+        for term in terms:
+            into = sums.setdefault((term.op, term.axis), [0.0, 0.0])
+            into[0] += term.calls / len(every)
+            into[1] += term.given
+    return tuple(Term(op, axis, calls, size) for (op, axis), (calls, size) in sums.items())
 
 
 def append(run_dir: Path, made: Forecast) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.forecast import Forecast, Term
+from nbkit.forecast import Forecast, Term, terms_of
 from nbkit.layout import bounds
 from nbkit.planner.facts import Cuts, Facts, Weight
 from nbkit.planner.memory import Bytes
@@ -38,9 +38,7 @@ __all__ = ["Foresight", "foresee"]
 def foresee(job: Job, *, since: int) -> Forecast:
     """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
     seen = Foresight(job)
-    return Forecast(
-        since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), tuple(seen.of_all_ranks(job.strategy))
-    )
+    return Forecast(since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), seen.of_all_ranks(job.strategy))
 
 
 class Foresight:
@@ -66,16 +64,9 @@ class Foresight:
             self._terms[strategy] = self._made(strategy, range(0, size, size // strategy.pp))
         return self._terms[strategy]
 
-    def of_all_ranks(self, strategy: Strategy) -> list[Term]:
-        """By operation and axis: calls of one rank on average, bytes that all ranks together hand over."""
-        every = self._made(strategy, range(strategy.mesh.size))
-        sums: dict[tuple[str, str], list[float]] = {}
-        for terms in every:
-            for term in terms:
-                into = sums.setdefault((term.op, term.axis), [0.0, 0.0])
-                into[0] += term.calls / len(every)
-                into[1] += term.given
-        return [Term(op, axis, calls, size) for (op, axis), (calls, size) in sums.items()]
+    def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
+        """What a step of all ranks together sends; empty where it is not known."""
+        return terms_of(self._made(strategy, range(strategy.mesh.size)))
 
     def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
         try:
