@@ -79,6 +79,7 @@ class Gates:
         for part, kind in self._kinds:
             part.__class__ = kind
             del vars(part)["_gate"]
+        self._kinds.clear()
 
     def run(self, lo: int, hi: int, received: Sequence[Tensor], call: Callable[[], Any]) -> Any:
         """Blocks lo to hi - 1 of `call()`, which calls the whole model: the tensors for block hi, or the output.

@@ -127,6 +127,12 @@ class Side:
         if self.pipeline is not None:
             self.pipeline.begin_again()
 
+    def close(self) -> None:
+        """Take off the module what was put on it: another side is in force. Its memory is free with the last name."""
+        self.data.close()
+        if self.staged is not None:
+            self.staged.close()
+
     def _sum_partial(self) -> None:
         by_axis: dict[str, list[str]] = {}
         for name, axes in self.partial.items():

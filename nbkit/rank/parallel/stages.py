@@ -70,6 +70,12 @@ class Staged:
             return call(self.module, value)
         return self._gates.run(lo, hi, received, lambda: call(self.module, value))
 
+    def close(self) -> None:
+        """Take the gates off the module."""
+        if self._gates is not None:
+            self._gates.remove()
+            self._gates = None
+
 
 def _without_cache(module: nn.Module) -> None:
     """HF models keep keys and values of every block when asked, which is for generating on one device."""

@@ -23,16 +23,16 @@ def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Modul
                 best = around.get(id(part))
                 if best is None or len(list(unit.modules())) < len(list(chosen.get(best, module).modules())):
                     around[id(part)] = id(unit)
-    blocks, parents = [module], [-1]
-
-    def visit(block: nn.Module, number: int) -> None:
-        for key, unit in chosen.items():
-            if around.get(key) == id(block):
-                blocks.append(unit)
-                parents.append(number)
-                visit(unit, len(blocks) - 1)
-
-    visit(module, 0)
+    blocks: list[nn.Module] = []
+    parents: list[int] = []
+    # No function that calls itself: that is a cycle, which would hold the modules until the next collection.
+    todo = [(module, -1)]
+    while todo:
+        block, parent = todo.pop()
+        inside = [unit for key, unit in chosen.items() if around.get(key) == id(block)]
+        todo += [(unit, len(blocks)) for unit in reversed(inside)]
+        blocks.append(block)
+        parents.append(parent)
     return blocks, parents
 
 

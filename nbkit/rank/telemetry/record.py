@@ -206,8 +206,9 @@ def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
         return None
     timed = Timed(work, call, state)
     if call.cuda is None:
-        # A thread of the backend's would have to take the interpreter from the one that waits.
-        if not at_once:
+        # A thread of the backend's would have to take the interpreter from the one that waits. Of a message gloo has no
+        # future, and to be told so costs more than all else here.
+        if not at_once and call.peer is None:
             timed.listen()
     else:
         call.cuda.under_way(work)

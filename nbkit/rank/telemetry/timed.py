@@ -71,7 +71,7 @@ class Timed(dist.Work):
         self.inner, self.call, self.state = inner, call, state
 
     def listen(self) -> None:
-        """Have the end noted as it comes, where the backend tells (gloo does not of messages, nor works of ours)."""
+        """Have the end noted as it comes, where the backend tells (a work of ours does not)."""
         if type(self.inner) is not dist.Work:
             return  # a future of a work in Python may do its computing in it
         call = self.call

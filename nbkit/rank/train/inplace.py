@@ -89,7 +89,7 @@ def _switched(
         with held_back():
             with _in_pieces(job, move):
                 proof_s += _carry_out(job, move, before)
-            left.data.close()
+            left.close()
             event = Switched(
                 job.step,
                 old=old,
@@ -166,7 +166,7 @@ def _go_back(job: Job, move: _Move, error: SwitchError, before: str | None) -> N
         move.left.module.__dict__ = move.attributes
         job.adopt(move.left, move.left_inner)
         job.feed.recut()
-    move.side.data.close()
+    move.side.close()
     move.side.data.let_go()
     move.exchange.run_back(move.old, move.new, device=job.device, why=error.what, freed=lambda: trim(job.device))
     move.left.data.refresh()

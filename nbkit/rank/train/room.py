@@ -18,7 +18,7 @@ import torch
 
 from nbkit.errors import UsageError
 from nbkit.planner.during import fits
-from nbkit.rank.parallel.reshard import ROUND_BYTES, any_failed
+from nbkit.rank.parallel.reshard import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.holdings import bytes_per_element
 from nbkit.rank.train.together import all_or_none
@@ -38,12 +38,13 @@ _UNLIMITED = 1 << 60
 
 
 def crowded(job: Job, new: Strategy) -> bool:
-    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: two small all-reduces."""
+    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: one small all-reduce."""
     size = side_bytes(job, new, job.rank)
     place = World.join_from_env().place
-    with all_or_none(job, "asking how much memory is free"):
+    with all_or_none(job, "asking how much memory is free", numbers=1) as said:
         free = left(job.device, ranks=place.local_world_size)
-    return any_failed(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free), job.device)
+        said.numbers = [int(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free))]
+    return bool(said.largest[0])
 
 
 def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -123,10 +124,12 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
         job.adopt(prepared.side, prepared.inner)
         job.feed.recut()
         if not keep:
-            left.data.close()
-            # The sides are full of cycles, and the next steps want the old one's memory.
+            free = _freed(left)
+            left.close()
             del left, before, prepared
-            gc.collect()
+            # The next steps want its memory, and a collection stops them for longer than all the rest here.
+            if not free():
+                gc.collect()
         event = Switched(
             job.step,
             old=str(old),
@@ -141,6 +144,12 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
         job.switches.append(event)
     job.ledger.emit(event)
     return event
+
+
+def _freed(side: Side) -> Callable[[], bool]:
+    """Whether by now nothing holds the tensors that `side` has."""
+    held = [weakref.ref(tensor) for tensor in side.data.tensors()]
+    return lambda: all(ref() is None for ref in held)
 
 
 def _let_go(failed: BaseException) -> None:
@@ -179,7 +188,6 @@ def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
     connections = job.blueprint.connect(new)
     with all_or_none(job, "building the new side"):
         side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
-    with all_or_none(job, "making room for the new side"):
         holdings.allocate(side, inner, memory.kinds, memory.numbers)
         target = holdings.state(side, inner)
     exchange = agreed(job, new, before, target, memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,34 +37,48 @@ def news(job: Job) -> Memory:
 
 def agreed(job: Job, new: Strategy, before: Held, target: Held, memory: Memory) -> Exchange:
     """The exchange from `before` to `target`, the same on every rank. Collective: one small all-reduce, mostly."""
-    with all_or_none(job, "planning the exchange"):
+    with all_or_none(job, "planning the exchange", numbers=3) as said:
         kinds = job.blueprint.plans.kinds(memory.kinds)
         exchange = job.blueprint.plans.exchange(job.strategy, new, kinds)
         plan, rank = exchange.plan, job.rank
         fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
-    different, most, least = _largest(job, int(not fits), exchange.stamp, -exchange.stamp)
+        said.numbers = [int(not fits), exchange.stamp, -exchange.stamp]
+    different, most, least = said.largest
     if different or most != -least:
         # Somebody holds something else than its strategy says: then everything is told.
         return Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), job.rank)
     return exchange
 
 
+@dataclass
+class Said:
+    """Whole numbers that ranks tell each other on the way. largest: of each over all ranks, known afterwards."""
+
+    numbers: list[int]
+    largest: list[int] = field(default_factory=list)
+
+
 @contextmanager
-def all_or_none(job: Job, doing: str) -> Iterator[None]:
-    """What is done inside has worked on every rank, or SwitchError is raised on every rank."""
+def all_or_none(job: Job, doing: str, *, numbers: int = 0) -> Iterator[Said]:
+    """What is done inside has worked on every rank, or SwitchError is raised on every rank.
+
+    numbers: so many are told, zeros if nothing else. Collective: one small all-reduce; waits for the device.
+    """
     failure, goes_on = "", str(job.strategy)
+    said = Said([0] * numbers)
     try:
-        yield
+        yield said
     except Exception as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
         cause = error
-    if not any(_largest(job, int(bool(failure)))):
+    failed, *said.largest = _largest(job, int(bool(failure)), *said.numbers)
+    if not failed:
         return
     failures = told(failure, world_size=job.world_size)
-    if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
+    if told_of := [(rank, text) for rank, text in enumerate(failures) if text]:
         refusal = SwitchError(
             f"The switch failed while {doing}; {goes_on} goes on, unchanged.",
-            numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
+            numbers="; ".join(f"rank {rank}: {text}" for rank, text in told_of[:2]) + "; ..." * (len(told_of) > 2),
             hint="%strategy shows what can be picked",
         )
         raise refused(job, refusal) from (cause if failure else None)

@@ -51,7 +51,7 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
                 if (tried := job.side) is not side:
                     side.module.__dict__ = attributes
                     job.adopt(side, inner)
-                    tried.data.close()
+                    tried.close()
                 del tried
                 # Whatever was broken off was the trial: the weights that go on are whole.
                 job.ledger.drop()

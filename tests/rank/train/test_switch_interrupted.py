@@ -239,3 +239,22 @@ def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
         assert len(found) == 3
         for stage, (after, _) in found.items():
             assert after <= before + 1000, stage
+
+
+def leaves_them_all(world: Any) -> list[str]:
+    trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40), strategy="ddp")
+    trainer.fit(1)
+    collected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: collected.append(str(trainer.strategy)))
+        gc.disable()
+        for strategy in ("pp microbatches=2", "zero1", "zero2", "zero3", "pp microbatches=4", "tp", "ddp"):
+            trainer.switch(strategy)
+            trainer.fit(1)
+        gc.enable()
+    return collected
+
+
+def test_the_side_that_was_left_is_free_at_once_without_a_collection() -> None:
+    # A collection stops the training for longer than the rest of a switch.
+    assert run_ranks(leaves_them_all, 2) == [[], []]
