@@ -13,6 +13,8 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 _UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
 _INSIDE = "NBKIT_BENCH_INSIDE"
@@ -34,8 +36,12 @@ def enter(arguments: list[str]) -> int | None:
 
 
 def bring_up_loopback() -> None:
-    """A new network space has its loopback interface down."""
+    """A new network space has its loopback interface down. Here it comes up, and loses nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh", b"lo", 0).ljust(40, b"\0")
         (flags,) = struct.unpack_from("h", fcntl.ioctl(control, _SIOCGIFFLAGS, request), 16)
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | _IFF_UP).ljust(40, b"\0"))
+    # The kernel sends a tail again (up to 64 KB) to a peer that does not answer within two round trips, and one that
+    # waits for a core does not. Nothing is lost here, and who counts bytes wants those that were sent on purpose.
+    with suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")

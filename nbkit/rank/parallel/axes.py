@@ -5,12 +5,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from nbkit.mesh import AXES, Mesh
 
-__all__ = ["Axes", "forget", "group_of", "made_alike", "shard_groups"]
+__all__ = ["Axes", "forget", "group_of", "groups_made", "shard_groups"]
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -31,16 +30,12 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
     return own
 
 
-def made_alike(known: bool, device: torch.device) -> bool:
-    """Whether all ranks have made the same groups, and say the same of `known`. Collective: one all-reduce.
+def groups_made() -> int:
+    """A number that ranks have in common which have made the same groups.
 
     An interrupt may have reached one rank before a group was made and another after it.
     """
-    stamp = zlib.crc32(repr((known, sorted(_made))).encode())
-    told = torch.tensor([stamp, -stamp], dtype=torch.int64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    most, least = told.tolist()
-    return bool(most == -least)
+    return zlib.crc32(repr(sorted(_made)).encode())
 
 
 def forget() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
-from nbkit.rank.parallel.axes import forget, made_alike
+from nbkit.rank.parallel.axes import forget, groups_made
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
 from nbkit.rank.parallel.connect import Connections, connect
 from nbkit.rank.parallel.costs import measure_costs
@@ -39,6 +39,7 @@ from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.template import Template
+from nbkit.rank.train.told import told
 from nbkit.strategy import Strategy
 
 __all__ = ["Blueprint", "Model", "Optimizer"]
@@ -107,7 +108,7 @@ class Blueprint:
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
         own = None if self.shells else self.module
-        side, optimizer = self.side(strategy, self.connect(strategy), own=own)
+        side, optimizer = self.side(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
         if self.shells:
             agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
             side.data.refresh()
@@ -143,12 +144,21 @@ class Blueprint:
             offload(optimizer)
         return side, optimizer
 
-    def connect(self, strategy: Strategy) -> Connections:
+    def _alike(self, strategy: Strategy) -> bool:
+        stamps = told(self.groups_made(strategy), world_size=self.world_size, device=self.device)
+        return len(set(stamps)) == 1
+
+    def groups_made(self, strategy: Strategy) -> int:
+        """A number that ranks have in common which have made the same groups, of `strategy` or not."""
+        return 2 * groups_made() + (strategy in self._connected)
+
+    def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
         """The groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
 
-        Raises StrategyError or TrainingError, before that and on every rank alike, for what it cannot split.
+        alike: all ranks have made the same groups so far; otherwise all are made anew. Raises StrategyError or
+        TrainingError, before that and on every rank alike, for what it cannot split.
         """
-        if self.world_size > 1 and not made_alike(strategy in self._connected, self.device):
+        if not alike:
             forget()
             self._connected.clear()
         if strategy not in self._connected:

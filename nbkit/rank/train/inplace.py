@@ -27,7 +27,7 @@ from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 from nbkit.rank.train.interrupts import held_back
 from nbkit.rank.train.room import trim
-from nbkit.rank.train.together import agreed, all_or_none, news, refused
+from nbkit.rank.train.together import News, agreed, all_or_none, planned, refused
 from nbkit.rank.train.told import Memory
 from nbkit.strategy import Strategy
 
@@ -54,7 +54,7 @@ class _Move:
     exchange: InPlace
 
 
-def switch_in_place(job: Job, new: Strategy, *, verify: bool, began: float) -> Switched:
+def switch_in_place(job: Job, new: Strategy, known: News, *, verify: bool, began: float) -> Switched:
     """Train on under `new`, within the memory of the larger side. Collective, between two steps. began: the pause did.
 
     Raises SwitchError, on every rank alike, when it failed on any: the old strategy is in force and nothing has
@@ -62,10 +62,9 @@ def switch_in_place(job: Job, new: Strategy, *, verify: bool, began: float) -> S
     and MemoryError, on every rank too, when the old strategy has no memory for gradients any more.
     """
     beside = job.blueprint.beside(new)
-    memory = news(job)
-    connections = job.blueprint.connect(new)
+    connections = job.blueprint.connect(new, alike=known.alike)
     try:
-        event = _switched(job, new, connections, memory, verify=verify, began=began, beside=beside)
+        event = _switched(job, new, connections, known.memory, verify=verify, began=began, beside=beside)
     except BaseException as error:
         # An interrupt finds one rank without memory for gradients, and another not: they become one before a step.
         job.broken_off |= not isinstance(error, SwitchError)
@@ -124,7 +123,10 @@ def _prepared(job: Job, new: Strategy, connections: Connections, memory: Memory)
         side.data.let_go()
         holdings.allocate(side, inner, memory.kinds, memory.numbers)
         target = Filling(holdings.state(side, inner), spaces)
-    plan = agreed(job, new, before, dict(target.state), memory).plan
+    to = dict(target.state)
+    with all_or_none(job, "planning the exchange", numbers=3) as said:
+        own, said.numbers = planned(job, new, before, to, memory)
+    plan = agreed(job, own, said.largest, before, to).plan
     with all_or_none(job, "planning the way"):
         exchange, old = InPlace(plan, job.rank), Emptying(before, left.data.tensors())
         exchange.check(old, target)

@@ -21,7 +21,6 @@ from nbkit.planner.during import fits
 from nbkit.rank.parallel.reshard import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.holdings import bytes_per_element
-from nbkit.rank.train.together import all_or_none
 from nbkit.rank.world import World
 from nbkit.strategy import Strategy
 
@@ -38,13 +37,13 @@ _UNLIMITED = 1 << 60
 
 
 def crowded(job: Job, new: Strategy) -> bool:
-    """Whether any rank lacks room for a side of `new` beside the one in force. Collective: one small all-reduce."""
+    """Whether this rank lacks room for a side of `new` beside the one in force.
+
+    Raises StrategyError for what cannot be split, UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    """
     size = side_bytes(job, new, job.rank)
-    place = World.join_from_env().place
-    with all_or_none(job, "asking how much memory is free", numbers=1) as said:
-        free = left(job.device, ranks=place.local_world_size)
-        said.numbers = [int(not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free))]
-    return bool(said.largest[0])
+    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
+    return not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free)
 
 
 def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:

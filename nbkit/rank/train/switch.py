@@ -30,8 +30,7 @@ from nbkit.rank.train.agreement import ensure_one
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.inplace import switch_in_place
 from nbkit.rank.train.interrupts import held_back
-from nbkit.rank.train.room import crowded
-from nbkit.rank.train.together import agreed, all_or_none, news, refused
+from nbkit.rank.train.together import News, agreed, all_or_none, news, planned, refused
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -92,17 +91,18 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
 
 def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
     began, old = time.perf_counter(), job.strategy
-    if crowded(job, new):
+    known = news(job, new)
+    if known.crowded:
         if keep:
             raise SwitchError(
                 f"A trial of {new} keeps {old} beside it, and memory does not hold both.",
                 numbers="a switch would go in place",
                 hint=f"%strategy {new}, and %strategy --undo",
             )
-        return switch_in_place(job, new, verify=verify, began=began)
+        return switch_in_place(job, new, known, verify=verify, began=began)
     beside = job.blueprint.beside(new)
     before = holdings.state(job.side, job.optimizer.inner)
-    prepared = prepare_switch(job, new, before)
+    prepared = prepare_switch(job, new, known, before)
     ready = time.perf_counter()
     # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
     prepared.exchange.run(before, prepared.target, device=job.device)
@@ -182,24 +182,37 @@ def undo(job: Job) -> Switched:
     return switch(job, job.previous)
 
 
-def prepare_switch(job: Job, new: Strategy, before: Held) -> Prepared:
+def prepare_switch(job: Job, new: Strategy, known: News, before: Held) -> Prepared:
     """The new side with empty weights and state, and the exchange that fills it. Collective."""
-    memory = news(job)
-    connections = job.blueprint.connect(new)
-    with all_or_none(job, "building the new side"):
-        side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
-        holdings.allocate(side, inner, memory.kinds, memory.numbers)
-        target = holdings.state(side, inner)
-    exchange = agreed(job, new, before, target, memory)
+    connections = job.blueprint.connect(new, alike=known.alike)
+    exchange: Exchange | None = None
     try:
-        with all_or_none(job, "making room for the exchange"):
-            # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
-            torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
-            exchange.make_room(before, target, device=job.device)
+        with all_or_none(job, "building the new side", numbers=3) as said:
+            side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
+            said.doing = "making room for the new side"
+            holdings.allocate(side, inner, known.memory.kinds, known.memory.numbers)
+            target = holdings.state(side, inner)
+            said.doing = "planning the exchange"
+            exchange, said.numbers = planned(job, new, before, target, known.memory)
+            said.doing = "making room for the exchange"
+            if not said.numbers[0]:
+                _make_room(job, exchange, before, target)
+        if (other := agreed(job, exchange, said.largest, before, target)) is not exchange:
+            exchange.give_back()
+            exchange = other
+            with all_or_none(job, "making room for the exchange"):
+                _make_room(job, exchange, before, target)
     except BaseException:
-        exchange.give_back()  # plans are kept, and with them what they hold
+        if exchange is not None:
+            exchange.give_back()  # plans are kept, and with them what they hold
         raise
     return Prepared(side, inner, exchange, target)
+
+
+def _make_room(job: Job, exchange: Exchange, before: Held, target: Held) -> None:
+    # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
+    torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
+    exchange.make_room(before, target, device=job.device)
 
 
 def _digest(job: Job, held: Held, holdings: Sequence[Mapping[str, Layout]]) -> str:

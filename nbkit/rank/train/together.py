@@ -2,58 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from nbkit.errors import SwitchError
+from nbkit.errors import StrategyError, SwitchError
 from nbkit.events import Failed
 from nbkit.layout import Layout
 from nbkit.rank.parallel.reshard import Exchange, plan_together
 from nbkit.rank.train.follow import changes_of
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.plans import Kinds
+from nbkit.rank.train.room import crowded
 from nbkit.rank.train.told import Memory, memory_of, told, unpacked
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["agreed", "all_or_none", "news", "refused"]
+__all__ = ["News", "agreed", "all_or_none", "news", "planned", "refused"]
 
 
-def news(job: Job) -> Memory:
-    """What the optimizers of all ranks remember; sides are made from now on with what users changed. Collective."""
+@dataclass(frozen=True)
+class News:
+    """What ranks have told each other before a switch.
+
+    memory: what their optimizers remember. crowded: somebody lacks room for the new side beside the old one. alike:
+    all have made the same groups so far.
+    """
+
+    memory: Memory
+    crowded: bool
+    alike: bool
+
+
+def news(job: Job, new: Strategy) -> News:
+    """Sides are made from now on with what users changed on the model. Collective, one all-gather.
+
+    Raises StrategyError, on every rank, for what cannot be split, and SwitchError when one of them could not tell.
+    """
     blueprint = job.blueprint
-    own = changes_of(job.side, blueprint.skeleton), memory_of(job.side, job.optimizer.inner, blueprint.names)
-    everyone = told(own, world_size=job.world_size)
-    blueprint.follow([changes for changes, _ in everyone])
-    return unpacked([runs for _, runs in everyone], blueprint.names)
+    own: tuple[Any, ...] = ()
+    failure: Exception | None = None
+    try:
+        own = (
+            changes_of(job.side, blueprint.skeleton),
+            memory_of(job.side, job.optimizer.inner, blueprint.names),
+            crowded(job, new),
+            blueprint.groups_made(new),
+        )
+    except StrategyError:
+        raise
+    except Exception as error:
+        failure = error
+    everyone = told((_spoken(failure), own), world_size=job.world_size, device=job.device)
+    _check(job, "looking at what there is", [spoken for spoken, _ in everyone], failure)
+    changes, runs, lacking, groups = zip(*(each for _, each in everyone), strict=True)
+    blueprint.follow(changes)
+    return News(unpacked(runs, blueprint.names), any(lacking), len(set(groups)) == 1)
 
 
-def agreed(job: Job, new: Strategy, before: Held, target: Held, memory: Memory) -> Exchange:
-    """The exchange from `before` to `target`, the same on every rank. Collective: one small all-reduce, mostly."""
-    with all_or_none(job, "planning the exchange", numbers=3) as said:
-        kinds = job.blueprint.plans.kinds(memory.kinds)
-        exchange = job.blueprint.plans.exchange(job.strategy, new, kinds)
-        plan, rank = exchange.plan, job.rank
-        fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
-        said.numbers = [int(not fits), exchange.stamp, -exchange.stamp]
-    different, most, least = said.largest
-    if different or most != -least:
-        # Somebody holds something else than its strategy says: then everything is told.
-        return Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), job.rank)
-    return exchange
+def planned(job: Job, new: Strategy, before: Held, target: Held, memory: Memory) -> tuple[Exchange, list[int]]:
+    """The exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
+    kinds = job.blueprint.plans.kinds(memory.kinds)
+    exchange = job.blueprint.plans.exchange(job.strategy, new, kinds)
+    plan, rank = exchange.plan, job.rank
+    fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
+    return exchange, [int(not fits), exchange.stamp, -exchange.stamp]
+
+
+def agreed(job: Job, exchange: Exchange, compared: Sequence[int], before: Held, target: Held) -> Exchange:
+    """The exchange, the same on every rank. compared: of what `planned` gave the largest over all ranks.
+
+    Collective where somebody holds something else than its strategy says: then everything is told.
+    """
+    different, most, least = compared
+    if not different and most == -least:
+        return exchange
+    return Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), job.rank)
 
 
 @dataclass
 class Said:
-    """Whole numbers that ranks tell each other on the way. largest: of each over all ranks, known afterwards."""
+    """What a rank says when something was done. doing: what it is doing, for whom it concerns. numbers: told to all.
 
+    largest: of each of the numbers over all ranks, known afterwards.
+    """
+
+    doing: str
     numbers: list[int]
     largest: list[int] = field(default_factory=list)
 
@@ -64,24 +104,31 @@ def all_or_none(job: Job, doing: str, *, numbers: int = 0) -> Iterator[Said]:
 
     numbers: so many are told, zeros if nothing else. Collective: one small all-reduce; waits for the device.
     """
-    failure, goes_on = "", str(job.strategy)
-    said = Said([0] * numbers)
+    said, failure = Said(doing, [0] * numbers), None
     try:
         yield said
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        cause = error
-    failed, *said.largest = _largest(job, int(bool(failure)), *said.numbers)
-    if not failed:
-        return
-    failures = told(failure, world_size=job.world_size)
-    if told_of := [(rank, text) for rank, text in enumerate(failures) if text]:
+        failure = error
+    failed, *said.largest = _largest(job, int(failure is not None), *said.numbers)
+    if failed:
+        everyone = told((_spoken(failure), said.doing), world_size=job.world_size, device=job.device)
+        done = next((doing for spoken, doing in everyone if spoken), doing)
+        _check(job, done, [spoken for spoken, _ in everyone], failure)
+
+
+def _spoken(failure: Exception | None) -> str:
+    return "" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
+
+
+def _check(job: Job, doing: str, spoken: Sequence[str], own: Exception | None) -> None:
+    """Raises SwitchError when any rank has spoken of a failure."""
+    if failed := [(rank, text) for rank, text in enumerate(spoken) if text]:
         refusal = SwitchError(
-            f"The switch failed while {doing}; {goes_on} goes on, unchanged.",
-            numbers="; ".join(f"rank {rank}: {text}" for rank, text in told_of[:2]) + "; ..." * (len(told_of) > 2),
+            f"The switch failed while {doing}; {job.strategy} goes on, unchanged.",
+            numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
             hint="%strategy shows what can be picked",
         )
-        raise refused(job, refusal) from (cause if failure else None)
+        raise refused(job, refusal) from own
 
 
 def refused(job: Job, error: SwitchError) -> SwitchError:

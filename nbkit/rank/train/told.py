@@ -19,7 +19,10 @@ from torch import Tensor
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 
-__all__ = ["Memory", "Run", "memory_of", "told", "unpacked"]
+__all__ = ["USUAL_BYTES", "Memory", "Run", "memory_of", "told", "unpacked"]
+
+
+USUAL_BYTES, _COUNT = 1016, 8
 
 
 class _Scalar(NamedTuple):
@@ -43,13 +46,26 @@ class Memory(NamedTuple):
     numbers: dict[str, dict[str, Any]]
 
 
-def told(own: Any, *, world_size: int) -> list[Any]:
-    """What every rank tells, by rank. Collective."""
+def told(own: Any, *, world_size: int, device: torch.device) -> list[Any]:
+    """What every rank tells, by rank. Collective: one all-gather, and another where somebody tells more than usual."""
     if world_size == 1:
         return [own]
-    parcels: list[bytes] = [b""] * world_size
-    dist.all_gather_object(parcels, zlib.compress(pickle.dumps(own), level=1))
-    return [pickle.loads(zlib.decompress(parcel)) for parcel in parcels]
+    parcel = zlib.compress(pickle.dumps(own), level=1)
+    found = _gathered(parcel, USUAL_BYTES, world_size, device)
+    longest = max(int.from_bytes(each[:_COUNT], "little") for each in found)
+    if longest > USUAL_BYTES:
+        found = _gathered(parcel, longest, world_size, device)
+    # What follows the end of a stream is padding.
+    return [pickle.loads(zlib.decompressobj().decompress(each[_COUNT:])) for each in found]
+
+
+def _gathered(parcel: bytes, room: int, world_size: int, device: torch.device) -> list[bytes]:
+    """Of every rank the number of bytes that it has to tell, and as many of them as there is room for."""
+    framed = len(parcel).to_bytes(_COUNT, "little") + parcel[:room].ljust(room, b"\0")
+    sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(device)
+    taken = [torch.empty_like(sent) for _ in range(world_size)]
+    dist.all_gather(taken, sent)
+    return [bytes(each.cpu().numpy()) for each in taken]
 
 
 def memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:

@@ -98,10 +98,10 @@ def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
     """Bytes of all tensors of a side and its optimizer, gradients included: while it is hollow, and built as ever."""
     job, found = trainer(), {}
     job.fit(1)
-    memory, inner = news(job.job), job.job.optimizer.inner
+    memory, inner = news(job.job, job.strategy).memory, job.job.optimizer.inner
     for text in THROUGH:
         strategy, sizes = Strategy.parse(text, 2), []
-        connections = job.job.blueprint.connect(strategy)
+        connections = job.job.blueprint.connect(strategy, alike=True)
         for how in (hollow(), nullcontext()):
             gc.collect()
             before = alive()
