@@ -16,7 +16,7 @@ from nbkit.rank import groups
 from nbkit.rank.parallel.digest import digest
 
 CPU = torch.device("cpu")
-MASK = (1 << 64) - 1
+MASK, MASK_32 = (1 << 64) - 1, (1 << 32) - 1
 VALUES: dict[str, Tensor] = {
     "weight/a": torch.randn(12, 7, generator=torch.Generator().manual_seed(1)),
     "exp_avg/a": torch.randn(12, 7, generator=torch.Generator().manual_seed(2)).double(),
@@ -37,10 +37,17 @@ def expected(values: dict[str, Tensor]) -> str:
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         total = 0
         for index, bits in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist()):
-            x = (index * 0x9E3779B97F4A7C15 + bits * 0xD1342543DE82EF95) & MASK
-            x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
-            x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
-            total += x ^ x >> 31
+            if tensor.element_size() == 8:
+                x = (index * 0x9E3779B97F4A7C15 + bits * 0xD1342543DE82EF95) & MASK
+                x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
+                x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
+                total += x ^ x >> 31
+            else:
+                x = (index * 0x9E3779B1 + bits * 0x27D4EB2F) & MASK_32
+                x = ((x ^ x >> 16) * 0x85EBCA6B) & MASK_32
+                x = ((x ^ x >> 13) * 0xC2B2AE35) & MASK_32
+                x ^= x >> 16
+                total += x - (x >> 31 << 32)
         lines.append(f"{key} {tuple(tensor.shape)} {total & MASK:016x}\n")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
