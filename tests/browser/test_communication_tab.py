@@ -38,6 +38,7 @@ class Training:
         self.over, self.switch_to = threading.Event(), ""
         for _ in range(BEFORE):
             self.step()
+        self.fake.health()
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
@@ -66,6 +67,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     big = fake_run()(top / "big", 64, "dp=4 tp=4 pp=4")
     for _ in range(55):
         big.step()
+    big.event("run_stopped", reason="done")
     big.close()
     training = Training(top / "small")
     yield training
@@ -129,6 +131,8 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
     assert data(tab, "bars", "rows") == "4"
     assert data(tab, "traffic", "cells") == "4"
     assert data(tab, "memory", "rows") == "4"
+    assert "thermal slowdown" in tab.inner_text("#health .slowed") and "of 1980 MHz" in tab.inner_text("#health")
+    assert tab.inner_text("#live") == "4 ranks · running"
     row = tab.inner_text("#table tr:nth-child(2)")
     assert row.split("\t")[:5] == ["all reduce", "dp", "1", "16.0 MiB", "16.0 MiB (100 %)"]
     assert "for rank 2" in tab.inner_text("#reading")
@@ -179,6 +183,7 @@ def test_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
     tab.click("#runs button:has-text('big')")
     tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '64'", timeout=15_000)
     assert data(tab, "traffic", "world") == "64"
+    assert tab.inner_text("#live") == "64 ranks · ended"  # though it was written to a moment ago
     assert int(data(tab, "traffic", "cells")) > 200
     assert (data(tab, "moments", "kind"), data(tab, "moments", "rows")) == ("pipeline", "4")
     assert tab.locator("#momentshead option").count() == 16

@@ -15,8 +15,8 @@ __all__ = ["joined", "style"]
 
 _OURS = Path(__file__).parent / "static"
 _BOARDS = Path(__file__).parents[1] / "board" / "plugin" / "static"
-_MODULES = (_BOARDS / "paint.js", _BOARDS / "charts.js", _BOARDS / "grids.js")
-_OWN = ("curves", "rows", "health", "dashboard")
+_MODULES = (_BOARDS / "paint.js", _BOARDS / "charts.js", _BOARDS / "grids.js", _BOARDS / "health.js")
+_OWN = ("curves", "rows", "dashboard")
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)

@@ -71,7 +71,7 @@ def test_tensorboard_lists_the_tab_and_serves_its_page(board: Board) -> None:
 
     assert (listing["enabled"], listing["tab_name"]) == (True, "Communication")
     assert "export async function render" in text(board, "data/plugin/communication/static/index.js")
-    for name in ("charts.js", "grids.js", "tables.js", "paint.js", "live.js", "index.css"):
+    for name in ("charts.js", "grids.js", "health.js", "tables.js", "paint.js", "live.js", "index.css"):
         page = text(board, f"data/plugin/communication/static/{name}")
         assert "http://" not in page and "https://" not in page  # nothing is asked of anybody else
     with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nbkit.events import RunStopped
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.notebook.board.plugin.picture import short
 from nbkit.notebook.board.plugin.timeline import PARTS, point_of
 from nbkit.readings import bars, mean_bars, members_of
 from nbkit.recordfile import overview_of, rank_files, read_head
-from nbkit.records import Group, StepRecord, from_line
+from nbkit.records import EventRecord, Group, StepRecord, from_line
 
 __all__ = ["Runs"]
 
@@ -58,7 +59,7 @@ class Runs:
             if known is None or changed > known[0] + 1.0:
                 known = changed, _summary(files)
                 self._summaries[name] = known
-            live = time.time() - changed < _LIVE_S
+            live = time.time() - changed < _LIVE_S and not all(_stopped(path) for path in files.values())
             found.append({"name": name, "live": live, "changed": round(changed, 1), **known[1]})
         return sorted(found, key=lambda one: -float(one["changed"]))
 
@@ -113,14 +114,27 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
 
 def _tail(path: Path) -> list[StepRecord]:
     """The last lines of an overview."""
+    lines = _last_lines(path)[-_MEAN_OF:]
+    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def _stopped(path: Path) -> bool:
+    """Whether the last thing that a rank noted of its training is that it ended."""
+    for line in reversed(_last_lines(path)):
+        record = from_line(line)
+        if isinstance(record, EventRecord | StepRecord):
+            return isinstance(record, EventRecord) and record.event.get("kind") == RunStopped.kind
+    return False
+
+
+def _last_lines(path: Path) -> list[bytes]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()[-_MEAN_OF:]
+            return file.read().splitlines()
     except FileNotFoundError:
         return []
-    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 
 def _changed(path: Path) -> float:

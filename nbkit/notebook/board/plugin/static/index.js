@@ -2,6 +2,7 @@
 
 import { drawBars, drawMemory, drawTimeline } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
+import { healthRows } from "./health.js";
 import { COLOURS, MEMORY, Picture, SPOKEN, percent, seconds } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
@@ -40,7 +41,7 @@ const LAYOUT = `
     <div class="legend"><i style="background:#1a5496"></i>messages: exact <i style="background:#bf5b0a"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
   <section class="wide"><h2>Communication by operation and axis <small>one step, all ranks</small></h2><div class="scroll"><table id="table"></table></div><p class="note" id="tablenote"></p></section>
   <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
-  <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div></section>
+  <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div><div id="health" hidden></div></section>
   <section><h2>Who is late <small id="latenote"></small></h2><table id="lateness"></table></section>
   <section class="wide"><h2>Runs <small>mean of the newest steps · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
 </main>
@@ -190,6 +191,8 @@ function draw() {
   drawTable(step);
   drawInside(step);
   drawMemory(pictures.memory, step.memory || []);
+  $("health").hidden = !step.health;
+  if (step.health) $("health").replaceChildren(...healthRows(step.health));
   const counted = step.memory?.[0];
   $("memorynote").textContent = counted ? `counted in step ${counted.step}; ${counted.source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
 }
