@@ -21,8 +21,9 @@ from nbkit.schedules import NAMES, Schedule, simulate
 
 RANKS = (2, 4, 8)
 MICROBATCHES = (4, 8, 16)
-ROUNDS = 2
-UNIT, IDLE_UNIT = 0.02, 0.05  # seconds; idle time is a small difference, which wants longer stages
+ROUNDS = 3
+UNIT, IDLE_UNIT = 0.02, 0.2
+"""Seconds. Idle time is a small difference: with short stages what an operation costs the executor would hide it."""
 BAR, BAR_ZERO_BUBBLE, BAR_ZBV = 1.05, 0.4, 0.05
 
 Case = tuple[str, int, int, float]
