@@ -23,7 +23,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 BENCHMARKS = (
     *("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery"),
-    *("memory", "wire", "steps", "pipeline_stages", "balance", "switch", "switch_many", "switch_large", "switch_full"),
+    *(
+        "memory",
+        "wire",
+        "steps",
+        "pipeline_stages",
+        "balance",
+        "switch",
+        "click",
+        "switch_many",
+        "switch_large",
+        "switch_full",
+    ),
     *("predicted", "telemetry", "telemetry_truth", "telemetry_long"),
 )
 BY_NAME = ("switch_bytes",)
