@@ -1,8 +1,9 @@
 """Measure nbkit beside its peers and print the table.
 
-python -m bench                    everything, about 25 minutes; writes bench/results.json and .md
+python -m bench                    everything, more than an hour; writes bench/results.json and .md
 python -m bench cells startup      some of it; written only with --out
-python -m bench --readme           put bench/results.md into README
+python -m bench --join A.json ...  put together what was measured apart, with --out
+python -m bench --readme           put the comparisons of bench/results.md into README
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, help="this many rounds of each")
     parser.add_argument("--ranks", type=int, nargs="+", help="only these of the cluster sizes of `cells`")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
-    parser.add_argument("--readme", action="store_true", help="copy bench/results.md into README and measure nothing")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="A.json", help="write these into OUT; measure nothing")
+    parser.add_argument("--readme", action="store_true", help="write README's table; measure nothing")
     asked = parser.parse_args(arguments)
     unknown = set(asked.names) - {*BENCHMARKS, *BY_NAME}
     if unknown:
@@ -59,7 +61,10 @@ def main(arguments: list[str]) -> int:
             f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join((*BENCHMARKS, *BY_NAME))}"
         )
     if asked.readme:
-        table.quote(ROOT / "README.md", RESULTS.with_suffix(".md").read_text())
+        table.quote(ROOT / "README.md", table.comparisons(RESULTS.with_suffix(".md").read_text()))
+        return 0
+    if asked.join:
+        table.write(*table.joined(asked.join), asked.out or RESULTS)
         return 0
     if isolation.is_inside():
         isolation.bring_up_loopback()

@@ -127,6 +127,18 @@ def write(rows: Sequence[Row], where: str, out: Path) -> None:
     out.with_suffix(".json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
+def joined(parts: Sequence[Path]) -> tuple[list[Row], str]:
+    """The rows of several runs (what `write` made, as JSON), one after the other, and the machine of the first."""
+    runs = [json.loads(part.read_text()) for part in parts]
+    return [Row(**row) for run in runs for row in run["rows"]], runs[0]["machine"]
+
+
+def comparisons(table: str) -> str:
+    """Of a table in markdown the rows that have a ratio, and everything around them."""
+    lines = table.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("| ") or line.split("|")[4].strip())
+
+
 def quote(readme: Path, table: str) -> None:
     """Put the table between README's markers. Raises ValueError when README has none."""
     text = readme.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.table import absolute, compared, markdown, quote, skipped
+from bench.table import absolute, compared, comparisons, joined, markdown, quote, skipped, write
 
 
 def test_a_comparison_shows_both_sides_the_ratio_and_the_verdict() -> None:
@@ -55,3 +55,19 @@ def test_a_readme_without_markers_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="<!-- bench -->"):
         quote(readme, "new\n")
+
+
+def test_runs_that_were_made_apart_are_joined_and_readme_shows_what_has_a_ratio(tmp_path: Path) -> None:
+    apart = (
+        compared("a cell", [0.005] * 4, "peer", [0.010] * 4, [0.005] * 4, 1.0, "ms"),
+        absolute("start", [1.0], 2, "s"),
+    )
+    for number, row in enumerate(apart):
+        write([row], f"machine {number}", tmp_path / f"part{number}")
+
+    rows, machine = joined([tmp_path / "part0.json", tmp_path / "part1.json"])
+    table = markdown(rows, machine)
+
+    assert (rows, machine) == (list(apart), "machine 0")
+    assert "| start |" in table and "| start |" not in comparisons(table)
+    assert "| a cell |" in comparisons(table) and comparisons(table).startswith("machine 0\n\n| what |")
