@@ -31,14 +31,16 @@ class RecordFile:
         self._file: IO[str] | None = None
         self._begin_part()
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Append, and hand to the operating system, so that a reader and a crash find whole lines."""
+    def write(self, records: Sequence[Record]) -> list[str]:
+        """Append, and hand to the operating system, so that a reader and a crash find whole lines; returns these."""
+        lines = [to_line(record) for record in records]
         if self._file is None:
-            return
-        self._file.write("".join(to_line(record) for record in records))
+            return lines
+        self._file.write("".join(lines))
         self._file.flush()
         if self._file.tell() > self._part_bytes:
             self._begin_part()
+        return lines
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -63,26 +65,39 @@ class Overview:
 
     def __init__(self, path: Path, *, lines: int = OVERVIEW_LINES) -> None:
         self._path, self._lines = overview_of(path), lines
+        self._file: IO[str] | None = None
         self._full: list[StepRecord] = []
         self._open: list[StepRecord] = []
         self.span = 1
 
-    def add(self, step: StepRecord) -> None:
-        """One more finished step."""
+    def add(self, step: StepRecord, line: str = "") -> None:
+        """One more finished step. line: the same in JSON, where that is known."""
         self._open.append(step)
         if len(self._open) < self.span:
             return
         self._full.append(mean_of(self._open))
         self._open = []
         if len(self._full) < self._lines:
-            with self._path.open("a" if len(self._full) > 1 else "w") as file:
-                file.write(to_line(self._full[-1]))
+            self._append(line if line and self.span == 1 else to_line(self._full[-1]))
             return
         self._full = [mean_of(self._full[i : i + 2]) for i in range(0, len(self._full), 2)]
         self.span *= 2
+        self.close()
         young = self._path.with_suffix(".new")
         young.write_text("".join(to_line(step) for step in self._full))
         os.replace(young, self._path)
+
+    def close(self) -> None:
+        """Nothing more comes for now."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a" if len(self._full) > 1 else "w")
+        self._file.write(line)
+        self._file.flush()
 
 
 def mean_of(steps: Sequence[StepRecord]) -> StepRecord:

@@ -90,8 +90,9 @@ class Writer:
             finally:
                 if isinstance(item, threading.Event):
                     item.set()
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._overview):
+            if file is not None:
+                file.close()
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Mark):
@@ -156,9 +157,9 @@ class Writer:
         if laps and (made.in_detail or step.number % self._detail_every == 0):
             ops = tuple(PipelineOp(*op) for op in step.ops)
             records.append(Detail(step.number, tuple(laps), timed_calls(inside[:_CALLS_IN_DETAIL]), ops))
-        self._write(records)
+        lines = self._write(records)
         if self._overview is not None:
-            self._overview.add(record)
+            self._overview.add(record, *lines[:1])
 
     def _write_outside(self, stop: int) -> None:
         calls, _ = self._calls(stop)
@@ -187,6 +188,5 @@ class Writer:
             time.sleep(0.002)
         return True
 
-    def _write(self, records: list[Any]) -> None:
-        if records and self._file is not None:
-            self._file.write(records)
+    def _write(self, records: list[Any]) -> list[str]:
+        return self._file.write(records) if records and self._file is not None else []

@@ -66,8 +66,6 @@ class History:
             if not pending.made:
                 continue
             numbers = self.check(pending)
-            if numbers.requests == self._world_size:
-                self.agreed = pending.asked
             record = pending.record(numbers)
             self.records.append(record)
             if not self._silent:
@@ -81,12 +79,17 @@ class History:
                 boundary.act(self.agreed)
 
     def check(self, pending: Pending) -> StepNumbers:
-        """The numbers of a step. Raises NotFinite, or TrainingError when the ranks saw different data."""
+        """The numbers of a step, and with them what the ranks agreed on.
+
+        Raises NotFinite, or TrainingError when the ranks saw different data.
+        """
         numbers = pending.reduction.read()
         self._torn |= pending.made and not numbers.whole
         verdict.check_whole(numbers, pending)
         verdict.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
         verdict.check_streams(numbers, pending)
+        if numbers.requests == self._world_size:
+            self.agreed = pending.asked
         return numbers
 
     def torn(self) -> bool:
