@@ -134,9 +134,11 @@ def joined(parts: Sequence[Path]) -> tuple[list[Row], str]:
 
 
 def comparisons(table: str) -> str:
-    """Of a table in markdown the rows that have a ratio, and everything around them."""
+    """Of a table in markdown the rows with a ratio and its A/A, and everything around them."""
     lines = table.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("| ") or line.split("|")[4].strip())
+    return "".join(
+        line for line in lines if not line.startswith("| ") or all(cell.strip() for cell in line.split("|")[4:6])
+    )
 
 
 def quote(readme: Path, table: str) -> None:

@@ -28,7 +28,7 @@ class Link:
 
     near, far: an all-to-all within the nodes alone, and between them alone; far is None on one node. copy: bytes per
     second that every rank copies at once, into memory that it has just got. node_of: of each rank, the number of its
-    node. crowded: some ranks share their cores, so that none computes as fast as it would alone.
+    node. crowded: some ranks share what they compute and send with, so that none is as fast as it would be alone.
     """
 
     ranks: int

@@ -42,7 +42,7 @@ def link_of(device: torch.device) -> Link | None:
     if not all(knows for knows, _, _ in told):
         hosts = [host for _, host, _ in told]
         names = list(dict.fromkeys(hosts))
-        crowded = _crowded(hosts, [units for _, _, units in told])
+        crowded = _crowded(hosts, [units for _, _, units in told], each=1 if device.type == "cuda" else 2)
         _known = _measured(device, tuple(names.index(host) for host in hosts), crowded)
     return _known
 
@@ -158,10 +158,13 @@ def _computes_on(device: torch.device) -> tuple[object, ...] | None:
         return None
 
 
-def _crowded(hosts: list[str], units: list[tuple[object, ...] | None]) -> bool:
-    """Whether the ranks of some node have fewer GPUs, or cores, together than they are; also where nobody knows."""
+def _crowded(hosts: list[str], units: list[tuple[object, ...] | None], *, each: int) -> bool:
+    """Whether the ranks of some node have fewer than `each` GPUs, or cores, together for one; also where nobody knows.
+
+    A CPU rank wants two cores: what sends takes as much of one as it gets, and how much that is no clock has measured.
+    """
     for host in set(hosts):
         here = [own for name, own in zip(hosts, units, strict=True) if name == host]
-        if any(own is None for own in here) or len({unit for own in here for unit in own or ()}) < len(here):
+        if any(own is None for own in here) or len({unit for own in here for unit in own or ()}) < each * len(here):
             return True
     return False

@@ -61,8 +61,15 @@ def test_seconds_are_latency_and_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "crowded"),
-    [([(0,), (1,)], False), ([(0, 1), (0, 1)], False), ([(0,), (0,)], True), ([None, (1,)], True)],
+    ("units", "each", "crowded"),
+    [
+        ([("GPU-a",), ("GPU-b",)], 1, False),
+        ([("GPU-a",), ("GPU-a",)], 1, True),
+        ([(0, 1), (2, 3)], 2, False),
+        ([(0, 1, 2, 3), (0, 1, 2, 3)], 2, False),
+        ([(0,), (1,)], 2, True),
+        ([None, (1,)], 1, True),
+    ],
 )
-def test_ranks_that_share_cores_are_known(units: Any, crowded: bool) -> None:
-    assert link._crowded(["here", "here"], units) is crowded
+def test_ranks_that_share_what_they_compute_with_are_known(units: Any, each: int, crowded: bool) -> None:
+    assert link._crowded(["here", "here"], units, each=each) is crowded
