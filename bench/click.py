@@ -30,6 +30,11 @@ STRATEGIES = ("dp=4 zero=3", "tp=4", "pp=4 schedule=1f1b microbatches=8", "dp=4"
 BAR = 1.0
 WHAT = "click on Apply to the first step under the new strategy, beyond the step that was running"
 WAIT_MS = 120_000
+LAB = {
+    # Cells that are scrolled out of sight stay in the page, and no question of Lab's lies over it.
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
 CELLS = (
     "%load_ext nbkit",
     f"%cluster start -n {RANKS} --cpu --ttl 30",
@@ -151,11 +156,16 @@ def _lab(folder: Path, width: int) -> Iterator[str]:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     (folder / "click.ipynb").write_text(json.dumps(notebook))
+    for name, values in LAB.items():
+        path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    own = {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
     options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--IdentityProvider.token=bench"]
     with open(folder / "lab.log", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={folder}"],
-            env=environment(folder) | {"JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")},
+            env=environment(folder) | {name: str(folder / place) for name, place in own.items()},
             cwd=folder,
             stdout=log,
             stderr=log,
