@@ -79,7 +79,7 @@ class History:
                 boundary.act(self.agreed)
 
     def check(self, pending: Pending) -> StepNumbers:
-        """The numbers of a step, and with them what the ranks agreed on.
+        """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
 
         Raises NotFinite, or TrainingError when the ranks saw different data.
         """

@@ -276,10 +276,7 @@ class Job(Switchable):
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
     def at_boundary(self) -> None:
-        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on.
-
-        On CPU ranks that is known of the step just made, on GPUs of the one before.
-        """
+        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
         self.recorder.at_boundary(self.step)
         self.ledger.settle(keep=1, act=True)
 
