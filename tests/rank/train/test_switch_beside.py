@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import threading
 import time
 import zlib
@@ -20,6 +21,7 @@ from nbkit.rank.parallel import parallelize
 from nbkit.rank.train import ahead, boundary
 from nbkit.rank.train import together as joining
 from nbkit.rank.train.plans import Plans
+from nbkit.rank.train.told import USUAL_BYTES, told
 from nbkit.rank.train.trainer import Trainer
 
 
@@ -211,3 +213,14 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
     for rank in run_ranks(in_few_bytes, 4, timeout=300):
         assert all(size < 600 and not more for size, more in rank), rank
+
+
+def told_at_length(world: Any) -> list[Any]:
+    rank = world.place.rank
+    own = (rank, random.Random(rank).randbytes(40 if rank else 3 * USUAL_BYTES))
+    return [told(each, world_size=3, device=torch.device("cpu")) for each in (own, rank)]
+
+
+def test_what_one_rank_tells_at_length_arrives_whole() -> None:
+    parcels = [(rank, random.Random(rank).randbytes(40 if rank else 3 * USUAL_BYTES)) for rank in range(3)]
+    assert run_ranks(told_at_length, 3) == [[parcels, [0, 1, 2]]] * 3
