@@ -36,7 +36,7 @@ BENCHMARKS = (
         "switch_large",
         "switch_full",
     ),
-    *("predicted", "telemetry", "telemetry_truth", "telemetry_long"),
+    *("predicted", "telemetry", "telemetry_truth", "telemetry_long", "dashboard"),
 )
 BY_NAME = ("switch_bytes",)
 """Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""

@@ -22,7 +22,7 @@ from nbkit.schedules import NAMES, Schedule, simulate
 RANKS = (2, 4, 8)
 MICROBATCHES = (4, 8, 16)
 ROUNDS = 3
-UNIT, IDLE_UNIT = 0.02, 0.2
+UNIT, IDLE_UNIT = 0.05, 0.2
 """Seconds. Idle time is a small difference: with short stages what an operation costs the executor would hide it."""
 BAR, BAR_ZERO_BUBBLE, BAR_ZBV = 1.05, 0.4, 0.05
 
@@ -43,7 +43,8 @@ def run(settings: Settings) -> list[Row]:
         for ranks in sizes:
             ratios = {m: [s / _ideal(name, ranks, m) for s, _ in timed[name, ranks, m, UNIT]] for m in MICROBATCHES}
             what = f"pipeline step, {name}, {ranks} ranks, stages that sleep / ideal of its list, worst micro-batches"
-            rows.append(_worst(what, ratios, BAR))
+            beside = max(quantile(some).middle - 1 for some in ratios.values()) * UNIT
+            rows.append(_worst(what, ratios, BAR, note=f"; {beside * 1e3:.2g} ms beside an operation"))
 
     def planned(name: str, ranks: int, m: int) -> list[float]:
         return [simulate(Schedule.of(name, ranks, m)).bubble]
@@ -71,11 +72,11 @@ def _idle(kind: str, share: Callable[[str, int, int], list[float]], sizes: Seque
     return rows
 
 
-def _worst(what: str, values: dict[int, list[float]] | dict[str, list[float]], bar: float) -> Row:
+def _worst(what: str, values: dict[int, list[float]] | dict[str, list[float]], bar: float, *, note: str = "") -> Row:
     middles = {str(at): quantile(some).middle for at, some in values.items()}
     worst = max(middles, key=lambda at: middles[at])
     every = ", ".join(f"{at}: {middle:.3f}" for at, middle in middles.items())
-    return absolute(what, {str(at): some for at, some in values.items()}[worst], bar, "x", peer=every)
+    return absolute(what, {str(at): some for at, some in values.items()}[worst], bar, "x", peer=every + note)
 
 
 def _ideal(name: str, ranks: int, microbatches: int) -> float:

@@ -64,24 +64,30 @@ def run(settings: Settings) -> list[Row]:
 
 
 def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
-    """Every ordered pair once; each strategy has been there before. how: the method of switch_ranks that switches."""
+    """Every ordered pair once; each strategy has been there before, in each order of ranks that a switch may choose.
+
+    how: the method of switch_ranks that switches.
+    """
     size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
-    found, held = [], {}
+    found = []
     with Ranks("switch_ranks", ranks, folder=settings.folder, **size) as job:
         route = tour(strategies(ranks))
-        for strategy in [*route[1 : 1 + ranks], *strategies(ranks), route[0]]:
+        after_tp = [each for name in strategies(ranks) for each in ("tp", name)]
+        for strategy in [*route[1 : 1 + ranks], *after_tp, route[0]]:
             job.ask("switch", strategy=strategy)
             job.ask("step")
-            held[strategy] = job.ask("holding")
+        after = job.ask("holding")
         for old, new in pairwise(route):
+            before = after
             said = job.ask(how, strategy=new)
-            plan = Plan.of(held[old], held[new], dict.fromkeys({key for one in held[old] for key in one}, 4))
+            after = job.ask("holding")
+            plan = Plan.of(before, after, dict.fromkeys({key for one in before for key in one}, 4))
             raw = max(job.ask("exchange", pairs=plan.pairs))
             job.ask("step")
             first = said[0]
             seconds = [max(one[name] for one in said) for name in ("pause", "prepare", "beside")]
             same = all(one["identical"] for one in said)
-            bound = _bound(held[old], held[new])
+            bound = _bound(before, after)
             found.append(Visit(old, new, bound, first["moved"], first["wire"], *seconds, raw, same))
     return found
 

@@ -61,10 +61,10 @@ def run(settings: Settings) -> list[Row]:
 
 def _write(run_dir: Path, steps: int) -> float:
     """A rank's records of so many steps, and copies for the others; memory at the end over that after a tenth."""
-    file, process = _file(run_dir, 0, RANKS), psutil.Process()
+    file, process = record_file(run_dir, 0, RANKS), psutil.Process()
     overview, early = Overview(file.path), 0
     for step in range(1, steps + 1):
-        record = _step(step)
+        record = written_step(step)
         file.write([record, Detail(step, laps=(("forward", 0, 10**7),))] if step % 50 == 0 else [record])
         overview.add(record)
         if step == steps // 10:
@@ -79,13 +79,13 @@ def _write(run_dir: Path, steps: int) -> float:
 
 def _until_visible(folder: Path, writers: int) -> list[float]:
     """Seconds from the writing of each step by all ranks until an answer to the page has it."""
-    files = [_file(folder / "watched", rank, writers) for rank in range(writers)]
+    files = [record_file(folder / "watched", rank, writers) for rank in range(writers)]
     written: dict[int, float] = {}
 
     def write() -> None:
         for step in range(1, WATCHED + 1):
             for file in files:
-                file.write([_step(step)])
+                file.write([written_step(step)])
             written[step] = time.monotonic()
             time.sleep(PERIOD_S)
 
@@ -125,7 +125,7 @@ def _ask(board: Board, what: str, **values: object) -> Any:
         return json.load(answer)
 
 
-def _file(run_dir: Path, rank: int, ranks: int) -> RecordFile:
+def record_file(run_dir: Path, rank: int, ranks: int) -> RecordFile:
     group = Group(LABEL, "dp", tuple(range(ranks)))
     return RecordFile(record_path(run_dir, rank), lambda part: [Header(rank, ranks, part, host="here"), group])
 
@@ -141,6 +141,6 @@ _ONE = StepRecord(
 )
 
 
-def _step(number: int) -> StepRecord:
+def written_step(number: int) -> StepRecord:
     numbers = {"step": number, "loss": 2.0 + 1 / number, "lr": 3e-4, "tokens": 4096, "seconds": 0.05}
     return replace(_ONE, step=number, start_ns=number * 50_000_000, numbers=numbers)

@@ -2,8 +2,9 @@
 
 A delay is taken once in each step: in a rank's loader, in its compute, or in a transfer between two ranks. The figure
 is by how much the part of the step where it must show is longer, median over steps, than in steps without it. Ranks
-that sleep need no cores. Beside it: whom `late_rank` names from the first three steps, and why. Then pipelines whose
-stages sleep, by the bubble that the tab shows of their records and that of the ideal timeline.
+that sleep need no cores. Beside it: what is named of the first three steps: of a delay on a rank, who is marked as
+late and why; of one in a link, what `largest_loss` names: that link, or the part of the step where all stand at it.
+Then pipelines whose stages sleep, by the bubble that the tab shows of their records and that of the ideal timeline.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute
 from nbkit import recordfile
+from nbkit.advice import largest_loss
 from nbkit.lateness import Bar, Late, late_rank
-from nbkit.links import Link, links
+from nbkit.links import Link, links, slow_link
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.readings import bars, members_of, usual_bars
@@ -66,9 +68,13 @@ class Recorded:
         self.steps = _by_step(every, StepRecord)
         self.details = _by_step(every, Detail)
 
-    def late(self, steps: Sequence[int]) -> Late | None:
-        """Who is named from the mean of these steps."""
-        return late_rank(usual_bars([self.steps[step] for step in steps], self.members))
+    def told(self, steps: Sequence[int], delay: Delay) -> Link | Late | str:
+        """What the tab names of these steps: of a rank's delay, who is marked as late; of a link's, what the sentence
+        says costs the most, by the last one's moments."""
+        of = usual_bars([self.steps[step] for step in steps], self.members)
+        if delay.part in ("data", "compute"):
+            return late_rank(of) or "nobody"
+        return largest_loss(of, slow=slow_link(self.links(steps[-1]), median(bar.seconds for bar in of)))
 
     def links(self, step: int) -> list[Link]:
         """Between the stages of a pipeline."""
@@ -147,16 +153,15 @@ def _row(
             excess = {part: after[part] - before[part] for part in PARTS}
             longer.append(excess[delay.part])
             right &= max(excess, key=lambda part: excess[part]) == delay.part
-        named.append(recorded.late(range(slow[0] + 1, slow[0] + 1 + NAMED_WITHIN)))
+        named.append(recorded.told(range(slow[0] + 1, slow[0] + 1 + NAMED_WITHIN), delay))
     right_one = expected(delay, strategy)
-    hits = sum(right_one(late) for late in named)
+    hits = sum(right_one(told) for told in named)
     figure = quantile(longer)
     near = abs(figure.middle / DELAY - 1) <= WITHIN
-    who = ", ".join("nobody" if one is None else f"{one.rank} ({one.cause})" for one in named)
     return Row(
         f"{DELAY * 1e3:g} ms {delay.words}, {of}: {'of it found' if right else 'NOT found'} in {delay.part}",
         f"{figure.middle * 1e3:.1f} ms [{figure.low * 1e3:.1f}, {figure.high * 1e3:.1f}]",
-        f"named late in {NAMED_WITHIN} steps: {who}",
+        f"named in {NAMED_WITHIN} steps: {', '.join(map(_spoken, named))}",
         f"{figure.middle / DELAY:.3f}",
         "",
         f"1 ± {WITHIN:g}; named each time",
@@ -165,13 +170,23 @@ def _row(
     )
 
 
-def expected(delay: Delay, strategy: Strategy) -> Callable[[Late | None], bool]:
-    """Whether the right rank is named for the right cause. Where all ranks stand at the slow link, nobody waits."""
+def expected(delay: Delay, strategy: Strategy) -> Callable[[Link | Late | str], bool]:
+    """Whether the right rank is named for the right cause. Where all ranks stand at the slow link, none is late."""
     if delay.part in ("data", "compute"):
-        return lambda late: late is not None and (late.rank, late.cause) == (delay.ranks[0], delay.part)
-    if delay.part == "link" or len(delay.ranks) == strategy.mesh.size:
-        return lambda late: late is None
-    return lambda late: late is not None and late.cause == "exposed" and {late.rank, *late.beside} == set(delay.ranks)
+        return lambda told: isinstance(told, Late) and (told.rank, told.cause) == (delay.ranks[0], delay.part)
+    if delay.part == "link":
+        return lambda told: isinstance(told, Link) and (told.source, told.target) == delay.ranks
+    if len(delay.ranks) == strategy.mesh.size:
+        return lambda told: told == "exposed"
+    return lambda told: (
+        isinstance(told, Late) and told.cause == "exposed" and {told.rank, *told.beside} == set(delay.ranks)
+    )
+
+
+def _spoken(told: Link | Late | str) -> str:
+    if isinstance(told, Late):
+        return f"{'+'.join(map(str, sorted((told.rank, *told.beside))))} ({told.cause})"
+    return f"link {told.source} to {told.target}" if isinstance(told, Link) else told
 
 
 def _medians(recorded: Recorded, first: int, last: int, rank: int, source: int) -> Mapping[str, float]:

@@ -50,7 +50,7 @@ class Worker:
         )
         session = self._trainer.job.recorder._session
         assert session is not None
-        session._writer._detail_every = 1  # the moments of every step
+        session._detail_every = 1  # the moments of every step
         return str(self._trainer.run_dir)
 
     def train(

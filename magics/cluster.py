@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from IPython import get_ipython
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
+from nbkit.notebook.cluster.handle import handle_of
 
 
 @magics_class
@@ -24,12 +26,19 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return getattr(self, f"_{options.verb}")(options)
 
     def _start(self, options: Any) -> Any:
+        others = [entry.name for entry in registry.entries() if is_current(entry.name)]
         cluster = Cluster.start(options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl)
         print(f"{cluster.entry.name} is ready: {cluster.entry.n} ranks in {cluster.started_in:.1f} s")
+        for other in others:
+            if other != cluster.entry.name:
+                print(f"{other} goes on: %cluster attach {other}   or   %cluster stop {other}")
         return cluster.status()
 
     def _attach(self, options: Any) -> Any:
-        return Cluster.attach(options.name, take=options.take).status()
+        cluster = Cluster.attach(options.name, take=options.take)
+        if (handle := handle_of(cluster)) is not None:
+            get_ipython().user_ns["handle"] = handle
+        return cluster.status()
 
     def _status(self, options: Any) -> Any:
         return current().status()

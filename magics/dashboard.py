@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
@@ -11,6 +10,7 @@ from magics.arguments import HelpShown, MagicParser, parse
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard import Dashboard
+from nbkit.notebook.widgets.report import Written
 
 
 def dashboard_parser() -> MagicParser:
@@ -44,7 +44,7 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return Dashboard(options.run)
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Path | Traced | None:
+    def nbkit(self, line: str) -> Written | Traced | None:
         try:
             options = parse(nbkit_parser(), line)
         except HelpShown:
@@ -53,7 +53,7 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return current().trace(options.steps, options.path)
         board = Dashboard(options.run)
         try:
-            return board.report(options.path)
+            return Written(board.report(options.path))
         finally:
             board.close()
 

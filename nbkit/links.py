@@ -32,7 +32,7 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
     """Each direction of each pair of ranks between which messages went, the longest stood for first.
 
     offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock.
-    Messages of which one end is not in the records, or was not timed, are left out.
+    Messages of which one end is not in the records, or for which nobody waited, are left out.
     """
     shift = offsets or {}
     sent = {(rank, *key): call for rank, one in details.items() for key, call in _messages(one.calls, "send")}
@@ -40,11 +40,13 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
     for target, one in details.items():
         for (source, group, place), arrived in _messages(one.calls, "recv"):
             issued = sent.get((source, target, group, place))
-            if issued is None or arrived.done is None or arrived.waited is None:
+            if issued is None or arrived.waited is None:
                 continue
+            # Where nobody knows when it was there, it was when the wait was over, or before.
+            done = arrived.done if arrived.done is not None else arrived.waited + arrived.blocked
             left = issued.issued + shift.get(source, 0)
             here = shift.get(target, 0)
-            stood = min(arrived.done + here - max(left, arrived.waited + here), arrived.blocked)
+            stood = min(done + here - max(left, arrived.waited + here), arrived.blocked)
             into = sums.setdefault((source, target), [0, 0, 0.0])
             into[0] += 1
             into[1] += arrived.bytes
@@ -60,7 +62,8 @@ def slow_link(of: Iterable[Link], step: float, *, at_least: float = 0.05) -> Lin
     are only two ranks it is the other direction.
     """
     every = sorted(of, key=lambda link: -link.seconds)
-    if not every or every[0].seconds <= at_least * step:
+    # One that takes longer than the step has its moments from another step, which was slower.
+    if not every or not at_least * step < every[0].seconds < step:
         return None
     ends = {every[0].source, every[0].target}
     others = [link for link in every[1:] if {link.source, link.target} != ends] or every[1:]

@@ -1,6 +1,7 @@
 """Named axes x degrees -> the grid of ranks.
 
-Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node.
+Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. On a
+single node tp may be the slowest instead, which a switch uses to move fewer bytes: see nbkit.planner.placement.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 
-__all__ = ["AXES", "Mesh"]
+__all__ = ["AXES", "TP_SLOWEST", "Mesh"]
 
 AXES = ("pp", "dp", "cp", "tp")
 """From the slowest to the fastest."""
 
+TP_SLOWEST = ("tp", "pp", "dp", "cp")
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the four axes; a degree of 1 means that nothing is split along it."""
+    """Degrees of the four axes; a degree of 1 means that nothing is split along it. order: from slowest to fastest."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         if wrong := [f"{axis}={self.degree(axis)}" for axis in AXES if self.degree(axis) < 1]:
@@ -40,7 +44,7 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """How far apart in rank two neighbours along `axis` are."""
-        faster = AXES[AXES.index(axis) + 1 :]
+        faster = self.order[self.order.index(axis) + 1 :]
         stride = 1
         for other in faster:
             stride *= self.degree(other)

@@ -6,14 +6,14 @@ Pure arithmetic over nbkit.records, the same for the widget, TensorBoard, the te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from nbkit.lateness import Bar, Late, late_rank
-from nbkit.links import Link
 from nbkit.records import Group, StepRecord, Traffic
 
 __all__ = [
+    "MESSAGES",
     "Bar",
     "Late",
     "Row",
@@ -22,13 +22,13 @@ __all__ = [
     "late_rank",
     "mean_bars",
     "members_of",
-    "reading",
     "table",
     "traffic_matrix",
     "usual_bars",
 ]
 
-_MESSAGES = ("send", "recv", "batch")
+_TIMES = ("seconds", "algbw", "busbw", "overlap")
+MESSAGES = ("send", "recv", "batch")
 _ALIKE = ("dp", "shard", "replicate", "cp", "tp")
 
 Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
@@ -123,8 +123,11 @@ def _over(steps: Sequence[Steps], members: Members, one_of: Callable[[Iterable[f
     ]
 
 
-def table(steps: Steps, members: Members) -> list[Row]:
-    """Operations by axis, the most bytes first. Messages count where they are sent."""
+def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[Row]:
+    """Operations by axis, the most bytes first. Messages count where they are sent.
+
+    near: other steps of the same strategy; what no rank timed in `steps` took as long as in the first where one did.
+    """
     every: dict[tuple[str, str], list[Traffic]] = {}
     for record in steps.values():
         for row in record.traffic:
@@ -133,11 +136,12 @@ def table(steps: Steps, members: Members) -> list[Row]:
     for (op, axis), rows in every.items():
         calls, size = sum(row.calls for row in rows), sum(row.bytes for row in rows)
         timed, seconds = sum(row.timed for row in rows), sum(row.seconds for row in rows)
-        # Bytes of the calls that were timed: those of one kind are taken for alike.
+        # Bytes and waiting of the calls that were timed: those of one kind are taken for alike.
         moved = [(row.bytes * row.timed / row.calls, len(members.get(row.group, (0,)))) for row in rows if row.calls]
         alg = sum(size * _whole(op, n) for size, n in moved)
         bus = sum(size * _whole(op, n) * _bus_factor(op, n) for size, n in moved)
-        overlap = max(0.0, 1 - sum(row.blocked for row in rows) / seconds) if timed == calls and seconds > 0 else None
+        stood = sum(row.blocked * row.timed / row.calls for row in rows if row.calls)
+        overlap = max(0.0, 1 - stood / seconds) if timed and seconds > 0 else None
         made.append(
             Row(
                 op,
@@ -150,6 +154,11 @@ def table(steps: Steps, members: Members) -> list[Row]:
                 overlap,
             )
         )
+    for other in near:
+        if all(row.seconds is not None for row in made):
+            break
+        known = {(row.op, row.axis): {name: getattr(row, name) for name in _TIMES} for row in table(other, members)}
+        made = [replace(row, **known.get((row.op, row.axis), {})) if row.seconds is None else row for row in made]
     return sorted(made, key=lambda row: -row.bytes)
 
 
@@ -164,79 +173,6 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
             elif _collective(row):
                 _model(row, rank, members.get(row.group, ()), modelled)
     return TrafficMatrix(tuple(map(tuple, sent)), tuple(map(tuple, modelled)))
-
-
-def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = None) -> str:
-    """One sentence on where the step goes, and what one could try. "" without bars. slow: see links.slow_link."""
-    if not of:
-        return ""
-    step = sum(bar.seconds for bar in of) / len(of)
-    if step <= 0:
-        return ""
-    share = {part: sum(getattr(bar, part) for bar in of) / len(of) / step for part in _ADVICE}
-    late = late_rank(of)
-    if slow is not None and (late is None or slow.seconds > late.seconds):
-        return (
-            f"Messages from rank {slow.source} to rank {slow.target} hold the pipeline up for "
-            f"{slow.seconds * 1e3:.0f} ms of each step ({slow.seconds / step:.0%}): {_CAUSES['exposed']}"
-        )
-    if late is not None:
-        ranks = (late.rank, *late.beside)
-        who = f"ranks {', '.join(map(str, sorted(ranks)))}" if late.beside else f"rank {late.rank}"
-        return (
-            f"The others wait {late.seconds * 1e3:.0f} ms of each step ({late.seconds / step:.0%}) "
-            f"for {who}, {_LONGER[late.cause]}: {_CAUSES[late.cause]}"
-        )
-    worst = max(share, key=lambda part: share[part])
-    if share[worst] < 0.1:
-        return f"{sum(bar.compute for bar in of) / len(of) / step:.0%} of the step is compute."
-    what = _SPOKEN[worst]
-    if worst == "exposed":
-        timed = [row for row in rows if row.op not in _MESSAGES and row.bytes]
-        if timed:
-            what = f"exposed {timed[0].op.replace('_', '-')} on {timed[0].axis}"
-            advice = _EXPOSED.get(timed[0].axis, _ADVICE[worst])
-            return f"{share[worst]:.0%} of the step is {what}: {advice}"
-    return f"{share[worst]:.0%} of the step is {what}: {_ADVICE[worst]}"
-
-
-_SPOKEN = {
-    "exposed": "exposed communication",
-    "waiting": "waiting for peers",
-    "bubble": "pipeline bubble",
-    "data": "waiting for data",
-    "optimizer": "the optimizer",
-    "other": "in none of the measured parts",
-    "compute": "compute",
-}
-_LONGER = {
-    "data": "whose waiting for data takes longer",
-    "compute": "whose compute takes longer",
-    "optimizer": "whose optimizer takes longer",
-    "other": "which spends more time outside of the measured parts",
-    "exposed": "whose exposed communication takes longer",
-}
-_ADVICE = {
-    "exposed": "try a larger micro-batch",
-    "waiting": "the ranks are late in turns: look at what else runs on these machines",
-    "bubble": "try more micro-batches, or schedule=zbv",
-    "data": "try more loader workers",
-    "optimizer": "try a fused optimizer, or zero1",
-    "other": "look at callbacks and logging",
-}
-_EXPOSED = {
-    "dp": "try zero1 or a larger micro-batch",
-    "shard": "try hsdp, or a larger micro-batch",
-    "tp": "try a smaller tp",
-    "cp": "try a smaller cp",
-}
-_CAUSES = {
-    "data": "look at its loader",
-    "compute": "look at what else runs there, its clocks, and how evenly the work is split",
-    "optimizer": "look at how evenly the parameters are split",
-    "other": "look at what only this rank does",
-    "exposed": "look at the link between them",
-}
 
 
 def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
@@ -256,7 +192,7 @@ def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
 
 
 def _collective(row: Traffic) -> bool:
-    return row.op not in _MESSAGES
+    return row.op not in MESSAGES
 
 
 def _whole(op: str, n: int) -> float:

@@ -18,12 +18,15 @@ __all__ = [
     "read_head",
     "read_overview",
     "read_since",
+    "written",
 ]
 
 START = (-1, 0)
 """The cursor of everything that is there."""
 
 Cursor = tuple[int, int]  # part of the file, bytes of it that have been read
+
+_STEP = b'{"kind":"step",'
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
@@ -46,23 +49,33 @@ def overview_of(path: Path) -> Path:
     return path.with_suffix(".overview.jsonl")
 
 
-def read_since(path: Path, cursor: Cursor = START) -> tuple[list[Record], Cursor]:
+def written(path: Path) -> tuple[float, float]:
+    """When a rank's file was last added to: its newest step (0 before the first), then anything; by Unix time.
+
+    A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little.
+    """
+    overview = overview_of(path)
+    return overview.stat().st_mtime if overview.exists() else 0.0, path.stat().st_mtime
+
+
+def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
     """(records written since `cursor`, the cursor to go on from).
 
+    steps: of the step records only so many of the newest; to read the others would cost the most.
     Where more than one part was written meanwhile, what lay between is gone; the records then begin with a Header.
     """
     # The newest part first: when a new one is begun while we read, the other one is then the part before it.
     part, data = _part(path, cursor)
     if part is None:
         part, data = _part(old_part(path), cursor)
-        return ([], cursor) if part is None else _parsed(data, part, cursor)
+        return ([], cursor) if part is None else _parsed(data, part, cursor, steps)
     if part == cursor[0]:
-        return _parsed(data, part, cursor)
+        return _parsed(data, part, cursor, steps)
     before, lines = _part(old_part(path), cursor)
     earlier: list[Record] = []
     if before == part - 1 and lines is not None:
-        earlier, _ = _parsed(lines, before, cursor)
-    records, cursor = _parsed(data, part, (part, 0))
+        earlier, _ = _parsed(lines, before, cursor, steps)
+    records, cursor = _parsed(data, part, (part, 0), steps)
     return earlier + records, cursor
 
 
@@ -123,8 +136,13 @@ def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:
         return None, None
 
 
-def _parsed(data: bytes | None, part: int, cursor: Cursor) -> tuple[list[Record], Cursor]:
+def _parsed(data: bytes | None, part: int, cursor: Cursor, steps: int | None) -> tuple[list[Record], Cursor]:
     whole = data[: data.rfind(b"\n") + 1] if data else b""
-    records = [record for line in whole.splitlines() if (record := from_line(line)) is not None]
+    lines = whole.splitlines()
+    if steps is not None:
+        told = [i for i, line in enumerate(lines) if line.startswith(_STEP)]
+        old = set(told[: max(len(told) - steps, 0)])
+        lines = [line for i, line in enumerate(lines) if i not in old]
+    records = [record for line in lines if (record := from_line(line)) is not None]
     read = cursor[1] if part == cursor[0] else 0
     return records, (part, read + len(whole))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "LISTEN_EVERY",
     "Detail",
     "EventRecord",
     "GpuHealth",
@@ -29,6 +30,9 @@ __all__ = [
     "from_line",
     "to_line",
 ]
+
+LISTEN_EVERY = 5
+"""Asynchronous collectives tell when they end in one of so many steps, and in those that are kept moment by moment."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ One spelling everywhere (magic, panel, Python, logs): an optional preset, then k
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 from nbkit.errors import StrategyError
-from nbkit.mesh import Mesh
+from nbkit.mesh import AXES, TP_SLOWEST, Mesh
 from nbkit.schedules import NAMES
 
 __all__ = ["PRESETS", "SCHEDULES", "Strategy", "divisors"]
@@ -36,6 +37,7 @@ class Strategy:
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too,
     3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
     schedule, microbatches: of a pipeline replica; None when pp is 1.
+    tp_slowest: which rank takes which part, where the strategy leaves it free (see Mesh); no part of its spelling.
     `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
     that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, then schedule and microbatches.
     """
@@ -48,12 +50,13 @@ class Strategy:
     shard: int = 0
     schedule: str | None = None
     microbatches: int | None = None
+    tp_slowest: bool = field(default=False, kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises StrategyError for a value that cannot be."""
         if wrong := [f"{key}={getattr(self, key)}" for key in _DEGREES if getattr(self, key) < 1]:
-            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
+            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="ddp")
         if self.zero not in range(4):
             raise StrategyError(
                 "There is no such ZeRO stage.",
@@ -62,6 +65,7 @@ class Strategy:
             )
         notes = [*self._settle_data_axis(), *self._settle_pipeline()]
         object.__setattr__(self, "without_effect", tuple(notes))
+        object.__setattr__(self, "tp_slowest", self.tp_slowest and 1 < self.tp < self.mesh.size)
 
     def _settle_data_axis(self) -> Iterator[str]:
         zero, shard = self.zero, self.shard or self.dp
@@ -133,15 +137,14 @@ class Strategy:
         _check_world(degrees, world_size, absorber=absorber)
         if absorber is not None:
             degrees[absorber] = world_size // prod(degrees.values())
-        dp = degrees.get("dp", 1)
+        dp, tp, pp, cp = (degrees.get(axis, 1) for axis in _DEGREES)
         zero = _stage(preset, given.get("zero"))
         shard = given.get("shard", 0)
         if preset == "hsdp" and dp > 1:
-            neighbours = None if node is None else node // (degrees.get("tp", 1) * degrees.get("cp", 1))
+            neighbours = None if node is None else node // (tp * cp)
             shard = _hybrid_shard(dp, shard, neighbours)
-        return cls(
-            **degrees, zero=zero, shard=shard, schedule=settings.get("schedule"), microbatches=given.get("microbatches")
-        )
+        schedule, microbatches = settings.get("schedule"), given.get("microbatches")
+        return cls(dp, tp, pp, cp, zero, shard, schedule, microbatches)
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] = SCHEDULES, cp: bool = True) -> list[Strategy]:
@@ -162,7 +165,8 @@ class Strategy:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+        order = TP_SLOWEST if self.tp_slowest else AXES
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=order)
 
     @property
     def label(self) -> str:
@@ -184,15 +188,16 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
     preset, settings = None, dict[str, str]()
     words = text.lower().split()
     if not words:
-        raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="strategy='ddp'")
+        raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="ddp")
     for place, word in enumerate(words):
         key, equals, value = word.partition("=")
         if not equals and (place or key not in PRESETS):
             what = "comes after the first word; a preset comes first." if place else "is not a preset."
-            hint = f"{word}=2" if word in _KEYS else "strategy='ddp'"
-            raise StrategyError(f"{word!r} {what}", numbers=_vocabulary(), hint=hint)
+            raise StrategyError(f"{word!r} {what}", numbers=_vocabulary(), hint=_meant(word, words))
         if equals and key not in _KEYS:
-            raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint="strategy='dp=2'")
+            near = difflib.get_close_matches(key, _KEYS, 1)
+            hint = f"{near[0]}={value}" if near else "dp=2"
+            raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint=hint)
         if key in settings:
             raise StrategyError(
                 f"{key!r} is given twice.", numbers=f"{key}={settings[key]} and {word}", hint=f"{key}={settings[key]}"
@@ -202,6 +207,15 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
         else:
             preset = key
     return preset, settings
+
+
+def _meant(word: str, words: Sequence[str]) -> str:
+    """What somebody who types `word`, among `words`, as a preset may have meant."""
+    if word in PRESETS:
+        return " ".join([word, *(other for other in words if "=" in other)])
+    if word in SCHEDULES:
+        return f"pp schedule={word}"
+    return f"{word}=2" if word in _KEYS else next(iter(difflib.get_close_matches(word, PRESETS, 1)), "ddp")
 
 
 def _vocabulary() -> str:
@@ -247,7 +261,7 @@ def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | No
         hint = f"degrees that divide {world_size}: {', '.join(map(str, divisors(world_size)))}"
     else:
         fitting = " ".join(f"{axis}={n}" for axis, n in {"dp": left, **others}.items())
-        hint = f"strategy={fitting!r}, or leave dp out: it takes what is left of the world"
+        hint = f"{fitting}   or leave dp out: it takes what is left of the world"
     raise StrategyError("The strategy's degrees do not multiply to the world.", numbers=numbers, hint=hint)
 
 
@@ -263,7 +277,7 @@ def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
             "hsdp shards within groups and replicates across them: it needs at least two groups of two.",
             numbers=f"dp {dp} / shard {dp} = 1 group; between 1 and {dp} dp has "
             + (f"the divisors {', '.join(map(str, proper))}" if proper else "no divisor"),
-            hint=f"shard={proper[-1]}" if proper else "strategy='zero3'",
+            hint=f"shard={proper[-1]}" if proper else "zero3",
         )
     return shard or max((n for n in proper if neighbours is None or n <= neighbours), default=max(proper))
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbkit.errors import StrategyError, TrainingError
+from nbkit.errors import TrainingError
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import Plan
-from nbkit.planner.placement import assign, best_placement, received_bytes
+from nbkit.planner.placement import orders, placed
 from nbkit.planner.rounds import peaks, rounds
 from nbkit.planner.steps import steps
+from nbkit.strategy import Strategy
 
 Side = list[dict[str, Layout]]
 WIDTH, LAYERS, VOCABULARY = 512, 12, 8192
@@ -312,49 +313,40 @@ def test_the_way_back_brings_back_what_was_there() -> None:
     )
 
 
-def test_the_assignment_is_the_cheapest_of_all() -> None:
-    draw = random.Random(0)
-    for size in (1, 2, 3, 4, 5, 6):
-        for _ in range(20):
-            cost = [
-                [draw.choice([0, draw.randint(0, 9), draw.randint(0, 10**15)]) for _ in range(size)]
-                for _ in range(size)
-            ]
-            found = assign(cost)
+def total(old: Side, new: Side) -> int:
+    return Plan.of(old, new, sizes(old)).total_bytes
 
-            assert sorted(found) == list(range(size))
-            cheapest = min(sum(cost[r][p[r]] for r in range(size)) for p in itertools.permutations(range(size)))
-            assert sum(cost[row][column] for row, column in enumerate(found)) == cheapest
+
+def test_two_ways_of_cutting_by_tp_overlap_when_the_ranks_of_one_are_in_another_order() -> None:
+    tensor, mixed = Strategy(tp=4), Strategy(dp=2, tp=2)
+    held = {order: side(order.mesh) for order in (tensor, *orders(mixed, one_node=True))}
+
+    there = placed(mixed, lambda order: total(held[tensor], held[order]), one_node=True)
+    back = placed(tensor, lambda order: total(held[there], held[order]), one_node=True)
+
+    assert there.tp_slowest and str(there) == str(mixed)
+    assert there.mesh.groups("tp") == [(0, 2), (1, 3)] and there.mesh.groups("dp") == [(0, 1), (2, 3)]
+    assert total(held[tensor], held[there]) * 3 == total(held[tensor], held[mixed]) * 2
+    assert total(held[there], held[back]) == 0 < total(held[mixed], held[back])
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS[::5])
-def test_the_best_placement_moves_the_fewest_bytes_of_all_permutations(old: str, new: str) -> None:
-    before, after, itemsize = STRATEGIES[old], STRATEGIES[new], sizes(STRATEGIES[old])
+def test_no_order_moves_fewer_bytes_than_the_one_that_is_taken(old: str, new: str) -> None:
+    strategy = Strategy.parse(new, 4)
+    zero = strategy.zero
+    found = orders(strategy, one_node=True)
 
-    placement = best_placement(before, after, itemsize)
+    best = placed(strategy, lambda order: total(STRATEGIES[old], side(order.mesh, zero)), one_node=True)
 
-    cost = received_bytes(before, after, itemsize)
-    found = sum(cost[rank][part] for rank, part in enumerate(placement))
-    assert found == Plan.of(before, [after[part] for part in placement], itemsize).total_bytes
-    assert found == min(sum(cost[r][p[r]] for r in range(4)) for p in itertools.permutations(range(4)))
-
-
-def test_ranks_stay_where_moving_would_not_help_and_move_where_it_does() -> None:
-    ddp, mixed, tensor = STRATEGIES["ddp"], STRATEGIES["dp=2 tp=2"], STRATEGIES["tp"]
-
-    assert best_placement(ddp, tensor, sizes(ddp)) == (0, 1, 2, 3)
-    assert best_placement(mixed, tensor, sizes(ddp)) == (0, 2, 1, 3)  # nothing has to move then
-    assert plan("dp=2 tp=2", "tp").total_bytes > 0
-    # Rank r lacks lacks[r][p] of the two tensors of part p. (1, 2, 0) would be as cheap, and nobody would stay.
-    lacks, one = [[1, 0, 1], [2, 1, 2], [0, 2, 1]], Layout.whole((1,))
-    old = [{f"{part}{i}": one for part, n in enumerate(row) for i in range(2 - n)} for row in lacks]
-    new = [{f"{part}{i}": one for i in range(2)} for part in range(3)]
-    assert best_placement(old, new, sizes(new)) == (2, 1, 0)
+    assert total(STRATEGIES[old], side(best.mesh, zero)) == min(
+        total(STRATEGIES[old], side(order.mesh, zero)) for order in found
+    )
+    assert best == strategy or total(STRATEGIES[old], side(best.mesh, zero)) < plan(old, new).total_bytes
 
 
-def test_parts_of_one_node_stay_together_on_one_node() -> None:
-    mixed, tensor = STRATEGIES["dp=2 tp=2"], STRATEGIES["tp"]
-
-    assert best_placement(mixed, tensor, sizes(mixed), nodes=[0, 0, 1, 1]) in ((0, 1, 2, 3), (2, 3, 0, 1), (0, 1, 3, 2))
-    with pytest.raises(StrategyError, match="node 1: 1 ranks"):
-        best_placement(mixed, tensor, sizes(mixed), nodes=[0, 0, 0, 1])
+def test_tp_stays_fastest_over_several_nodes_and_where_the_order_changes_nothing() -> None:
+    assert placed(Strategy(dp=2, tp=2), lambda order: -order.tp_slowest, one_node=False) == Strategy(dp=2, tp=2)
+    assert placed(Strategy(dp=2, tp=2), lambda order: 7, one_node=True) == Strategy(dp=2, tp=2)
+    assert Strategy(tp=4, tp_slowest=True) == Strategy(tp=4) and Strategy(dp=4, tp_slowest=True) == Strategy(dp=4)
+    # A strategy that is given is taken up again in whatever order is best, not in the one that it had.
+    assert orders(Strategy(dp=2, tp=2, tp_slowest=True), one_node=False) == [Strategy(dp=2, tp=2)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nbkit.advice import reading
 from nbkit.lateness import Bar, Late, late_rank
 from nbkit.links import Link, links, slow_link
-from nbkit.readings import bars, reading, usual_bars
+from nbkit.readings import bars, usual_bars
 from nbkit.records import Detail, StepRecord, TimedCall, Traffic
 from nbkit.strategy import Strategy
 
@@ -136,6 +137,7 @@ def test_the_slow_link_is_the_one_that_stands_out() -> None:
 
     assert slow_link([slow, quick], 0.1) == slow
     assert slow_link([slow, quick], 1.0) is None  # too little of the step
+    assert slow_link([slow, quick], 0.02) is None  # more than all of it: of another step
     assert slow_link([slow, Link(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
     assert slow_link([], 0.1) is None
     # What slows one direction slows the other.

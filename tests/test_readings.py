@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbkit import readings
-from nbkit.readings import Bar, Late, bars, late_rank, mean_bars, reading, table, traffic_matrix
+from nbkit.advice import largest_loss, reading
+from nbkit.rank.telemetry.files import mean_of
+from nbkit.readings import Bar, Late, bars, late_rank, mean_bars, table, traffic_matrix
 from nbkit.records import Group, StepRecord, Traffic
 
 N = 4
@@ -44,6 +46,31 @@ def test_what_was_not_timed_has_no_bandwidth() -> None:
     (found,) = table({0: StepRecord(1, traffic=(row("all_reduce", 100, 0.0, timed=0),))}, ALL)
 
     assert (found.seconds, found.algbw, found.busbw, found.overlap) == (None, None, None, None)
+
+
+def test_what_a_step_did_not_time_takes_as_long_as_in_the_one_before_that_did() -> None:
+    untimed, other = row("all_reduce", 100, 0.0, blocked=0.01, timed=0), row("all_gather", 100, 0.2)
+    before = [{0: StepRecord(step, traffic=(untimed,))} for step in (6, 4)]
+    before[1:1] = [{0: StepRecord(5, traffic=(row("all_reduce", 100, 0.1, blocked=0.025), row("all_gather", 1)))}]
+
+    now = {0: StepRecord(7, traffic=(untimed, other))}
+    found = {one.op: one for one in table(now, ALL, near=before)}
+
+    (timed,) = (one for one in table(before[1], ALL) if one.op == "all_reduce")
+    assert found["all_reduce"] == timed
+    assert found["all_gather"] == next(one for one in table(now, ALL) if one.op == "all_gather")
+
+
+def test_a_mean_over_steps_of_which_some_were_timed_says_of_a_call_what_those_say() -> None:
+    timed = StepRecord(5, traffic=(row("all_gather", 100, 0.1, blocked=0.025),))
+    untimed = [
+        StepRecord(step, traffic=(row("all_gather", 100, 0.0, blocked=0.025, timed=0),)) for step in range(6, 10)
+    ]
+
+    (found,), (alone,) = table({0: mean_of([timed, *untimed])}, ALL), table({0: timed}, ALL)
+
+    for name in ("calls", "bytes", "seconds", "algbw", "busbw", "overlap"):
+        assert getattr(found, name) == pytest.approx(getattr(alone, name)), name
 
 
 def test_waiting_is_what_a_rank_stood_still_longer_than_the_last_to_come() -> None:
@@ -94,6 +121,18 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
         "for rank 0, which spends more time outside of the measured parts: look at what only this rank does"
     )
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
+
+
+def test_a_little_late_is_not_what_costs_the_most_where_every_rank_loses_more_to_the_same_part() -> None:
+    found = [Bar(rank, 1.0, compute=0.4, exposed=0.5, waiting=0.1) for rank in range(N)]
+    found[1] = Bar(1, 1.0, compute=0.5, exposed=0.5)
+
+    assert late_rank(found) == Late(1, pytest.approx(0.1), "compute")
+    assert largest_loss(found) == "exposed"
+    assert reading(found).startswith("50% of the step is exposed communication")
+    # One rank alone that loses it is late for it.
+    found[0], found[1] = Bar(0, 1.0, compute=0.9, waiting=0.1), Bar(1, 1.0, compute=0.5, data=0.5)
+    assert largest_loss([found[0], found[1]]) == Late(1, pytest.approx(0.1), "data")
 
 
 def test_the_late_one_of_64_ranks_is_named() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
 from nbkit.rank.train import ahead, boundary, hold, preview
 from nbkit.rank.train.newest import newest
+from nbkit.rank.train.seconds import measured_step
 
 VERDICTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
@@ -42,6 +43,7 @@ class Controls:
         self.verdicts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._table: dict[str, Any] = {}
         self._stamp = ""
+        self._timed = False  # whether it has seconds of a step of the strategy in force
         self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
         boundary.handlers["control"] = self.serve
@@ -95,13 +97,15 @@ class Controls:
         job = getattr(owner, "job", owner)
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
-        stamp = f"{id(job)}/{strategy}/{len(self.verdicts)}/{age}"
+        timed = measured_step(job, job.strategy) is not None
+        stamp = f"{id(job)}/{strategy}/{len(self.verdicts)}/{age}/{timed}"
         idle = self._tabling is None or not self._tabling.is_alive()
         # The first step makes the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
+        old = old or timed > self._timed
         if stamp != self._stamp and idle and (old or time.time() > self._rest):
             self._tabling = threading.Thread(
-                target=self._make_table, args=(job, stamp), name="nbkit-table", daemon=True
+                target=self._make_table, args=(job, stamp, timed), name="nbkit-table", daemon=True
             )
             self._tabling.start()
             self._tabling.join(TABLE_SECONDS)
@@ -109,10 +113,10 @@ class Controls:
         told |= {"step": step, "strategy": strategy, "progress": boundary.progress(), "stamp": stamp}
         return {**told, "table": table if stamp != known else None}
 
-    def _make_table(self, job: Any, stamp: str) -> None:
+    def _make_table(self, job: Any, stamp: str, timed: bool) -> None:
         began = time.time()
         try:
-            self._table, self._stamp = preview.table(job), stamp
+            self._table, self._stamp, self._timed = preview.table(job), stamp, timed
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
             # A switch may have replaced the side under way: the next look tries again.
@@ -172,13 +176,13 @@ def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:
 
 def _pause(owner: Any) -> dict[str, Any]:
     if boundary.training() is None:
-        raise UsageError("Nothing makes steps, so there is nothing to pause.")
+        raise UsageError("Nothing makes steps, so there is nothing to pause.", hint="trainer.fit(...)   with --detach")
     return {}
 
 
 def _resume(owner: Any) -> dict[str, Any]:
     if not hold.let_go():
-        raise UsageError("The training is not paused.")
+        raise UsageError("The training is not paused.", hint="%strategy --pause")
     return {}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.rank.train.newest import newest
-from nbkit.recordfile import overview_of, rank_files
+from nbkit.recordfile import old_part, overview_of, rank_files
 
 __all__ = ["recorded"]
 
@@ -17,7 +17,8 @@ _PIECE = 1 << 20
 def recorded(rank: int, file: str = "", offset: int = 0) -> dict[str, Any]:
     """{"run": directory of the newest run, "" for none}; with `file` also the bytes of it from `offset` on.
 
-    file: "records", "overview" or "plan". head: its first line, by which a reader sees that it was begun anew.
+    file: "records", "old" (the part before the newest), "overview" or "plan". head: its first line, by which a reader
+    sees that it was begun anew.
     """
     folder = getattr(newest(), "run_dir", None)
     if folder is None:
@@ -40,4 +41,5 @@ def _path(folder: Path, rank: int, file: str) -> Path | None:
     if file == "plan":
         return folder / "telemetry" / "plan.jsonl"
     records = rank_files(folder).get(rank)
-    return records if records is None or file == "records" else overview_of(records)
+    places = {"old": old_part, "overview": overview_of}
+    return places[file](records) if records is not None and file in places else records

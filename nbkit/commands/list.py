@@ -39,5 +39,5 @@ def _duration(seconds: float) -> str:
     """ "40 s", "12 min", "3 h", "2 d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{seconds / size:.2g} {unit}"
     return f"{max(seconds, 0):.0f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from nbkit.errors import ClusterNotFound
 from nbkit.notebook.cluster import registry
 
 
@@ -12,7 +13,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    entry = registry.running(arguments.name)
+    try:
+        entry = registry.running(arguments.name)
+    except ClusterNotFound as error:  # its hint is for a notebook
+        raise ClusterNotFound(error.what, numbers=error.numbers, hint="nbkit list") from None
     registry.end(entry)
     print(f"{entry.name}: stopped, {entry.n} {'rank' if entry.n == 1 else 'ranks'} ended")
     return 0

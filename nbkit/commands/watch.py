@@ -15,6 +15,7 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.widgets.feed import Feed
 from nbkit.notebook.widgets.source import newest_run
 from nbkit.notebook.widgets.text import Piece, lines_of, plain
+from nbkit.recordfile import written
 
 _EVERY_S = 1.0
 _STYLES = {
@@ -91,11 +92,11 @@ def _run_of(what: str) -> Path:
 
 
 def _run_of_cluster(entry: registry.Entry) -> Path | None:
-    """The newest of the record files that its first rank has open; else what lies in runs/ where it stands."""
+    """Of the record files that its first rank has open, the one with the newest step; else what lies in its runs/."""
     try:
         rank = psutil.Process(entry.ranks[0].pid)
         files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
-        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        newest = max(files, key=written, default=None)
         return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / "runs")
     except (psutil.Error, OSError, IndexError):
         return None

@@ -59,10 +59,14 @@ class Link:
 
     def __str__(self) -> str:
         way = self.ways["all_to_all"]
-        text = f"{way.speed / 1e9:.3g} GB/s and {way.latency * 1e6:.0f} µs between {self.ranks} ranks"
+        text = f"{way.speed / 1e9:.3g} GB/s and {_delay(way)} between {self.ranks} ranks"
         if self.near is None or self.far is None:
             return text
         return (
             f"{self.near.speed / 1e9:.3g} GB/s within a node, {self.far.speed / 1e9:.3g} GB/s between nodes, "
-            f"{way.latency * 1e6:.0f} µs"
+            f"{_delay(way)}"
         )
+
+
+def _delay(way: Way) -> str:
+    return f"{way.latency * 1e3:.3g} ms" if way.latency >= 1e-3 else f"{way.latency * 1e6:.0f} µs"

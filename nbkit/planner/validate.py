@@ -103,7 +103,7 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             True,
             f"The model has too few blocks: every stage of {schedule} holds at least one.",
             f"pp {pp} x {each} stage{'s' * (each > 1)} a rank = {stages} stages, {blocks} block{'s' * (blocks != 1)}",
-            hint or "strategy='ddp'",
+            hint or "ddp",
         )
     elif blocks is not None and (blocks % stages or facts.costs is not None):
         costs = facts.costs if facts.costs is not None else (1.0,) * blocks

@@ -57,7 +57,7 @@ def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
     """Bytes of a tensor, or of all in nested lists; 0 of anything else."""
     if isinstance(payload, torch.Tensor):
         return payload.numel() * payload.element_size()
-    return sum(num_bytes(item) for item in payload) if isinstance(payload, (list, tuple)) else 0
+    return sum(map(num_bytes, payload)) if isinstance(payload, (list, tuple)) else 0
 
 
 def first_of(payload: Any) -> Any:

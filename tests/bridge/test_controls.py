@@ -74,7 +74,8 @@ def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
     assert "no Trainer" in controls.verdict("a")["verdict"]["what"]
     owner = Refusing(StrategyError("No."))
     assert "not a control" in served(controls, owner, "explode")["what"]
-    assert "nothing to pause" in served(controls, owner, "pause")["what"]
+    refused = served(controls, owner, "pause")
+    assert "nothing to pause" in refused["what"] and "trainer.fit" in refused["hint"]
     assert "not paused" in served(controls, owner, "resume")["what"]
 
 
@@ -91,3 +92,28 @@ def test_verdicts_do_not_pile_up(controls: Controls) -> None:
 
     assert len(controls.verdicts) == VERDICTS_KEPT
     assert controls.verdict("0") == {"verdict": None}
+
+
+def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
+    controls: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
+    monkeypatch.setattr("nbkit.bridge.controls.newest", lambda: owner)
+    monkeypatch.setattr("nbkit.bridge.controls.measured_step", lambda job, strategy: next(iter(timed), None))
+    monkeypatch.setattr(
+        "nbkit.rank.train.preview.table", lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step}
+    )
+
+    def look(step: int) -> None:
+        owner.step = step
+        controls.strategies()
+        assert controls._tabling is not None
+        controls._tabling.join()
+
+    look(300)
+    look(301)
+    timed.append(0.1)
+    controls._rest = float("inf")  # the last one took long
+    look(302)
+    look(303)
+    assert made == [300, 302]

@@ -144,6 +144,33 @@ def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(browser: Any) -> Non
     page.close()
 
 
+def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
+    assert "Try 10 steps" in page.locator("td.dim").first.get_attribute("title")
+    assert page.locator(".grid .side").all_inner_texts()[1:] == [
+        "before blocks",
+        "blocks.0",
+        "blocks.1",
+        "after blocks",
+    ]
+
+
+def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> None:
+    table = table_of("pp")
+    table["link"] = "0.287 GB/s within a node, 0.1 GB/s between nodes, 6.05 ms"
+    for row in table["options"]:
+        if row["ok"]:  # as wide as figures get
+            row |= {"step_s": 0.0676, "moved_bytes": 10_230_000, "step_bytes": 10_230_000, "switch_s": 0.0755}
+            row["memory"] = {key: 10_230_000 for key in row["memory"]}
+    page = shown(browser, table)
+    page.set_viewport_size({"width": 950, "height": 800})
+    page.add_style_tag(content=".rows { padding-right: 15px; }")  # the bar of a browser with a window
+
+    drawing, rows = (page.locator(name).bounding_box() for name in (".job", ".rows"))
+    assert rows["x"] >= drawing["x"] + drawing["width"]
+    assert page.eval_on_selector(".rows", "rows => rows.scrollWidth <= rows.clientWidth")
+    page.close()
+
+
 def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     page = shown(browser, table_of())
     state = reduce(State("lesson", 4), Looked({"training": False, "held": False, "job": False}))

@@ -49,7 +49,7 @@ def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel
     assert {kind for kind, _ in found[1:]} == {"update_display_data"}
     first, last = found[0][1], found[-1][1]
     assert first["text/plain"].startswith("dp=2   step ") and " of 120 · loss " in first["text/plain"]
-    assert last["text/plain"].startswith("dp=2   120 steps, the last one 120 · loss ") and "→" in last["text/plain"]
+    assert last["text/plain"].startswith("dp=2   120 steps · loss ") and "→" in last["text/plain"]
     assert "<svg" in last["text/html"] and "polyline" in last["text/html"]
     assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack
 
@@ -57,7 +57,7 @@ def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel
 def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
     found = cards(kernel.run("%%distributed\ntrainer.fit(100)"))
 
-    assert found[-1][1]["text/plain"].startswith("dp=2   100 steps, the last one 220 · ")
+    assert found[-1][1]["text/plain"].startswith("dp=2   100 steps, 220 with those before · ")
     assert "step " in found[0][1]["text/plain"] and " of 100" in found[0][1]["text/plain"]
 
 

@@ -39,6 +39,7 @@ def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(tmp_path:
         message = kernel.send("%cluster attach long")
         cell = kernel.collect(message)
         assert cell.status == "ok", cell.text
+        assert "running" in kernel.run("handle.status").text
         waited = kernel.run("%cluster wait")
         assert waited.status == "ok", waited.text
         text = cell.text + kernel.late(message, 0.5).text

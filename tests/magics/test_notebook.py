@@ -220,6 +220,14 @@ def test_help_is_the_options_of_the_magic(started: Kernel) -> None:
     assert "--at-step" in cell.text
 
 
+def test_a_second_cluster_says_what_becomes_of_the_first(started: Kernel) -> None:
+    text = started.run("%cluster start -n 1 --cpu --name second --ttl 60").text
+    back = started.run("%cluster stop\n%cluster attach book")
+
+    assert "book goes on: %cluster attach book" in text
+    assert back.status == "ok", back.text
+
+
 def test_list_shows_the_cluster_with_its_time_to_live(started: Kernel) -> None:
     text = started.run("%cluster list").text
     assert "book" in text

@@ -47,13 +47,13 @@ def test_the_slow_rank_is_read_from_the_picture(executed: dict[str, Any]) -> Non
     said = printed(executed, "slow-rank")
 
     assert "for rank 2, whose compute takes longer" in said
-    assert re.search(r"the picture says \d+: no guess", said)
+    assert re.search(r"measured: \d+ ms; no guess", said)
 
 
 def test_four_micro_batches_gather_four_times_as_much(executed: dict[str, Any]) -> None:
     said = printed(executed, "micro-batch")
 
-    assert "you said 2, the picture says 4: look again" in said
+    assert "measured: 4 times; you said 2 times: look again" in said
     once, four = (int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", said))
     assert four == 4 * once
 
@@ -69,13 +69,13 @@ def test_the_staircase_of_zero_is_that_of_the_formula(executed: dict[str, Any]) 
 
     assert [int(share) for share in re.findall(r"(\d+)% of ddp", said)] == [100, 62, 44, 25]
     assert all(0.99 < float(ratio) < 1.01 for ratio in re.findall(r"formula ([\d.]+)", said))
-    assert "you said 0.5, the picture says 0.25: look again" in said
+    assert "measured: 0.25; you said 0.5: look again" in said
 
 
 def test_what_tensor_parallelism_sends_grows_with_the_batch(executed: dict[str, Any]) -> None:
     said = printed(executed, "traffic")
 
-    assert "you said 2, the picture says 2: right" in said
+    assert "measured: 2 times; you said 2 times: right" in said
     assert re.search(r"ddp .*: 1\.00 times", said)
 
 

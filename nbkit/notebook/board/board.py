@@ -146,11 +146,15 @@ class Board:
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join(lines[-_LOG_LINES:]) or f"it wrote nothing; exit status {self._process.poll()}"
 
+    @property
+    def _empty(self) -> str:
+        return "" if self.logdir.is_dir() else " (not there yet: what trains into it appears by itself)"
+
     def __repr__(self) -> str:
         if not self.is_alive():
             return f"TensorBoard on {self.logdir}: ended"
         return (
-            f"TensorBoard on {self.logdir}: {self.url}\n"
+            f"TensorBoard on {self.logdir}{self._empty}: {self.url}\n"
             f"from another machine: {address.ssh_line(self.port)}   then open http://127.0.0.1:{self.port}/"
         )
 
@@ -166,7 +170,7 @@ class Board:
             "<div style='font-size:var(--jp-ui-font-size1,13px);margin:4px 0'>"
             f"<a href='{url}' target='_blank' rel='noopener'>Open TensorBoard in a tab</a>"
             f" · <a href='{tab}' target='_blank' rel='noopener'>Communication</a>"
-            f" · runs in <code>{escape(str(self.logdir))}</code>"
+            f" · runs in <code>{escape(str(self.logdir))}</code>{self._empty}"
             f"<br>From another machine: <code>{escape(address.ssh_line(self.port))}</code>, then open "
             f"<code>http://127.0.0.1:{self.port}/</code></div>"
             f"<iframe src='{url}' title='TensorBoard' width='100%' height='{self.height}' "

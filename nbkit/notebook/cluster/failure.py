@@ -76,7 +76,7 @@ def cell_error(
     same = twins_of(root, records)
     place = f", line {cause.line}" if cause.line else ""
     return CellError(
-        f"{_ranks(same)} failed: {cause.ename}: {_first_line(cause.evalue)}{place}",
+        f"{_ranks(same)} failed: {cause.ename}: {_first_line(cause.evalue).removesuffix('.')}{place}",
         rank=root,
         ranks=ranks,
         traceback="\n".join(cause.traceback),

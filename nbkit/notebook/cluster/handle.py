@@ -22,6 +22,12 @@ _COLOURS = {
 }
 
 
+def handle_of(cluster: Cluster) -> CellHandle | None:
+    """Of the cell that runs now, also one that was taken up; None where none does."""
+    running = cluster.post.busy()
+    return CellHandle(cluster, running) if running is not None else None
+
+
 class CellHandle:
     """wait(), stop(), .output, .status of a detached cell."""
 
@@ -75,23 +81,29 @@ class CellHandle:
         """Show the card of this cell where its output goes; it tells in place how the cell ended."""
         running, wire = self._running, self._cluster.post.wire
         transient = {"display_id": f"nbkit-{running.request.id}"}
-        wire.soon(lambda: running.outbox.put("display", self._bundle(), {}, transient))
+        wire.soon(lambda: running.outbox.put("display", self._bundle(age=False), {}, transient))
         if hasattr(running.outbox.screen, "kernel"):  # a plain screen cannot change what it has shown
             running.done.add_done_callback(lambda _: running.outbox.put("update", self._bundle(), {}, transient))
 
-    def _bundle(self) -> dict[str, str]:
-        return {"text/plain": repr(self), "text/html": self._repr_html_()}
+    def _bundle(self, *, age: bool = True) -> dict[str, str]:
+        return {"text/plain": self._text(age=age), "text/html": self._html(age=age)}
 
     def __repr__(self) -> str:
-        return f"<CellHandle of {self._running.describe()}: {self.status}>"
+        return self._text(age=True)
 
     def _repr_html_(self) -> str:
+        return self._html(age=True)
+
+    def _text(self, *, age: bool) -> str:
+        return f"<CellHandle of {self._running.describe(age=age)}: {self.status}>"
+
+    def _html(self, *, age: bool) -> str:
         status = self.status
         next_words = (
             "handle.stop() · handle.wait() · %%distributed --at-step runs inside it" if status == "running" else ""
         )
         return (
             f"<span style='color:{_COLOURS[status]}'>●</span> <b>{status}</b> · "
-            f"<code>{html.escape(self._running.describe())}</code> "
+            f"<code>{html.escape(self._running.describe(age=age))}</code> "
             f"<span style='color:var(--jp-ui-font-color2,gray)'>{next_words}</span>"
         )

@@ -240,8 +240,8 @@ class Running:
         """The ranks whose part is not over."""
         return [rank for rank in self.request.ranks if rank not in self.records and rank not in self.deaths]
 
-    def describe(self) -> str:
-        """`cell 7 (trainer.fit(500) …, ranks 0-3, 12 s)`"""
-        short = first_line(self.request.source)
-        age = (self.ended or time.time()) - self.sent
-        return f"cell {self.request.number} ({short}, ranks {ranks_text(self.request.ranks)}, {age:.0f} s)"
+    def describe(self, *, age: bool = True) -> str:
+        """`cell 7 (trainer.fit(500) …, ranks 0-3, 12 s)`; age: with the seconds, which go on."""
+        short, ranks = first_line(self.request.source), self.request.ranks
+        seconds = f", {(self.ended or time.time()) - self.sent:.0f} s" if age else ""
+        return f"cell {self.request.number} ({short}, rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}{seconds})"

@@ -28,6 +28,7 @@ TICK_SECONDS = 0.03
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
 TABLE_SECONDS = 1.0
+FRESH_SECONDS = 1.5  # a panel looks more often: what it shows is what was foretold, and a click waits for nothing
 
 
 class Training:
@@ -37,6 +38,7 @@ class Training:
         self.cluster = cluster
         self._table: dict[str, Any] = {}
         self._stamp = ""
+        self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # when last, and what was told
 
     def switch(self, strategy: str) -> Verdict:
         """Train on under another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; what was moved, and how long it took.
@@ -82,15 +84,16 @@ class Training:
         told = answers[first]
         if told["table"] is not None or not told["job"]:
             self._table, self._stamp = told["table"] or {}, told["stamp"]
-        return {**told, "table": self._table}
+        told = {**told, "table": self._table}
+        self._looked = time.monotonic(), told
+        return told
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
         while (told := self.look()).get("job") and time.monotonic() < deadline:
-            table = told["table"]
-            if table.get("strategy") == told["strategy"] and bool(table["step"]) == bool(told["step"]):
-                return dict(table)
+            if table := _in_force(told):
+                return table
             time.sleep(TICK_SECONDS)
         return {}
 
@@ -101,6 +104,7 @@ class Training:
         cluster.post.check_alive(range(cluster.entry.n))
         id = uuid.uuid4().hex[:12]
         foretold = self._foretold(do, args)
+        self._looked = 0.0, {}  # what comes now may change it
         if self._makes_steps():
             everyone = range(cluster.entry.n)
             number = cluster.post.next_request()
@@ -113,7 +117,10 @@ class Training:
 
     def _foretold(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
         """What the table says of the strategy that is switched to."""
-        table = self.look_well() if do in ("switch", "undo") else {}
+        if do not in ("switch", "undo"):
+            return {}
+        when, told = self._looked
+        table = (_in_force(told) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
         try:
             wanted = args.get("strategy") or table.get("previous") or ""
             strategy = str(Strategy.parse(wanted, self.cluster.entry.n))
@@ -155,6 +162,13 @@ class Training:
             presence.must_be_here(cluster)
             cluster.post.check_alive(range(cluster.entry.n))
             time.sleep(TICK_SECONDS)
+
+
+def _in_force(told: dict[str, Any]) -> dict[str, Any]:
+    """The table, if it is that of the strategy in force, and knows of the optimizer's state where there is some."""
+    table: dict[str, Any] = told.get("table") or {}
+    same = table and table["strategy"] == told["strategy"] and bool(table["step"]) == bool(told["step"])
+    return table if same else {}
 
 
 class _Nowhere:

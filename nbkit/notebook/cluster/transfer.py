@@ -66,7 +66,9 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int], *, force: bool
 def _opened(expression: str, rank: int, answer: dict[str, Any], force: bool) -> Any:
     if "error" in answer:
         raise TransferError(
-            f"Rank {rank} cannot give {expression}.", numbers=answer["error"], hint=f"%%rank {rank}   to look there"
+            f"{expression!r} has no value on rank {rank}.",
+            numbers=answer["error"],
+            hint=f"%%rank {rank}   to look there",
         )
     _check_size(expression, answer["bytes"], force, f"%pull {expression} --rank {rank} --force")
     try:

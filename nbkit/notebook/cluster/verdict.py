@@ -51,11 +51,10 @@ class Verdict:
             return f"{self.result['old']} → {self.result['new']} after step {self.step}"
         if self.do == "try":
             tried, before = self.result["step_s"], self.result["before_step_s"]
+            steps = f"{self.result['steps']} step{'s' * (self.result['steps'] != 1)}"
+            beside = f"{seconds(before)} under {self.strategy}" if before else f"{self.strategy} is not measured yet"
             change = f", {before / tried:.2f} × as fast" if tried and before else ""
-            return (
-                f"tried {self.result['strategy']} for {self.result['steps']} steps: {seconds(tried)} a step, "
-                f"{seconds(before)} under {self.strategy}{change}"
-            )
+            return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "checkpoint" else ""
@@ -88,7 +87,7 @@ class Verdict:
 
 def proof(switched: Mapping[str, Any]) -> str:
     """Whether the state is the same as before."""
-    told = {True: "state identical", False: "STATE DIFFERS", None: "state not compared"}
+    told = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
     return told[switched.get("identical")]
 
 

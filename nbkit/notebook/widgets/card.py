@@ -27,6 +27,7 @@ __all__ = ["LiveCard", "card_html", "card_text", "follow"]
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
+_RECENT = 10  # steps
 
 
 def follow(cluster: Cluster, running: Running) -> None:
@@ -52,6 +53,7 @@ class LiveCard:
         self._lock = threading.Lock()
         self._told: dict[str, str] = {}
         self._shown = False
+        self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
         self._before = running.before_done
         running.before_done = self._finish
 
@@ -61,30 +63,39 @@ class LiveCard:
 
     def _keep_looking(self) -> None:
         while not self._running.done.done():
-            began = time.thread_time()
+            began, apart = time.thread_time(), 0.0
             try:
-                self._look()
+                apart = self._look()
             except (NbkitError, OSError):  # the cell tells what is wrong with the ranks
                 pass
-            rest = max(_EVERY_SECONDS, (time.thread_time() - began) / _SHARE)
+            rest = max(_EVERY_SECONDS, (time.thread_time() - began - apart) / _SHARE)
             deadline = time.monotonic() + rest
             while time.monotonic() < deadline and not self._running.done.done():
                 time.sleep(0.1)
 
-    def _look(self) -> None:
+    def _look(self) -> float:
+        """Show what is new. Returns the seconds of a core that went into a picture, which has a pace of its own."""
+        apart = 0.0
         # In this order: the run of a training that begins in between would be the one before.
         if self._feed is None and not self._cluster.training.look().get("training"):
-            return
+            return apart
         folder = self._where()
         if folder is None:
-            return
+            return apart
+        began = time.thread_time()
         with self._lock:
             if self._feed is None or self._feed.run_dir != folder:
                 self._feed = Feed(folder)
                 self._feed.look()
                 self._first = _started(self._feed.curve.events)
-            if bundle := self._bundle(ended=False):
+                self._picture_due = 0.0
+            if time.monotonic() >= self._picture_due:
+                self._feed.picture()
+                apart = time.thread_time() - began
+                self._picture_due = time.monotonic() + apart / _SHARE
+            if bundle := self._bundle(ended=False, anew=False):
                 self._cluster.post.wire.soon(self._put, bundle)
+        return apart
 
     def _finish(self) -> None:
         """On the wire's thread, when all output is out and the cell is about to be over."""
@@ -96,10 +107,10 @@ class LiveCard:
         except Exception as error:  # a card must not keep a cell from ending
             self._running.say(f"nbkit: no last card: {type(error).__name__}: {error}")
 
-    def _bundle(self, *, ended: bool) -> dict[str, str]:
+    def _bundle(self, *, ended: bool, anew: bool = True) -> dict[str, str]:
         """What there is to show; {} when nothing is new."""
         assert self._feed is not None
-        snapshot = self._feed.snapshot()
+        snapshot = self._feed.snapshot(anew=anew)
         points = [point for point in snapshot["points"] if point[0] > self._first]
         if not points:
             return {}
@@ -148,11 +159,15 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
         made, seconds = int(last[0] - first[0] + first[1]), last[2] - first[2]
         loss = f"{figure(first[4])} → {loss}" if figure(first[4]) else loss
         tokens = (last[3] - first[3]) / seconds if seconds > 0 else tokens
-        steps = f"{made:,} step{'s' * (made > 1)}, the last one {int(last[0]):,}"
+        earlier = f", {int(last[0]):,} with those before" if int(last[0]) > made else ""
+        steps = f"{made:,} step{'s' * (made > 1)}{earlier}"
     else:
         made, total = int(last[0]) - _started(snapshot["events"]), state.get("total", 0)
         steps = f"step {made:,} of {total:,}" if total else f"step {int(last[0]):,}"
-    figures = [steps, f"loss {loss}" if loss else "", f"{figure(tokens)} tokens/s" if figure(tokens) else ""]
+        if (seconds := last[2] - points[-_RECENT:][0][2]) > 0:  # one step alone jumps
+            tokens = (last[3] - points[-_RECENT:][0][3]) / seconds
+    mean = " on average" if ended else ""
+    figures = [steps, f"loss {loss}" if loss else "", f"{figure(tokens)} tokens/s{mean}" if figure(tokens) else ""]
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")
     if ended and failed:

@@ -30,7 +30,7 @@ class Feed:
         self.run_dir, self.lock = run_dir, threading.RLock()
         self.curve = Curve()
         self.step: dict[str, Any] = {}
-        self._run = Run(run_dir)
+        self._run = Run(run_dir, passing=True)
         self._file: Path | None = None
         self._cursor = START
         self._size = -1
@@ -83,11 +83,12 @@ class Feed:
                 "total": (last or {}).get("total", 0),
             }
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything there is to draw, as plain values."""
+    def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
+        """Everything there is to draw, as plain values. anew: with a new picture of a step, which costs the most."""
         with self.lock:
             self.look()
-            self.picture()
+            if anew:
+                self.picture()
             return {
                 "state": self.state(),
                 "epoch": self.curve.epoch,

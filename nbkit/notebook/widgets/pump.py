@@ -16,7 +16,7 @@ __all__ = ["Pump"]
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
 _CURVE_S, _PICTURE_S, _AT_MOST_S = 0.05, 0.5, 3.0
-_SHARE = 0.005  # of a core, for each of the two
+_SHARE = 0.003  # of a core, for each of the two; messages cost other threads of the kernel some more
 _WHERE_S = 1.0
 
 

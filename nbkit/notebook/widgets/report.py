@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbkit.notebook.cluster.verdict import size
 from nbkit.notebook.widgets.feed import Feed
 from nbkit.notebook.widgets.modules import joined, style
 
-__all__ = ["page_of", "write_report"]
+__all__ = ["Written", "page_of", "write_report"]
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -27,6 +29,19 @@ main {{ max-width: 1300px; margin: auto; }}
 show(document.getElementById("run"), JSON.parse(document.getElementById("data").textContent));
 </script></body></html>
 """
+
+
+@dataclass(frozen=True)
+class Written:
+    """A page that was written. Stands for its path wherever a path is wanted."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"{self.path}   ({size(self.path.stat().st_size)}, needs nothing else: open it in a browser)"
 
 
 def write_report(run_dir: Path, path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.presence import why_gone
+from nbkit.recordfile import old_part, written
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
@@ -95,16 +96,26 @@ class _Copy:
             if not told["data"] and told["head"] == self._heads.get(name):
                 return
             if size and file == "records" and told["head"] != self._heads.get(name):
-                path.replace(path.with_suffix(".old.jsonl"))  # a new part was begun
+                self._end_part(ask, rank, path, self._heads.get(name, ""))
                 self._heads[name] = told["head"]
                 continue
             self._heads[name] = told["head"]
             with path.open("ab") as here:
                 here.write(base64.b64decode(told["data"]))
 
+    def _end_part(self, ask: Any, rank: int, path: Path, head: str) -> None:
+        """A new part was begun: what was still written to the one that we have, and its new name."""
+        with path.open("ab") as here:
+            while True:
+                told = ask([rank], file="old", offset=here.tell()).get(rank, {})
+                if told.get("head") != head or not told["data"]:
+                    break
+                here.write(base64.b64decode(told["data"]))
+        path.replace(old_part(path))
+
 
 def newest_run(parent: Path) -> Path | None:
-    """Of the runs in a directory, the one written to last; the directory itself when it is a run."""
+    """Of the runs in a directory, the one that made the newest step; the directory itself when it is a run."""
     folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
-    found = [(file.stat().st_mtime, folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
+    found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
     return max(found)[1] if found else None

@@ -73,7 +73,7 @@ def reduce(state: State, news: News) -> State:
         case Told(verdict):
             return replace(state, asked="", told=(verdict, *state.told)[:TOLD_KEPT])
         case Lost(why):
-            return replace(state, phase="gone", why=why, asked="")
+            return replace(state, phase="gone", why=why)  # what was asked for ends with a word of its own
 
 
 def _looked(state: State, answer: Mapping[str, Any]) -> State:

@@ -193,8 +193,8 @@ def _seconds(value: float) -> str:
 
 
 def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
             return f"{value:.4g} {unit}"
-        value /= 1024
+        value /= 1000
     return ""

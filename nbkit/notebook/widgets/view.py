@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ _HELD_WORDS = {
 def pulse_view(state: State) -> dict[str, Any]:
     """What changes with every step: headline, what can be pressed, what came of the last controls."""
     busy = bool(state.asked)
-    job, stepping = bool(state.table) and not busy, state.phase in ("training", "held")
+    here = bool(state.table) and state.phase != "gone"
+    job, stepping = here and not busy, state.phase in ("training", "held")
     return {
         "phase": state.phase,
         "headline": _headline(state),
@@ -102,7 +104,7 @@ def checked(state: State, text: str) -> dict[str, Any]:
     try:
         strategy = Strategy.parse(text, state.table.get("ranks", state.ranks))
     except StrategyError as error:
-        return {"text": text, "ok": False, "strategy": "", "why": " ".join((error.what, error.numbers))}
+        return {"text": text, "ok": False, "strategy": "", "why": f"{error.what} {error.numbers} → {error.hint}"}
     known = next((row for row in state.table.get("options", ()) if row["strategy"] == str(strategy)), None)
     if known is not None and not known["ok"]:
         return {"text": text, "ok": False, "strategy": str(strategy), "why": known["why"]}
@@ -135,9 +137,14 @@ def _headline(state: State) -> str:
     parts = [_PHASES[state.phase]]
     progress = state.pulse.get("progress") or {}
     if state.pulse:
-        parts.append(f"step {state.pulse['step']}")
+        parts.append(f"step {state.pulse['step']:,}")
     if state.phase in ("training", "held") and progress.get("total"):
-        parts[-1] += f" ({progress.get('step', 0):,} of {progress['total']:,})"
+        made = progress.get("step", 0)
+        # The step that is being made is not yet among the finished ones; only an earlier fit() makes two counts.
+        first = state.pulse["step"] - made <= 1
+        parts[-1] = (
+            f"step {made:,} of {progress['total']:,}" if first else f"{parts[-1]} ({made:,} of {progress['total']:,})"
+        )
     if "loss" in progress:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":
@@ -184,7 +191,10 @@ def _payback(pause: float | None, step: float | None, step_now: float | None) ->
     """After how many steps the pause is won back, where the three figures are known."""
     if pause is None or step is None or step_now is None:
         return ""
-    return f"{pause / (step_now - step):.0f} steps" if step < step_now else "never"
+    if step >= step_now:
+        return "never"
+    steps = math.ceil(pause / (step_now - step) - 1e-6)
+    return f"{max(steps, 1):,} step{'s' * (steps > 1)}"
 
 
 def _drawing(job: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nbkit.layout import Layout
+from nbkit.mesh import Mesh
 from nbkit.planner.cover import overlap
 from nbkit.planner.memory import Rest
 from nbkit.rank.parallel.outline import Outlines
@@ -69,7 +70,7 @@ class Census:
         self._lacks: dict[tuple[int, int], int] = {}
         kept = outlines.skeleton.state_dict().keys()
         self._buffers = {name: b.nbytes for name, b in outlines.skeleton.named_buffers() if name in kept}
-        self._places: dict[tuple[int, int, int, int, int], list[Place]] = {}
+        self._places: dict[tuple[Mesh, int], list[Place]] = {}
 
     @cached_property
     def state(self) -> dict[str, int]:
@@ -112,17 +113,11 @@ class Census:
 
     def places(self, strategy: Strategy) -> list[Place]:
         """Of every rank."""
-        s, shards = strategy, strategy.shard if strategy.zero else 1
-        key = (s.pp, s.dp, s.cp, s.tp, shards)
-        if key not in self._places:
-            self._places[key] = [
-                (pp, tp, dp % shards)
-                for pp in range(s.pp)
-                for dp in range(s.dp)
-                for _ in range(s.cp)
-                for tp in range(s.tp)
-            ]
-        return self._places[key]
+        mesh, shards = strategy.mesh, strategy.shard if strategy.zero else 1
+        if (mesh, shards) not in self._places:
+            everyone = map(mesh.index, range(mesh.size))
+            self._places[mesh, shards] = [(at["pp"], at["tp"], at["dp"] % shards) for at in everyone]
+        return self._places[mesh, shards]
 
     def _moved(self, old: Strategy, new: Strategy, before: Place, after: Place) -> tuple[int, int]:
         received = kept = 0

@@ -57,9 +57,9 @@ class InPlace:
     def run(self, old: Memory, new: Memory, *, device: torch.device, freed: Callable[[], None] = lambda: None) -> None:
         """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
 
-        freed: called when old tensors have been let go of, after each round. When memory is refused on any rank, all
-        lead back what they have led over and raise SwitchError: the old side is as it was, in other memory.
-        Raises TrainingError when a rank has no memory for the way back either.
+        freed: called when tensors have been let go of: after each round, and on the way back. When memory is refused on
+        any rank, all lead back what they have led over and raise SwitchError: the old side is as it was, in other
+        memory. Raises TrainingError when a rank has no memory for the way back either.
         """
         done: list[str] = []
         if (failure := self._lead(old, new, device, freed, done)) is None:
@@ -90,6 +90,7 @@ class InPlace:
                 numbers=f"{why}; then {again}",
                 hint="trainer.load(path)",
             )
+        freed()
 
     def _lead(
         self, old: Memory, new: Memory, device: torch.device, freed: Callable[[], None], done: list[str]
@@ -112,6 +113,7 @@ class InPlace:
             if any_failed(bool(why), device):
                 for key in set(begun).difference(done):
                     new.let_go(key)
+                freed()
                 return why or "another rank could not go on"
             assert buffers is not None
             carry_out(step, source, target, buffers)

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 from nbkit import tags
 from nbkit.events import Event, RunStopped, StepDone
 
-__all__ = ["BoardWriter", "new_run_dir"]
+__all__ = ["BoardWriter", "add_values", "new_run_dir"]
+
+_PACE_S = 1.0  # to be woken for each step would cost the training more than the writing
 
 Queue = queue.SimpleQueue[Event | threading.Event | None]
 
@@ -46,6 +49,14 @@ def new_run_dir(parent: str, *, name: str | None, strategy: str, batch: int | No
             return path
 
 
+def add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
+    """tag -> value of a step, in one event of a SummaryWriter: each costs this process as much as all values in it."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    made = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
+    writer._get_file_writer().add_summary(Summary(value=made), step)
+
+
 class BoardWriter:
     """A listener that writes events to `path`. Complete on disk when a run has stopped.
 
@@ -55,6 +66,7 @@ class BoardWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._queue: Queue = queue.SimpleQueue()
+        self._hurry = threading.Event()
         self._failures: list[Exception] = []
         self._writing = importlib.util.find_spec("tensorboard") is not None
         if not self._writing:
@@ -67,7 +79,7 @@ class BoardWriter:
         # The thread knows the queue alone, so that it ends with this object.
         weakref.finalize(self, self._queue.put, None)
         threading.Thread(
-            target=_write_all, args=(path, self._queue, self._failures), name="nbkit-board", daemon=True
+            target=_write_all, args=(path, self._queue, self._hurry, self._failures), name="nbkit-board", daemon=True
         ).start()
 
     def __call__(self, event: Event) -> None:
@@ -78,6 +90,7 @@ class BoardWriter:
         if isinstance(event, RunStopped):
             written = threading.Event()
             self._queue.put(written)
+            self._hurry.set()
             written.wait()
             if self._failures:
                 self._writing = False
@@ -88,9 +101,12 @@ class BoardWriter:
                 )
 
 
-def _write_all(path: Path, items: Queue, failures: list[Exception]) -> None:
+def _write_all(path: Path, items: Queue, hurry: threading.Event, failures: list[Exception]) -> None:
     writer: Any = None
     while (item := items.get()) is not None:
+        if not isinstance(item, threading.Event) and items.empty():
+            hurry.wait(_PACE_S)
+            hurry.clear()
         try:
             if not failures:
                 writer = writer or _open(path)
@@ -117,11 +133,7 @@ def _write(writer: Any, item: Event | threading.Event) -> None:
     if isinstance(item, threading.Event):
         writer.flush()
     elif isinstance(item, StepDone):
-        # One event for all of them: each costs this process as much as all values in it.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=float(one)) for tag, one in _scalars(item.record).items()]
-        writer._get_file_writer().add_summary(Summary(value=values), item.step)
+        add_values(writer, _scalars(item.record), item.step)
     else:
         text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
         writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)

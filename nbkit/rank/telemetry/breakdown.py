@@ -40,9 +40,11 @@ def seconds_of(step: Step) -> tuple[float, dict[str, float], list[tuple[str, int
 
 
 def traffic_of(calls: Iterable[Call]) -> tuple[Traffic, ...]:
-    """What these calls come to, by operation, group and peer."""
+    """What these calls come to, by operation, group and peer. Where some were not listened to, none counts as timed:
+    the rest, those that were waited for at once, are not like them."""
     sums: dict[tuple[str, str, int | None], list[float]] = {}
     axes: dict[str, str] = {}
+    unheard = set()
     for call in calls:
         key = (call.op, call.group.label, call.peer)
         if (into := sums.get(key)) is None:
@@ -55,6 +57,10 @@ def traffic_of(calls: Iterable[Call]) -> tuple[Traffic, ...]:
             into[2] += 1
             into[3] += seconds
         into[4] += call.blocked_seconds or 0.0
+        if not call.heard:
+            unheard.add(key)
+    for key in unheard:
+        sums[key][2] = sums[key][3] = 0.0
     return tuple(
         Traffic(op, axes[group], group, peer, int(n), int(size), int(timed), seconds, blocked)
         for (op, group, peer), (n, size, timed, seconds, blocked) in sums.items()

@@ -67,6 +67,7 @@ class StepClock:
         self._base = 0
         self._stamp: Callable[[], Stamp] = now
         self.listeners: list[Callable[[Step], None]] = []
+        self.listening = True  # see `listens`
 
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
@@ -74,6 +75,17 @@ class StepClock:
         self._stamp = _event if cuda else now
         self.state = OTHER
         self._open(self._stamp())
+
+    @property
+    def outside(self) -> bool:
+        """Between the steps of a training, or without one."""
+        return self.laps is None or self.state == OUTSIDE
+
+    @property
+    def listens(self) -> bool:
+        """Whether collectives are to tell when they end: not in every step, since a thread of the backend's has to take
+        the interpreter from the training for it."""
+        return self.listening or self.outside
 
     def end(self) -> None:
         """No steps for now; what was marked since the last one is dropped."""

@@ -15,7 +15,7 @@ from time import perf_counter_ns as now
 from typing import Any
 
 from nbkit.errors import UsageError
-from nbkit.rank.telemetry.phases import OUTSIDE, clock
+from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed import CudaCall, Timed
 
 __all__ = [
@@ -64,11 +64,13 @@ class Call:
     peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
     group (for messages: the pair) had issued with it. bytes: what this rank contributes. Times in ns of perf_counter:
     issued; waited: when the first wait() began; done: when it ended, None when nobody could tell; blocked: what this
-    rank stood still for it. outside: between the steps of a training, or without one.
+    rank stood still for it. outside: between the steps of a training, or without one. heard: False: it may be over long
+    before anyone waits for it, and nobody listens, so it has no `done`; also where wait() sees its end, since only the
+    longest are still under way then.
     """
 
-    __slots__ = ("blocked", "bytes", "cuda", "done", "group", "issued", "number", "op", "outside", "peer", "place",
-                 "waited")  # fmt: skip
+    __slots__ = ("blocked", "bytes", "cuda", "done", "group", "heard", "issued", "number", "op", "outside", "peer",
+                 "place", "waited")  # fmt: skip
 
     def __init__(self, op: str, group: Seen, peer: int | None, place: int, num_bytes: int) -> None:
         self.op, self.group, self.peer, self.place, self.bytes = op, group, peer, place, num_bytes
@@ -76,7 +78,8 @@ class Call:
         self.issued = self.blocked = 0
         self.waited: int | None = None
         self.done: int | None = None
-        self.outside = clock.laps is None or clock.state == OUTSIDE
+        self.outside = clock.outside
+        self.heard = True
         self.cuda: CudaCall | None = None
 
     @property
@@ -209,7 +212,9 @@ def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
         # A thread of the backend's would have to take the interpreter from the one that waits. Of a message gloo has no
         # future, and to be told so costs more than all else here.
         if not at_once and call.peer is None:
-            timed.listen()
+            call.heard = clock.listens
+            if call.heard:
+                timed.listen()
     else:
         call.cuda.under_way(work)
     _own += now() - entered

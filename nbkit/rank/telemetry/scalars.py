@@ -19,6 +19,7 @@ from typing import Any
 
 from nbkit import tags
 from nbkit.events import Event, RunStarted, RunStopped
+from nbkit.rank.telemetry.board import add_values
 from nbkit.rank.telemetry.files import mean_of
 from nbkit.readings import members_of, table
 from nbkit.recordfile import START, read_since
@@ -139,9 +140,7 @@ class _Follower:
         # Steps of two strategies are never mixed.
         for _, those in groupby(steps, key=lambda step: step.numbers.get("strategy")):
             step = mean_of(list(those))
-            for tag, value in scalars_of(self._rank, step, self._groups).items():
-                self._writer.add_scalar(tag, value, step.step)
+            add_values(self._writer, scalars_of(self._rank, step, self._groups), step.step)
         for memory in memories:
-            for name in _MEMORY:
-                self._writer.add_scalar(tags.memory(name), getattr(memory, name), memory.step)
+            add_values(self._writer, {tags.memory(name): getattr(memory, name) for name in _MEMORY}, memory.step)
         self._writer.flush()

@@ -29,11 +29,12 @@ from nbkit.rank.telemetry.health import Health
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.telemetry.record import own_ns, ring
-from nbkit.rank.telemetry.writer import FIRST_IN_DETAIL, Keep, Mark, Writer
-from nbkit.records import EventRecord, Header, MemoryRecord, Record, StepRecord
+from nbkit.rank.telemetry.writer import Mark, Writer
+from nbkit.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
 
 __all__ = ["Session", "record_path"]
 
+_FIRST_IN_DETAIL = 3
 _MEMORY_EVERY = 100
 
 
@@ -46,9 +47,9 @@ class Session:
     """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
 
     offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
-    first three too, and three after a switch). base_bytes: what this process held before the job; default: what it
-    holds now. first_of_host: see health.py. What goes wrong in writing is warned of at the end of a run, and never ends
-    a training.
+    first three too, and three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell
+    when they end. base_bytes: what this process held before the job; default: what it holds now. first_of_host: see
+    health.py. What goes wrong in writing is warned of at the end of a run, and never ends a training.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Session:
     ) -> None:
         self.path = record_path(run_dir, rank)
         self._cuda = device is not None and device.type == "cuda"
+        self._detail_every, self._until = detail_every, _FIRST_IN_DETAIL
+        self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
         base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
 
@@ -85,7 +88,7 @@ class Session:
             return [header, *writer.groups]
 
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._writer = writer = Writer(self._queue, detail_every=detail_every, since=ring.end)
+        self._writer = writer = Writer(self._queue, since=ring.end)
         writer.open(RecordFile(self.path, head))
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._queue.put, None)
@@ -100,11 +103,12 @@ class Session:
             return
         self.note(EventRecord(event.step, ns=now(), event={"kind": event.kind, **asdict(event)}))
         if isinstance(event, RunStarted):
+            self._next = event.step + 1
             self.begin()
         elif isinstance(event, RunStopped):
             self.end()
         elif isinstance(event, Switched):
-            self.detail(FIRST_IN_DETAIL)
+            self.detail(_FIRST_IN_DETAIL)
 
     def begin(self) -> None:
         """This thread makes steps from here on; for a loop of one's own, without events."""
@@ -112,6 +116,7 @@ class Session:
             clock.listeners.append(self._made)
         self._queue.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
         clock.begin(cuda=self._cuda)
+        self._look()
         self._health.run(True)
 
     def end(self) -> None:
@@ -145,8 +150,9 @@ class Session:
         self._queue.put(record)
 
     def detail(self, steps: int) -> None:
-        """Keep the next `steps` steps moment by moment."""
-        self._queue.put(Keep(steps))
+        """Keep the next `steps` steps moment by moment, one that is being made included. From any thread."""
+        self._until = max(self._until, self._made_steps + steps)
+        self._look()
 
     def memory_due(self, step: int) -> bool:
         """Whether `memory(...)` is wanted in this step: the second, and every hundredth."""
@@ -164,7 +170,17 @@ class Session:
 
     def _made(self, step: Step) -> None:
         self._health.step = step.number
-        self._queue.put(Mark(step, ring.end, time.process_time_ns(), own_ns()))
+        self._queue.put(Mark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
+        self._made_steps, self._next = self._made_steps + 1, step.number + 1
+        self._look()
+
+    @property
+    def _in_detail(self) -> bool:
+        return self._made_steps < self._until or self._next % self._detail_every == 0
+
+    def _look(self) -> None:
+        """As closely as the step deserves that begins."""
+        clock.listening = self._in_detail or self._next % LISTEN_EVERY == 0
 
 
 def _uuid(device: torch.device | None) -> str:

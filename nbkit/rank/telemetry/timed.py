@@ -17,6 +17,9 @@ from nbkit.rank.telemetry.phases import clock
 
 __all__ = ["CudaCall", "Timed"]
 
+_AT_ONCE_NS = 50_000
+"""A wait for a message that took less found it over: nobody knows for how long."""
+
 
 class CudaCall:
     """What is known of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
@@ -100,7 +103,9 @@ class Timed(dist.Work):
             ended = now()
             if call.waited is None:
                 call.waited = began
-            if call.done is None:
+            if call.peer is not None and ended - began < _AT_ONCE_NS:
+                call.heard = False
+            if call.done is None and call.heard:
                 call.done = ended
             call.blocked += ended - began
             clock.back(outer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,8 @@ from nbkit.rank.telemetry.phases import Step
 from nbkit.rank.telemetry.record import Call, ring
 from nbkit.records import Detail, Group, Outside, PipelineOp, Record, StepRecord
 
-__all__ = ["FIRST_IN_DETAIL", "Keep", "Mark", "Writer"]
+__all__ = ["Mark", "Writer"]
 
-FIRST_IN_DETAIL = 3
 _CALLS_IN_DETAIL = 4096
 _RECENT = 64
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
@@ -28,42 +28,44 @@ _PASSING_S = 60.0  # for how long a device's step is waited for before it is wri
 class Mark:
     """The end of a step (None: the beginning of steps) as the training thread saw it.
 
-    calls: how many had been issued. cpu, own: ns of this process, and of noting, so far.
+    calls: how many had been issued. cpu, own: ns of this process, and of noting, so far. in_detail: every moment of it
+    is kept.
     """
 
     step: Step | None
     calls: int
     cpu: int
     own: int
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Keep the next steps moment by moment."""
-
-    steps: int
+    in_detail: bool = False
 
 
 @dataclass
 class _Made:
     mark: Mark
     before: Mark
-    in_detail: bool
     numbers: dict[str, Any] | None = None
 
 
-class Writer:
-    """Takes marks, (step, numbers), records, what to keep, events to set when all is written, None for the end."""
+_newest: weakref.ref[Writer] | None = None
+"""Of several jobs in one process, the writer of the one that began last: what cells send is noted by it alone."""
 
-    def __init__(self, items: queue.SimpleQueue[Any], *, detail_every: int, since: int) -> None:
-        self._items, self._detail_every = items, detail_every
+
+def _be_newest(writer: Writer) -> None:
+    global _newest
+    _newest = weakref.ref(writer)
+
+
+class Writer:
+    """Takes marks, (step, numbers), records, events to set when all is written, None for the end."""
+
+    def __init__(self, items: queue.SimpleQueue[Any], *, since: int) -> None:
+        self._items = items
         self._file: RecordFile | None = None
         self._overview: Overview | None = None
         self._made: dict[int, _Made] = {}
         self._last: Mark | None = None
         self._read = since  # calls that have been read from the ring
         self._spent = 0  # ns of this thread that a step record has named
-        self._keep = FIRST_IN_DETAIL  # steps to come that are kept moment by moment
         self.groups: list[Group] = []
         self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
         self.failure: Exception | None = None
@@ -72,6 +74,7 @@ class Writer:
     def open(self, file: RecordFile) -> None:
         """Write to `file`."""
         self._file, self._overview = file, Overview(file.path)
+        _be_newest(self)
 
     def run(self) -> None:
         """The thread."""
@@ -97,17 +100,15 @@ class Writer:
     def _take(self, item: Any) -> None:
         if isinstance(item, Mark):
             if item.step is not None and self._last is not None:
-                self._made[item.step.number] = _Made(item, self._last, self._keep > 0)
-                self._keep -= self._keep > 0
+                self._made[item.step.number] = _Made(item, self._last)
                 # A loop that reports no numbers.
                 self._write_steps([number for number in self._made if number <= item.step.number - 2])
             elif item.step is None:
                 self._write_outside(item.calls)
+                _be_newest(self)
             self._last = item
         elif isinstance(item, Record):
             self._write([item])
-        elif isinstance(item, Keep):
-            self._keep = max(self._keep, item.steps)
         elif isinstance(item, threading.Event):
             self._write_steps(list(self._made))
             self._last = None
@@ -154,7 +155,7 @@ class Writer:
         records: list[Record] = [record]
         if outside:
             records.append(Outside(step.number, traffic_of(outside)))
-        if laps and (made.in_detail or step.number % self._detail_every == 0):
+        if laps and mark.in_detail:
             ops = tuple(PipelineOp(*op) for op in step.ops)
             records.append(Detail(step.number, tuple(laps), timed_calls(inside[:_CALLS_IN_DETAIL]), ops))
         lines = self._write(records)
@@ -163,7 +164,7 @@ class Writer:
 
     def _write_outside(self, stop: int) -> None:
         calls, _ = self._calls(stop)
-        if calls:
+        if calls and _newest is not None and _newest() is self:
             self._write([Outside(self._last.step.number if self._last and self._last.step else 0, traffic_of(calls))])
 
     def _calls(self, stop: int) -> tuple[list[Call], int]:

@@ -15,6 +15,7 @@ import torch
 
 from nbkit.errors import NbkitError
 from nbkit.rank.train import holdings
+from nbkit.rank.train.foresight import settled
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def make_ready(job: Job, text: str) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # a thread begins with the first one
     blueprint = job.blueprint
-    new = Strategy.parse(text, job.world_size)
+    new = settled(job, Strategy.parse(text, job.world_size))
     blueprint.make_ready(job.strategy, new, blueprint.plans.kinds(_expected(job)))
 
 

@@ -6,6 +6,7 @@ states, and is known of a chain of transformer blocks (an attention and an MLP e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from nbkit.layout import bounds
 from nbkit.planner.facts import Cuts, Facts, Weight
 from nbkit.planner.memory import Bytes
 from nbkit.planner.partition import place, ranks_of_stages
+from nbkit.planner.placement import placed
 from nbkit.planner.traffic import Traffic, per_step
 from nbkit.rank.parallel.census import Census
 from nbkit.rank.parallel.chain import Chain
@@ -32,13 +34,40 @@ from nbkit.strategy import Strategy
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["Foresight", "foresee"]
+__all__ = ["Foresight", "foresee", "foresight_of", "settled"]
+
+_seen: weakref.WeakKeyDictionary[Job, Foresight] = weakref.WeakKeyDictionary()
 
 
 def foresee(job: Job, *, since: int) -> Forecast:
     """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
     seen = Foresight(job)
     return Forecast(since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), seen.of_all_ranks(job.strategy))
+
+
+def foresight_of(job: Job) -> Foresight:
+    """The one that is kept, or a new one: the optimizer's first step, or another precision, changes what is held."""
+    kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
+    trained = {name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad}
+    seen = _seen.get(job)
+    if seen is None or seen.kinds != kinds or seen.trained != trained:
+        seen = _seen[job] = Foresight(job)
+    return seen
+
+
+def settled(job: Job, strategy: Strategy) -> Strategy:
+    """`strategy` with its ranks in the order that the job has or would have them in; see nbkit.planner.placement.
+
+    Raises StrategyError for what cannot be split.
+    """
+    now, link = job.strategy, job.blueprint.link
+    if str(strategy) == str(now):
+        return now
+    return placed(
+        strategy,
+        lambda order: foresight_of(job).census.flow(now, order).total,
+        one_node=link is None or len(set(link.node_of)) == 1,
+    )
 
 
 class Foresight:
@@ -60,8 +89,7 @@ class Foresight:
     def terms(self, strategy: Strategy) -> list[list[Traffic]]:
         """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
         if strategy not in self._terms:
-            size = strategy.mesh.size
-            self._terms[strategy] = self._made(strategy, range(0, size, size // strategy.pp))
+            self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
         return self._terms[strategy]
 
     def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,8 +12,7 @@ from nbkit.planner.during import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard import ROUND_BYTES
 from nbkit.rank.train import room
-from nbkit.rank.train.foresight import Foresight
-from nbkit.rank.train.holdings import bytes_per_element
+from nbkit.rank.train.foresight import Foresight, foresight_of, settled
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.seconds import measured_step, predicted_pause, predicted_step
 from nbkit.strategy import Strategy
@@ -22,8 +20,6 @@ from nbkit.strategy import Strategy
 __all__ = ["moved_bytes", "table"]
 
 _REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
-
-_seen: weakref.WeakKeyDictionary[Job, Foresight] = weakref.WeakKeyDictionary()
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
     predicted. Each is None where nothing is known.
     """
-    now, seen = job.strategy, _foresight(job)
+    now, seen = job.strategy, foresight_of(job)
     ends, left = seen.census.at_rest(now), room.left(job.device, ranks=_on_this_node(job))
     holds = [rest.total for rest in ends]
     link = job.blueprint.link
@@ -65,7 +61,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
-    flow = _foresight(job).census.flow(job.strategy, new)
+    flow = foresight_of(job).census.flow(job.strategy, settled(job, new))
     return flow.total, max(flow.received, default=0)
 
 
@@ -87,6 +83,7 @@ def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int],
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
         job.blueprint.outlines.check(strategy)
+        strategy = settled(job, strategy)
         flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
         found["why"] = " ".join(line for line in (error.what, error.numbers) if line)
@@ -104,16 +101,6 @@ def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int],
     if found["step_s"] is None:
         found["step_foretold_s"] = predicted_step(job, seen, strategy)
     return found
-
-
-def _foresight(job: Job) -> Foresight:
-    """The one that is kept, or a new one: the optimizer's first step, or another precision, changes what is held."""
-    kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
-    trained = {name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad}
-    seen = _seen.get(job)
-    if seen is None or seen.kinds != kinds or seen.trained != trained:
-        seen = _seen[job] = Foresight(job)
-    return seen
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:

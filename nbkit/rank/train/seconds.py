@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from nbkit.events import Switched
 from nbkit.planner.pace import Seen, Sends, step_seconds
+from nbkit.planner.placement import orders
 from nbkit.rank.parallel.census import Census, Flow
 from nbkit.strategy import Strategy
 
@@ -41,10 +43,17 @@ def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) ->
     moving = _moving(job, flow)
     ratios = []
     for switched in made:
-        then = census.flow(*(Strategy.parse(text, job.world_size) for text in (switched.old, switched.new)))
-        if (modelled := _moving(job, then)) > 0:
+        then = _flow(census, switched, job.world_size)
+        if then is not None and (modelled := _moving(job, then)) > 0:
             ratios.append((switched.pause_s - switched.prepare_s) / modelled)
     return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
+
+
+def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
+    """What a switch has moved; None where it was less than it would be now, before the optimizer's first step."""
+    old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
+    flows = (census.flow(*pair) for pair in product(orders(old, one_node=True), orders(new, one_node=True)))
+    return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 
 def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | None:

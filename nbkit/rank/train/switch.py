@@ -80,7 +80,7 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     old = job.strategy
     new = Strategy.parse(text, job.world_size)
     job.feed.fits(new)
-    if new == old and not keep:
+    if str(new) == str(old) and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
     try:
         return _switched(job, new, verify=verify, keep=keep)
@@ -92,6 +92,7 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
 def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
     began, old = time.perf_counter(), job.strategy
     known = news(job, new)
+    new = known.strategy
     if known.crowded:
         if keep:
             raise SwitchError(
@@ -178,7 +179,10 @@ def between_steps(job: Job) -> None:
 def undo(job: Job) -> Switched:
     """Back to the strategy before the last switch, with the weights as they are now. Collective."""
     if job.previous is None:
-        raise SwitchError("There is no switch to undo.", numbers=f"strategy {job.strategy} since step 0")
+        since = f"strategy {job.strategy} since step 0"
+        raise SwitchError(
+            "There is no switch to undo.", numbers=since, hint="trainer.switch('zero3')   or   %strategy zero3"
+        )
     return switch(job, job.previous)
 
 

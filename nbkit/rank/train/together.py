@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from nbkit.events import Failed
 from nbkit.layout import Layout
 from nbkit.rank.parallel.reshard import Exchange, plan_together
 from nbkit.rank.train.follow import changes_of
+from nbkit.rank.train.foresight import settled
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.plans import Kinds
 from nbkit.rank.train.room import crowded
@@ -31,10 +32,11 @@ __all__ = ["News", "agreed", "all_or_none", "news", "planned", "refused"]
 class News:
     """What ranks have told each other before a switch.
 
-    memory: what their optimizers remember. crowded: somebody lacks room for the new side beside the old one. alike:
-    all have made the same groups so far.
+    strategy: the one to go to, its ranks in an order that suits all. memory: what their optimizers remember. crowded:
+    somebody lacks room for the new side beside the old one. alike: all have made the same groups so far.
     """
 
+    strategy: Strategy
     memory: Memory
     crowded: bool
     alike: bool
@@ -49,11 +51,12 @@ def news(job: Job, new: Strategy) -> News:
     own: tuple[Any, ...] = ()
     failure: Exception | None = None
     try:
+        new = settled(job, new)
         own = (
             changes_of(job.side, blueprint.skeleton),
             memory_of(job.side, job.optimizer.inner, blueprint.names),
             crowded(job, new),
-            blueprint.groups_made(new),
+            (new.tp_slowest, blueprint.groups_made(new)),
         )
     except StrategyError:
         raise
@@ -63,7 +66,9 @@ def news(job: Job, new: Strategy) -> News:
     _check(job, "looking at what there is", [spoken for spoken, _ in everyone], failure)
     changes, runs, lacking, groups = zip(*(each for _, each in everyone), strict=True)
     blueprint.follow(changes)
-    return News(unpacked(runs, blueprint.names), any(lacking), len(set(groups)) == 1)
+    if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
+        new = replace(new, tp_slowest=False)
+    return News(new, unpacked(runs, blueprint.names), any(lacking), len(set(groups)) == 1)
 
 
 def planned(job: Job, new: Strategy, before: Held, target: Held, memory: Memory) -> tuple[Exchange, list[int]]:

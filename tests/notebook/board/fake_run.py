@@ -11,6 +11,7 @@ from nbkit.mesh import Mesh
 from nbkit.planner.facts import Facts, Weight
 from nbkit.rank.telemetry.files import Overview, RecordFile
 from nbkit.records import (
+    LISTEN_EVERY,
     Detail,
     EventRecord,
     GpuHealth,
@@ -106,7 +107,7 @@ class FakeRun:
         self.now += round(longest * 1e9)
 
     def _become(self, text: str) -> None:
-        self.strategy = Strategy.parse(text, self.world)
+        self.strategy, self.since = Strategy.parse(text, self.world), self.number
         mesh: Mesh = self.strategy.mesh
         self.groups = [
             Group(f"{axis} {i} [{members[0]},..]", axis, members)
@@ -183,9 +184,14 @@ class FakeRun:
             size = 4 * self._hidden() if group.axis == "tp" else WEIGHT // self.strategy.tp // self.strategy.pp
             blocked = exposed if group is self._last_group(rank) else 0.0
             rows.append(
-                Traffic("all_reduce", group.axis, group.label, None, calls, size, calls, blocked + 0.001, blocked)
+                Traffic("all_reduce", group.axis, group.label, None, calls, size, *self._timed(calls, blocked), blocked)
             )
         return tuple({(row.op, row.group, row.peer): row for row in rows}.values())
+
+    def _timed(self, calls: int, blocked: float) -> tuple[int, float]:
+        """As ranks listen: in the first steps of a strategy, then now and then."""
+        heard = self.number - self.since <= 3 or self.number % LISTEN_EVERY == 0
+        return (calls, blocked + 0.001) if heard else (0, 0.0)
 
     def _hidden(self) -> int:
         """With sequence parallelism each rank sends its part of the positions."""

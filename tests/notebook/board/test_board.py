@@ -185,6 +185,11 @@ def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
     assert f"http://127.0.0.1:{board.port}/" in text
     assert f"ssh -L {board.port}:127.0.0.1:{board.port} " in text
     assert str(tmp_path) in text
+    assert "not there yet" not in text + page
+    assert (
+        "not there yet" in repr(Board.start(tmp_path / "runs"))
+        and "not there yet" in Board.start(tmp_path / "runs")._repr_html_()
+    )
 
 
 @pytest.mark.parametrize(

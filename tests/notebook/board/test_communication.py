@@ -134,6 +134,15 @@ def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board
         assert memory["formula"] == [memory["parameters"], memory["gradients"], memory["optimizer"]]
 
 
+def test_a_step_whose_calls_were_not_timed_shows_those_of_the_step_before_that_were(board: Board) -> None:
+    shown = [ask(board, "step", run="small", step=step)["table"][0] for step in range(10, 16)]
+
+    for name in ("seconds", "algbw", "busbw", "overlap"):
+        values = [row[name] for row in shown]
+        assert values[:5] == values[:1] * 5 and None not in values
+    assert shown[0]["seconds"] != shown[5]["seconds"]
+
+
 def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_measured(board: Board) -> None:
     step = ask(board, "step", run="small", step="newest")
 
@@ -194,6 +203,22 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     assert opened.newest == 1200 and opened.timeline.points[0][0] <= 8
     assert [event["kind"] for event in opened.events] == ["run_started"]
     assert sum(point[1] for point in opened.timeline.points) == 1200
+
+
+def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_same(tmp_path: Path) -> None:
+    fake, runs = FakeRun(tmp_path, 4, "ddp", late=1), [Run(tmp_path), Run(tmp_path, passing=True)]
+    for steps in (3, 30, 1):
+        if steps == 1:
+            fake.switch("pp")
+        for _ in range(steps):
+            fake.step()
+        for run in runs:
+            run.refresh()
+        whole, passing = (picture(run, run.newest) for run in runs)
+        assert passing == whole and whole["step"] == fake.number and whole["reading"]
+    assert runs[1].events == runs[0].events
+    assert len(runs[0].steps) == 34 and len(runs[1].steps) < 34 // 2 and not runs[1].timeline.points
+    fake.close()
 
 
 def test_steps_that_are_made_again_after_a_checkpoint_replace_the_old_ones(tmp_path: Path) -> None:

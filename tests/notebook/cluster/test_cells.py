@@ -146,6 +146,11 @@ def test_equal_failures_are_one_with_the_line_of_the_cell(four: Cluster, capsys:
     assert "[0-3]" in shown
 
 
+def test_an_error_that_ends_in_a_full_stop_is_named_with_its_line(two: Cluster) -> None:
+    with pytest.raises(CellError, match=r"ValueError: No such thing, line 1$"):
+        two.run("raise ValueError('No such thing.')")
+
+
 def test_the_rank_that_failed_first_is_the_cause_and_the_others_are_released(
     four: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +210,7 @@ def test_a_cell_sent_while_another_runs_names_it(two: Cluster) -> None:
 def test_a_detached_cell_gives_the_prompt_back_and_can_be_waited_for(two: Cluster) -> None:
     handle = two.run("print('tick'); import time; time.sleep(0.5); 7", detach=True)
     assert handle.status == "running"
+    assert ", ranks 0-1, 0 s)" in repr(handle) and ", ranks 0-1)" in handle._bundle(age=False)["text/plain"]
     assert two.wait() is not None
     assert handle.wait().values == {0: 7, 1: 7}
     assert handle.output[1] == "tick\n"

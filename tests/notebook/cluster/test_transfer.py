@@ -43,6 +43,11 @@ def test_several_ranks_give_a_list(two: Cluster) -> None:
     assert two.pull("mine", [1]) == [2]
 
 
+def test_what_is_not_on_a_rank_is_named_as_it_was_typed(two: Cluster) -> None:
+    with pytest.raises(TransferError, match=r"'nothing' has no value on rank 1\.\nNameError.*\n→ %%rank 1"):
+        two.pull("nothing", 1)
+
+
 def test_nothing_stays_in_shared_memory(two: Cluster) -> None:
     before = set(parcel.folder().glob("nbkit-*"))
     two.push({"big": np.zeros(1_000_000)})

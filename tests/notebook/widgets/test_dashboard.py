@@ -189,7 +189,7 @@ def test_the_text_says_the_same(run: Any) -> None:
     text = plain(lines_of(Feed(run.folder).snapshot(), 100))
     assert "dp=4   4 ranks, ended: done" in text and "step 20" in text
     assert "rank 2" in text and "◀ late" in text and "waiting for peers" in text
-    assert re.search(r"dp +measured 16 MiB +by formula 16 MiB", text) and "Memory, counted in step 2" in text
+    assert re.search(r"dp +measured 16.78 MB +by formula 16.78 MB", text) and "Memory, counted in step 2" in text
     assert max(len(line) for line in text.splitlines()) <= 130
 
 
@@ -266,7 +266,7 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     small.step()
     small.health(gpus=False)
     said = plain(lines_of(Feed(tmp_path / "cpu").snapshot()))
-    assert "rank 0   CPU 99%, 300 MiB" in said and "GPU" not in said
+    assert "rank 0   CPU 99%, 314.6 MB" in said and "GPU" not in said
     small.close()
 
 

@@ -15,6 +15,7 @@ from nbkit.notebook.widgets.dashboard import Dashboard
 from nbkit.notebook.widgets.feed import Feed
 from nbkit.notebook.widgets.source import ClusterRun
 from nbkit.notebook.widgets.text import lines_of, plain
+from nbkit.recordfile import old_part
 
 TRAIN = """
 trainer = nbkit.Trainer(
@@ -58,6 +59,17 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         assert brought() == copy
         away.rename(file)
         assert brought() == copy and len(Feed(copy).snapshot()["points"]) == 15
+
+        # What was written last to a part that another one has followed since.
+        head, *_, last = file.read_text().splitlines(keepends=True)
+        with file.open("a") as more:
+            more.write(last)
+        file.rename(old_part(file))
+        assert '"part":' in head
+        file.write_text(head.replace('"part":', '"part":1'))
+        brought()
+        for each in (file, old_part(file)):
+            assert each.read_bytes() == (copy / "telemetry" / each.name).read_bytes()
 
         capsys.readouterr()
         assert main(["watch", "watched", "--once"]) == 0

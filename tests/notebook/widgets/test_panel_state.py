@@ -52,6 +52,8 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
     assert busy["asked"] == "switching to tp …"
     assert pulse_view(state_of(looked, Asked("…"), Told(verdict_of())))["can"]["apply"]
+    # Ranks that do not answer for a moment may be at it.
+    assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
 
 
 def test_nothing_to_undo_and_nothing_to_pause() -> None:
@@ -70,7 +72,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
 
     assert told["figures"] == [("bytes moved", "1.5 MB", "1.5 MB"), ("pause", "200 ms", "250 ms")]
     assert told["identical"] is True
-    assert told["proof"] == "state identical"
+    assert told["proof"] == "state identical, bit for bit"
     assert "predicted unknown" in repr(verdict_of())
 
 
@@ -149,7 +151,7 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
 def test_the_panel_as_text_says_the_same() -> None:
     text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Told(verdict_of())))
 
-    assert "training · step 7 (7 of 100) · loss 2.500" in text
+    assert "training · step 7 of 100 · loss 2.500" in text
     assert "global 16 = micro 4 x accum 1 x dp 4" in text
     assert "blocks.1  ▂▂ ▂▂ ▂▂ ▂▂  12.7 k" in text
     assert "* dp=4 zero=3" in text
@@ -157,3 +159,41 @@ def test_the_panel_as_text_says_the_same() -> None:
     assert "state identical" in text
     assert "being worked out" in text_of(state_of(Looked({**answer_of(table_of()), "table": {}})))
     assert "no Trainer" in text_of(state_of(Looked({"training": False, "held": False, "job": False})))
+
+
+def test_a_pause_is_won_back_after_whole_steps() -> None:
+    def payback(pause: float) -> str:
+        rows = table_of()
+        for row in rows["options"]:
+            row["switch_s"] = pause
+        (tp,) = [row for row in job_view(state_of(Looked(answer_of(rows))))["rows"] if row["strategy"] == "tp=4"]
+        return str(tp["payback"])
+
+    # 10 ms are won with each step.
+    assert [payback(pause) for pause in (0.0, 0.002, 0.01, 0.012)] == ["1 step", "1 step", "1 step", "2 steps"]
+
+
+def test_a_first_training_has_one_count_of_steps_a_later_one_two() -> None:
+    def headline(step: int, made: int) -> str:
+        answer = answer_of(table_of())
+        answer |= {"step": step, "progress": answer["progress"] | {"step": made}}
+        return str(pulse_view(state_of(Looked(answer)))["headline"])
+
+    assert "training · step 7 of 100 · loss" in headline(7, 7)
+    assert "training · step 7 of 100 · loss" in headline(8, 7)  # the eighth is being made
+    assert "training · step 1,307 (7 of 100) · loss" in headline(1307, 7)
+
+
+def test_a_mistyped_strategy_is_answered_with_the_one_that_was_meant() -> None:
+    assert checked(state_of(Looked(answer_of(table_of()))), "zer3")["why"].endswith("→ zero3")
+
+
+def test_a_strategy_that_was_tried_before_any_other_step_stands_beside_nothing() -> None:
+    tried = {"strategy": "tp=4", "steps": 1, "step_s": 0.76, "before_step_s": None}
+    line = verdict_of(do="try", strategy="dp=4", result=tried).line
+
+    assert line == "tried tp=4 for 1 step: 760 ms a step, dp=4 is not measured yet"
+
+
+def test_of_a_cluster_that_is_gone_nothing_can_be_pressed() -> None:
+    assert not any(pulse_view(state_of(Looked(answer_of(table_of())), Lost("the cluster has ended")))["can"].values())

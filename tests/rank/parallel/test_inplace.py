@@ -81,13 +81,16 @@ def fails_and_goes_back(world: Any) -> list[str]:
     for number, (before, after) in enumerate(pairs()[::4]):
         old, new = filled(before[world.place.rank]), empty(after[world.place.rank])
         if world.place.rank == 2:
-            new.left = max(1, len(new.state) * 2 // 3)
+            new.left = max(1, len(new.state) * 2 // 3) if number % 2 else 1  # half-way, or at once
+        freed: list[int] = []
+        exchange = InPlace(planned(before, after), world.place.rank, limit=4096)
         try:
-            InPlace(planned(before, after), world.place.rank, limit=4096).run(old, new, device=CPU)
+            exchange.run(old, new, device=CPU, freed=lambda new=new, freed=freed: freed.append(num_bytes(new)))
         except TrainingError as error:
             told.append(str(error))
         assert holds(old), f"pair {number}"
         assert num_bytes(new) == 0, f"pair {number}: memory of the new side is left"
+        assert len(freed) >= 2 and freed[-1] == 0, f"pair {number}: nobody is told that memory is free again"
     return told
 
 

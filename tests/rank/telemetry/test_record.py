@@ -95,13 +95,48 @@ def all_kinds(world: World) -> Any:
     # Ranks that do not share a clock: rank 1's runs 5 s ahead.
     ahead = 5_000_000_000 * rank
     other = clock_offset(kernel=f"host {rank}", now=lambda: time.perf_counter_ns() + ahead)
+    answers["early"], answers["messages"] = ended_early(), messages(rank)
+    clock.begin()
+    clock.listening = False
+    answers["not listening"] = ended_early()
+    with phase("outside"):
+        answers["outside"] = ended_early()
+    clock.end()
+    answers["no training"] = ended_early()
+    return answers, named, counted, off, shown, same, other
+
+
+def messages(rank: int) -> list[float | None]:
+    """Seconds that two messages took to come, as rank 1 knows them: one waited for at once, one long after it came."""
+    found = []
+    for late in (True, False):
+        x, begun = torch.ones(3), None
+        if rank == 1:
+            begun = dist.irecv(x, 0)
+        elif late:
+            time.sleep(0.05)
+        if not late:
+            dist.barrier()
+        if rank == 0:
+            dist.send(x, 1)
+        if not late:
+            time.sleep(0.05)
+        if begun is not None:
+            begun.wait()
+            found.append(record.recent(1 + (not late))[0].seconds)
+        dist.barrier()
+    return found
+
+
+def ended_early() -> bool | None:
+    """Whether a collective ended before it was waited for; None: nobody can tell."""
     work = dist.all_reduce(torch.ones(8), async_op=True)
     time.sleep(0.05)
     assert work is not None
     work.wait()
-    early = record.recent(1)[0]
-    answers["early"] = (early.done or 0) < (early.waited or 0)
-    return answers, named, counted, off, shown, same, other
+    call = record.recent(1)[0]
+    assert call.waited is not None
+    return None if call.done is None else call.done < call.waited
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +159,24 @@ def test_plain_collectives_and_messages_bear_their_bytes_axis_and_time(answers: 
             ("all_reduce", "world", None, 36),
             ("barrier", "world", None, 0),
         ]
-        assert all(timed and stood for *_, timed, stood in answer["plain"])
+        assert all(stood and (timed or peer is not None) for _, _, peer, _, timed, stood in answer["plain"])
+
+
+def test_when_a_message_came_is_known_only_to_who_stood_and_waited_for_it(answers: list[Any]) -> None:
+    waited, found = answers[1][0]["messages"]
+    assert 0.04 <= waited < 5
+    assert found is None
 
 
 def test_an_operation_that_ended_while_other_things_were_done_ended_before_it_was_waited_for(
     answers: list[Any],
 ) -> None:
     assert [answer["early"] for answer, *_ in answers] == [True] * N
+
+
+def test_in_a_step_that_does_not_listen_the_end_of_what_is_under_way_is_not_known(answers: list[Any]) -> None:
+    told = [(answer["not listening"], answer["outside"], answer["no training"]) for answer, *_ in answers]
+    assert told == [(None, True, True)] * N
 
 
 def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:
@@ -193,6 +239,7 @@ def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
 def own_loop(world: World, folder: str) -> Any:
     """A loop without any job: user code in a cell, with a run directory."""
     rank = world.place.rank
+    older = Session(Path(folder) / "older", rank=rank, world_size=N)
     session = Session(Path(folder), rank=rank, world_size=N)
     dist.all_reduce(torch.ones(2))
     session.begin()
@@ -208,6 +255,7 @@ def own_loop(world: World, folder: str) -> Any:
     session.end()
     dist.all_reduce(torch.ones(3))
     session.close()
+    older.close()
     return record_path(Path(folder), rank)
 
 
@@ -226,7 +274,7 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         ]
         assert step.parts["data"] >= 0.005
         # The collective is communication, not the forward pass in which it stands.
-        assert step.parts["exposed"] >= step.traffic[0].blocked - 1e-6 > 0
+        assert step.parts["exposed"] >= step.traffic[0].blocked - 1e-6 and step.traffic[0].blocked > 0
         assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-6)
         assert step.own_seconds > 0 and step.cpu_seconds > 0 and step.lost == 0
     for one, following in itertools.pairwise(steps):
@@ -241,3 +289,6 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         assert call.waited is not None and call.done is not None
         assert call.issued <= call.waited and call.issued <= call.done
     assert len(recordfile.read_overview(paths[1])) == 4
+    # A job that rests beside it is not told what this one sends.
+    others, _ = recordfile.read_since(record_path(tmp_path / "older", 1))
+    assert [one for one in others if isinstance(one, records.Outside)] == []

@@ -13,7 +13,10 @@ from ranks import run_ranks
 from torch import nn
 
 from nbkit import readings, recordfile, records
+from nbkit.advice import reading
 from nbkit.events import Checkpointed, RunStarted, RunStopped, StepDone
+from nbkit.rank.telemetry import record
+from nbkit.rank.telemetry.breakdown import traffic_of
 from nbkit.rank.telemetry.memory import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session, record_path
@@ -23,6 +26,7 @@ N = 3
 DELAY = 0.03
 EACH = 6
 PLAIN, LOADER, LATE_COMPUTE, LATE_LOADER, PIPELINE = range(5)
+TRACED = 17
 
 
 def train(world: World, folder: str) -> None:
@@ -34,6 +38,8 @@ def train(world: World, folder: str) -> None:
     session(RunStarted(0, strategy="dp=3"))
     for number in range(1, 5 * EACH + 1):
         kind = (number - 1) // EACH
+        if number == TRACED:
+            session.detail(1)
         with phase("data"):
             if kind == LOADER or (kind == LATE_LOADER and rank == 2):
                 time.sleep(DELAY)
@@ -109,7 +115,7 @@ def test_a_slow_loader_on_every_rank_is_data(written: dict[int, list[records.Rec
 
     assert [bar.data for bar in found] == [near(DELAY)] * N
     assert readings.late_rank(found, at_least=0.3) is None
-    assert "of the step is waiting for data: try more loader workers" in readings.reading(found)
+    assert "of the step is waiting for data: try more loader workers" in reading(found)
 
 
 def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[int, list[records.Record]]) -> None:
@@ -122,7 +128,7 @@ def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[i
         assert getattr(found[rank], cause) - min(getattr(bar, cause) for bar in found) == near(DELAY)
         assert [bar.waiting for bar in found if bar.rank != rank] == [near(DELAY)] * (N - 1)
         assert found[rank].waiting < 0.3 * DELAY
-        assert f"for rank {rank}" in readings.reading(found)
+        assert f"for rank {rank}" in reading(found)
         # Within three steps.
         first = readings.late_rank(readings.mean_bars(steps_of(written, kind)[:3], members(written)))
         assert first is not None and first.rank == rank
@@ -139,6 +145,34 @@ def test_waiting_in_the_pipeline_is_bubble(written: dict[int, list[records.Recor
     assert [[round(cell) for cell in row] for row in matrix.modelled] == [
         [0, round(ring), 0], [0, 0, round(ring)], [round(ring), 0, 0]
     ]  # fmt: skip
+
+
+def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_for_in_all(
+    written: dict[int, list[records.Record]],
+) -> None:
+    for those in written.values():
+        steps = [one for one in those if isinstance(one, records.StepRecord)]
+        rows = {one.step: next(row for row in one.traffic if row.op == "all_reduce") for one in steps}
+        # The first three and one that was asked for are kept moment by moment. Most of the others blocked in wait().
+        timed = sorted({1, 2, 3, TRACED, *range(records.LISTEN_EVERY, 5 * EACH + 1, records.LISTEN_EVERY)})
+        assert [step for step, row in rows.items() if row.timed] == timed
+        assert all((row.seconds > 0) == (row.timed == 1) and row.blocked > 0 for row in rows.values())
+        details = [one for one in those if isinstance(one, records.Detail)]
+        assert [one.step for one in details] == [1, 2, 3, TRACED]
+        assert all(call.done is not None for one in details for call in one.calls)
+
+
+def test_where_some_calls_were_not_listened_to_those_waited_for_at_once_do_not_stand_for_them() -> None:
+    group = record.Seen("dp 1 [0,1]", "dp", (0, 1))
+    calls = [record.Call(op, group, None, i, 8) for i, op in enumerate(("all_reduce", "all_reduce", "all_gather"))]
+    for call in calls:
+        call.done, call.blocked = call.issued + 1_000_000_000, 500_000_000
+    calls[0].done, calls[0].heard = None, False
+
+    reduced, gathered = traffic_of(calls)
+
+    assert (reduced.calls, reduced.timed, reduced.seconds, reduced.blocked) == (2, 0, 0, 1.0)
+    assert (gathered.calls, gathered.timed, gathered.seconds) == (1, 1, 1.0)
 
 
 def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, list[records.Record]]) -> None:

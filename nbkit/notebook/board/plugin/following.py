@@ -29,10 +29,14 @@ _LOOK_FOR_RANKS_S = 2.0
 
 
 class Run:
-    """What is known of one run directory. `refresh` reads what is new; everything else only looks. lock: for both."""
+    """What is known of one run directory. `refresh` reads what is new; everything else only looks. lock: for both.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    passing: for who shows one step after the other: of many that are new, the newest alone are read, and there is
+    neither `timeline` nor `late`.
+    """
+
+    def __init__(self, folder: Path, *, passing: bool = False) -> None:
+        self.folder, self._passing = folder, passing
         self.lock = threading.RLock()
         self.headers: dict[int, Header] = {}
         self.members: dict[str, tuple[int, ...]] = {}
@@ -66,7 +70,8 @@ class Run:
         with self.lock:
             self._find_ranks()
             for rank, path in self.files.items():
-                records, self._cursors[rank] = read_since(path, self._cursors[rank])
+                steps = _PATIENCE if self._passing else None
+                records, self._cursors[rank] = read_since(path, self._cursors[rank], steps=steps)
                 for record in records:
                     self._take(rank, record)
             self._close_steps()
@@ -175,8 +180,10 @@ class Run:
             complete = len(here) == len(self.files) or (reached and step + _PATIENCE <= reached[-1])
             if not complete:
                 break
-            self.timeline.add(point_of(here, bars(here, self.members)))
             self._closed = step
+            if self._passing:
+                continue
+            self.timeline.add(point_of(here, bars(here, self.members)))
             near = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
             self.late.append(late_rank(usual_bars(near, self.members)))
         _drop_oldest(self.steps, _STEPS)

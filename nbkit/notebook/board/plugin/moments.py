@@ -7,6 +7,7 @@ from typing import Any
 
 from nbkit.errors import NbkitError
 from nbkit.notebook.board.plugin.following import Run
+from nbkit.planner.placement import orders
 from nbkit.records import Detail, PipelineOp
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
@@ -28,14 +29,22 @@ def of_step(run: Run, step: int, strategy: str, *, replica: int = 0) -> dict[str
     """
     chosen = _strategy(strategy, run.world_size)
     if chosen is not None and chosen.pp > 1:
-        mesh = chosen.mesh
-        groups = mesh.groups("pp")
+        groups = _lines(run, step, chosen)
         ranks = groups[min(max(replica, 0), len(groups) - 1)]
         details = {rank: one for rank in ranks if (one := run.detail_of(rank, step)) is not None}
         if len(details) == len(ranks) and all(one.pipeline for one in details.values()):
             return _pipeline(run, chosen, ranks, details) | {"replicas": len(groups)}
     details = {rank: one for rank in list(run.files)[:_RANKS_AT_MOST] if (one := run.detail_of(rank, step)) is not None}
     return _laps(run, details) if details else None
+
+
+def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
+    """The ranks of each pipeline. In which order the job has its ranks, the messages of one of them tell."""
+    first = min(run.files, default=0)
+    detail = run.detail_of(first, step)
+    peers = {call.peer for call in detail.calls if call.peer is not None} if detail is not None else set()
+    found = [order.mesh for order in orders(strategy, one_node=True)]
+    return next((mesh for mesh in found if peers <= set(mesh.ranks("pp", first))), found[0]).groups("pp")
 
 
 def _strategy(text: str, world_size: int) -> Strategy | None:

@@ -7,13 +7,14 @@ from statistics import median
 from typing import Any
 
 from nbkit import forecast
+from nbkit.advice import reading
 from nbkit.links import Link, links, slow_link
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.condition import health
 from nbkit.notebook.board.plugin.following import Run
 from nbkit.notebook.board.plugin.timeline import PARTS
-from nbkit.readings import Bar, Row, bars, late_rank, reading, table, traffic_matrix, usual_bars
-from nbkit.records import StepRecord
+from nbkit.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records import LISTEN_EVERY, StepRecord
 
 __all__ = ["lateness", "picture"]
 
@@ -30,7 +31,9 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         return {"step": step, "ranks": []}
     first = steps[min(steps)]
     strategy = str(first.numbers.get("strategy") or run.headers[min(run.headers)].strategy if run.headers else "")
-    of, rows = bars(steps, run.members), table(steps, run.members)
+    # Not every step times its calls; those before do, and no switch lies between.
+    before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
+    of, rows = bars(steps, run.members), table(steps, run.members, near=before)
     predicted = forecast.in_force(forecast.read(run.folder), step)
     return {
         "step": first.step,

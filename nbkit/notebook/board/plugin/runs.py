@@ -13,7 +13,7 @@ from nbkit.notebook.board.plugin.picture import short
 from nbkit.notebook.board.plugin.timeline import PARTS, point_of
 from nbkit.readings import bars, mean_bars, members_of
 from nbkit.recordfile import overview_of, rank_files, read_head
-from nbkit.records import EventRecord, Group, StepRecord, from_line
+from nbkit.records import EventRecord, Group, Header, StepRecord, from_line
 
 __all__ = ["Runs"]
 
@@ -48,7 +48,7 @@ class Runs:
         return run
 
     def summaries(self) -> list[dict[str, Any]]:
-        """One line for each run, the newest first: its last steps, and whether it is written to just now."""
+        """One line for each run, those that train first, then the newest: its last steps, whether it trains now."""
         self._look()
         found = []
         for name, folder in self._folders.items():
@@ -59,9 +59,10 @@ class Runs:
             if known is None or changed > known[0] + 1.0:
                 known = changed, _summary(files)
                 self._summaries[name] = known
-            live = time.time() - changed < _LIVE_S and not all(_stopped(path) for path in files.values())
+            live = time.time() - changed < _LIVE_S and any(_trains(path) for path in files.values())
             found.append({"name": name, "live": live, "changed": round(changed, 1), **known[1]})
-        return sorted(found, key=lambda one: -float(one["changed"]))
+        # A Trainer that is over or only tried out still notes what its process sends: when it was written says little.
+        return sorted(found, key=lambda one: (one["live"], one["step"] > 0, one["began"]), reverse=True)
 
     def newest(self) -> str:
         """Another word whenever something has been written for TensorBoard's own tabs."""
@@ -90,12 +91,15 @@ class Runs:
 def _summary(files: dict[int, Path]) -> dict[str, Any]:
     steps: dict[int, dict[int, StepRecord]] = {}
     groups: list[Group] = []
+    began = 0.0
     for rank, path in files.items():
         for record in _tail(overview_of(path)):
             steps.setdefault(record.step, {})[rank] = record
-        groups += [one for one in read_head(path) if isinstance(one, Group)]
+        head = read_head(path)
+        groups += [one for one in head if isinstance(one, Group)]
+        began = max([began, *(one.unix_s for one in head if isinstance(one, Header))])
     complete = [those for _, those in sorted(steps.items()) if len(those) == len(files)]
-    made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0)}
+    made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0), "began": began}
     if not complete:
         return made | {"seconds": None, "parts": [], "rate": None, "loss": None, "strategy": ""}
     members = members_of(groups)
@@ -118,12 +122,12 @@ def _tail(path: Path) -> list[StepRecord]:
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 
-def _stopped(path: Path) -> bool:
-    """Whether the last thing that a rank noted of its training is that it ended."""
+def _trains(path: Path) -> bool:
+    """Whether a rank has noted something of a training, and not last that it ended."""
     for line in reversed(_last_lines(path)):
         record = from_line(line)
         if isinstance(record, EventRecord | StepRecord):
-            return isinstance(record, EventRecord) and record.event.get("kind") == RunStopped.kind
+            return isinstance(record, StepRecord) or record.event.get("kind") != RunStopped.kind
     return False
 
 

@@ -177,13 +177,17 @@ function drawStrip(picture, points, strategies, column, x, gaps, y) {
     if (name) {
       picture.box(from, y, Math.max(to - from, 1.5), 14, STRIPS[own % STRIPS.length]);
       picture.pen.font = "600 11px system-ui, sans-serif";
-      if (picture.pen.measureText(name).width < to - from - 8) picture.words(name, from + 4, y + 7.5, { colour: "#16181c", bold: true });
+      const fits = [name, brieflyNamed(name)].find((words) => picture.pen.measureText(words).width < to - from - 8);
+      if (fits) picture.words(fits, from + 4, y + 7.5, { colour: "#16181c", bold: true });
       const [one, other] = [points[begin][STEP], points[i - 1][STEP]];
       picture.spot(from, y, Math.max(to - from, 3), 14, () => `${name}\nsteps ${one} to ${other}`);
     }
     begin = i;
   }
 }
+
+// The axes alone: "pp=4" of "pp=4 schedule=1f1b microbatches=8".
+const brieflyNamed = (strategy) => strategy.split(" schedule=")[0];
 
 function drawGaps(picture, switches, gaps, x, loss, rate) {
   picture.canvas.dataset.switches = switches.length;
@@ -197,7 +201,7 @@ function drawGaps(picture, switches, gaps, x, loss, rate) {
       picture.pen.globalAlpha = 1;
       if (w > 3) picture.frame(from, row.y0 - 3, w, row.y1 - row.y0 + 6, COLOURS.optimizer, [3, 3]);
     }
-    const words = `⇄ ${event.new}`;
+    const words = `⇄ ${brieflyNamed(event.new)}`;
     picture.pen.font = "600 11px system-ui, sans-serif";
     const wide = picture.pen.measureText(words).width;
     const at = Math.max(LEFT, Math.min(from, picture.width - RIGHT - wide - 60));

@@ -6,7 +6,7 @@
 import { drawBars, drawMemory } from "./charts.js";
 import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, Picture, SPOKEN, dark, number, percent, seconds } from "./paint.js";
+import { COLOURS, MEMORY, Picture, SPOKEN, dark, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -114,7 +114,7 @@ export function view(el, story, ask) {
     $("strategy").textContent = last ? story.strategies[last[STRATEGY]] || "" : step?.strategy || "";
     $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
     $("stands").classList.toggle("on", state?.stands === "running");
-    $("figures").textContent = last ? [`step ${last[STEP]}${state?.total ? ` of ${state.total}` : ""}`,
+    $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.total ? ` of ${number(state.total)}` : ""}`,
       Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", Number.isFinite(last[RATE]) ? `${number(last[RATE])} tokens/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
@@ -147,7 +147,7 @@ export function view(el, story, ask) {
     } else {
       $("what").textContent = "Who sends to whom";
       $("whatnote").textContent = `and bytes per axis, one step (${axisNote(step.table || [])})`;
-      $("whatlegend").innerHTML = swatches({ a: "#1a5496", b: "#bf5b0a" }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? "<span>lines: borders of nodes</span>" : "");
+      $("whatlegend").innerHTML = swatches({ a: shade(1, "blue"), b: shade(1, "orange") }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? "<span>lines: borders of nodes</span>" : "");
       $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
       if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);
       drawAxes(pictures.axes, step.table || []);

@@ -13,8 +13,10 @@ const TITLES = {
   "sends a step": "bytes that the busiest rank sends in a step, by the formulas",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
-  "pays back": "steps after which the pause is won back",
+  "pays back in": "steps after which the pause is won back",
 };
+const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
+const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
 const APART = [
   ["pause", "Pause", "", "pause"],
   ["checkpoint", "Checkpoint", "", "checkpoint"],
@@ -60,7 +62,7 @@ function render({ model, el }) {
   const body = make("div", "body");
   const drawing = make("div", "job");
   const rows = make("div", "rows");
-  body.append(titled("who holds what: ranks across, layers down", drawing), titled("choose a row, then Apply", rows));
+  body.append(titled("who holds what: ranks across, layers down", drawing), titled("choose a row, then Apply · ?: not measured yet, Try 10 steps measures it", rows));
 
   const keys = make("div", "keys");
   const far = make("span", "far");
@@ -229,7 +231,7 @@ function render({ model, el }) {
     grid.append(make("span", "side", "rank"));
     for (let rank = 0; rank < ranks; rank++) put(make("span", "top", rank % every ? "" : String(rank)), rank);
     blocks.forEach((block, place) => {
-      const side = make("span", "side", block.name);
+      const side = make("span", "side", LOOSE[block.name] ?? block.name);
       if (height < 12) side.style.fontSize = `${height}px`;
       side.title = `${block.size} parameters`;
       grid.append(side);
@@ -310,7 +312,9 @@ function render({ model, el }) {
       if (row.tight) memory.className = "tight";
       element.append(memory);
       for (const text of [row.step, row.sends, row.moved, row.pause, row.payback]) {
-        element.append(make("td", text === "unknown" ? "dim" : "", text === "unknown" ? "?" : text));
+        const cell = make("td", text === "unknown" ? "dim" : "", text === "unknown" ? "?" : text);
+        if (text === "unknown") cell.title = UNKNOWN;
+        element.append(cell);
       }
     } else {
       const why = make("td", "", row.why);

@@ -29,6 +29,7 @@ class InParts(Tensor):
     """
 
     _part: Tensor
+    _copies: list[tuple[Tensor, int]]
     group: dist.ProcessGroup
     total: int
     along: int
@@ -47,6 +48,7 @@ class InParts(Tensor):
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=with_graph
         )
         itself._part, itself.group, itself.total, itself.along = part, group, total, along
+        itself._copies = []
         if with_graph:
             # The gradient goes to the part. One that comes here was made by a torch.autograd.Function.
             with torch._C.DisableTorchFunctionSubclass():
@@ -60,6 +62,9 @@ class InParts(Tensor):
             foreign = self.grad_fn
         if foreign is not None:
             self._refuse_function(foreign.name())
+        if any(counter._version != seen for counter, seen in self._copies):
+            # As in logits[..., 50257:].fill_(-inf): on one process that changes the tensor itself.
+            self._refuse("in place, on a view of them")
         return self._part
 
     def like(self, part: Tensor, along: int | None = None) -> Self:
@@ -68,7 +73,10 @@ class InParts(Tensor):
 
     def gathered(self) -> Tensor:
         """The whole, the same on every rank. Collective over the group."""
-        return gather_from(self.part, self.group, self.along, self.total)
+        made = gather_from(self.part, self.group, self.along, self.total)
+        if not made.is_inference():  # nobody counts how often such a tensor was changed
+            self._copies.append((_counter(made), made._version))
+        return made
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -129,6 +137,13 @@ class InParts(Tensor):
 def whole(x: Tensor) -> Tensor:
     """`x`, gathered where it lies in parts."""
     return x.gathered() if isinstance(x, InParts) else x
+
+
+def _counter(x: Tensor) -> Tensor:
+    """An empty tensor whose `_version` tells how often `x` was changed in place, through views too."""
+    alias = x.detach()
+    alias.data = x.new_empty(0)
+    return alias
 
 
 def _is_plain(x: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.parts import InParts, whole
-from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, gather_seq, split_to
+from nbkit.rank.parallel.tensor.regions import copy_to, gather_seq, split_to
 
 __all__ = ["PositionShard", "completed", "for_parts", "give_whole", "positions_of", "sendable"]
 
@@ -35,7 +35,7 @@ class PositionShard(InParts):
     called, way_out = "positions of the hidden states", "write x = f(x) instead of changing x in place"
     to_gather = "x = x[...]"
 
-    _whole: tuple[bool, Tensor, int] | None = None
+    _whole: tuple[bool, Tensor] | None = None
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = 1) -> PositionShard:
@@ -43,18 +43,10 @@ class PositionShard(InParts):
 
     def gathered(self) -> Tensor:
         """The whole. Several who need it share one all-gather."""
-        with_graph, part = torch.is_grad_enabled(), self.part
+        with_graph = torch.is_grad_enabled()
         if self._whole is None or self._whole[0] != with_graph:
-            made = gather_from(part, self.group, self.along, self.total)
-            self._whole = with_graph, made, _version(made)
+            self._whole = with_graph, super().gathered()
         return self._whole[1]
-
-    @property
-    def part(self) -> Tensor:
-        """What this rank holds."""
-        if self._whole is not None and _version(self._whole[1]) != self._whole[2]:
-            self._refuse("in place, on a view of them")
-        return super().part
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -62,11 +54,6 @@ class PositionShard(InParts):
         if "out" in kwargs or not args or (handler := _HANDLERS.get(func)) is None:
             return NotImplemented
         return handler(func, *args, **kwargs)
-
-
-def _version(x: Tensor) -> int:
-    """How often it was changed in place, through views too; nobody counts it of an inference tensor."""
-    return 0 if x.is_inference() else x._version
 
 
 def for_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:

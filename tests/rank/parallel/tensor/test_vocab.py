@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import axes_of
@@ -11,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.errors import TrainingError
 from nbkit.layout import bounds
 from nbkit.rank import groups
 from nbkit.rank.parallel.tensor import VocabShard, regions
@@ -88,6 +91,36 @@ def test_losses() -> None:
         assert found["looks"][1:] == ((B, T, V), V, 3, B, False)
         assert found["values"] == (True, True)
     assert "holds 4:8 of dim 2" in answers[1]["looks"][0]
+
+
+def changed_through_a_view(world: Any) -> dict[str, Any]:
+    group = axes_of(world).group("tp")
+    assert group is not None
+    found: dict[str, Any] = {}
+    target = torch.zeros(B, T, dtype=torch.long)
+    for graph in (True, False):
+        with torch.set_grad_enabled(graph):
+            start, stop = bounds(V, group.size(), group.rank())
+            logits = VocabShard(torch.zeros(B, T, stop - start, requires_grad=graph), group, V)
+            logits[..., 2] + 1  # looked at, and not changed
+            found[f"looked at {graph}"] = float(F.cross_entropy(logits.view(-1, V), target.view(-1)).detach())
+            logits[..., V - 3 :].fill_(-1e9)
+            try:
+                F.cross_entropy(logits.view(-1, V), target.view(-1))
+            except TrainingError as error:
+                found[f"changed {graph}"] = str(error)
+    whole = VocabShard(torch.zeros(B, T, stop - start), group, V) + 0
+    whole[..., V - 3 :].fill_(-1e9)
+    found["of its own"] = float(F.cross_entropy(whole.view(-1, V), target.view(-1)))
+    return found
+
+
+def test_a_view_of_the_logits_that_is_changed_is_refused_and_never_forgotten() -> None:
+    for found in run_ranks(changed_through_a_view, 3):
+        for graph in (True, False):
+            assert found[f"looked at {graph}"] == pytest.approx(math.log(V))
+            assert "in place, on a view" in found[f"changed {graph}"] and "logits + 0" in found[f"changed {graph}"]
+        assert found["of its own"] == pytest.approx(math.log(V - 3))
 
 
 def joined(parts: list[Tensor]) -> Tensor:

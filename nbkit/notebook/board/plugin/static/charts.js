@@ -177,7 +177,7 @@ export function drawMemory(picture, rows) {
   const top = Math.max(...rows.map((r) => Math.max(total(r), whole(r))), 1);
   const x = (value) => LEFT + ((width - 80 - LEFT) * value) / top;
   const bottom = rows.length * row + 8;
-  for (const value of memoryTicks(top)) {
+  for (const value of ticks(top)) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(bytes(value), x(value), bottom + 12, { align: "center" });
   }
@@ -204,11 +204,6 @@ export function drawMemory(picture, rows) {
     ].join("\n");
     picture.spot(0, y, width, row, text);
   });
-}
-
-function memoryTicks(top) {
-  const unit = 1024 ** Math.floor(Math.log(top) / Math.log(1024));
-  return ticks(top / unit, 4).map((value) => value * unit);
 }
 
 // One bar for each run, on a common axis of seconds a step.

@@ -82,7 +82,7 @@ function drawTime(picture, span, y) {
   for (const value of ticks(span, 6)) {
     const x = 58 + ((picture.width - 68) * value) / span;
     picture.line(x, y - 3, x, y + 1, faint());
-    picture.words(seconds(value), x, y + 10, { align: "center" });
+    picture.words(seconds(value), Math.min(x, picture.width - 22), y + 10, { align: "center" });
   }
 }
 
@@ -113,7 +113,8 @@ export function drawMoments(picture, moments) {
     `rank ${rank}, stage ${one[1]}\n${NAMES[one[0]]} of micro-batch ${one[2]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
   let top = 18;
   if (planned) {
-    picture.words(`planned: ${moments.schedule}, the measured cost of each stage, no transfers: bubble ${percent(moments.planned_bubble)}, ${seconds(moments.planned_span)}`, 58, 8, { colour: ink() });
+    picture.words(`planned: ${moments.schedule}, bubble ${percent(moments.planned_bubble)}, ${seconds(moments.planned_span)}`, 58, 8, { colour: ink() });
+    picture.spot(58, 0, picture.width - 58, 16, () => "as the schedule orders it, with the measured cost of each stage and no transfers");
     drawRows(picture, planned, ranks, span, top, height, colour, text, label);
     top += block + 30;
   }

@@ -27,9 +27,9 @@ export function seconds(value) {
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"]; // as the strategy panel has them
   let i = 0;
-  while (value >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
+  while (value >= 999.5 && i < units.length - 1) { value /= 1000; i += 1; }
   return `${i === 0 || value >= 100 ? Math.round(value) : value.toPrecision(3)} ${units[i]}`;
 }
 

@@ -1,0 +1,32 @@
+"""The card follows the steps also while it is too early for another picture of all ranks, which costs far more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fake_run import FakeRun
+
+from nbkit.notebook.widgets.card import LiveCard
+
+
+def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 2, "dp=2")
+    shown: list[dict[str, str]] = []
+    wire = SimpleNamespace(soon=lambda put, bundle: shown.append(bundle))
+    cluster = SimpleNamespace(
+        training=SimpleNamespace(look=lambda: {"training": True}), post=SimpleNamespace(wire=wire)
+    )
+    card = LiveCard(cast(Any, cluster), cast(Any, SimpleNamespace(before_done=lambda: None)))
+    card._where = cast(Any, lambda: run.folder)
+
+    for _ in range(2):
+        run.step()
+    card._look()
+    card._picture_due = float("inf")
+    run.step()
+    card._look()
+
+    assert [bundle["text/plain"].split(" · ")[0] for bundle in shown] == ["dp=2   step 2", "dp=2   step 3"]
+    run.close()

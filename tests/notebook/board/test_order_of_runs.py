@@ -1,0 +1,62 @@
+"""Which run the tab opens with: what trains now, not what was written to last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fake_run import FakeRun
+
+from nbkit.notebook.board.plugin.runs import Runs
+from nbkit.notebook.widgets.source import newest_run
+from nbkit.recordfile import rank_files
+from nbkit.records import Header, Outside, Traffic, from_line, to_line
+
+OUTSIDE = Outside(0, (Traffic("all_reduce", "world", "world", None, 1, 4, 1, 0.1, 0.1),))
+
+
+def record(folder: Path, began: float, *, steps: int, stopped: bool = False, started: bool = True) -> Path:
+    """A run of two ranks that began at `began`."""
+    run = FakeRun(folder, 2, "ddp")
+    for _ in range(steps):
+        run.step()
+    if stopped:
+        run.event("run_stopped", reason="done")
+    run.close()
+    for path in rank_files(folder).values():
+        head, *rest = path.read_bytes().splitlines()
+        header = from_line(head)
+        assert isinstance(header, Header)
+        lines = [to_line(replace(header, unix_s=began)).encode(), *(rest if started else [])]
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+def goes_on_noting(folder: Path) -> None:
+    """As the records of a Trainer do that is still there while another one trains."""
+    for path in rank_files(folder).values():
+        with path.open("ab") as file:
+            file.write(to_line(OUTSIDE).encode() + b"\n")
+
+
+def names(folder: Path) -> list[str]:
+    return [str(one["name"]) for one in Runs(folder).summaries()]
+
+
+def test_a_trainer_that_made_no_step_is_neither_running_nor_first(tmp_path: Path) -> None:
+    record(tmp_path / "trains", 100.0, steps=3)
+    idle = record(tmp_path / "idle", 200.0, steps=0, started=False)
+    goes_on_noting(idle)
+
+    assert [(one["name"], one["live"]) for one in Runs(tmp_path).summaries()] == [("trains", True), ("idle", False)]
+    assert newest_run(tmp_path) == tmp_path / "trains"
+
+
+def test_the_newest_is_the_one_that_began_last_not_the_one_that_was_written_to_last(tmp_path: Path) -> None:
+    first = record(tmp_path / "first", 100.0, steps=3, stopped=True)
+    record(tmp_path / "second", 200.0, steps=3, stopped=True)
+    goes_on_noting(first)
+
+    assert names(tmp_path) == ["second", "first"]
+    record(tmp_path / "earlier", 50.0, steps=3)
+    assert names(tmp_path) == ["earlier", "second", "first"]  # it trains

@@ -1,0 +1,91 @@
+"""Ranks in another order, so that a switch moves fewer bytes: the training is the same, and everything knows of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_switch import losses, trainer
+
+from nbkit.notebook.board.plugin import moments
+from nbkit.notebook.board.plugin.following import Run
+from nbkit.planner.traffic import wire_bytes
+from nbkit.rank.train import preview
+from nbkit.strategy import Strategy
+
+THROUGH = ("dp=2 tp=2", "tp", "tp=2 pp=2 microbatches=4", "zero3", "dp=2 tp=2 zero=3", "hsdp", "dp=2 tp=2 zero=1")
+SLOWEST = {"dp=2 tp=2", "tp=2 pp=2 schedule=1f1b microbatches=4", "dp=2 tp=2 zero=3"}
+EACH = 2
+RUNS = "runs"
+
+
+def never_switched(world: Any) -> tuple[list[float], list[int]]:
+    job = trainer()
+    job.fit(EACH * (len(THROUGH) + 2))
+    return losses(job), job.generate(torch.tensor([1, 2, 3]), 4).tolist()
+
+
+def through_tp(world: Any) -> dict[str, Any]:
+    job = trainer(strategy="tp", log_dir=RUNS)
+    job.fit(EACH)
+    said = []
+    for text in THROUGH:
+        new = Strategy.parse(text, 4)
+        foretold, _ = preview.moved_bytes(job.job, new)
+        done = job.switch(text)
+        table = {row["strategy"]: row for row in preview.table(job.job)["options"]}
+        seen = preview.foresight_of(job.job)
+        again = job.switch(text)  # whatever the order: it is the strategy in force
+        said.append(
+            {
+                "strategy": str(job.strategy),
+                "slowest": job.strategy.tp_slowest,
+                "identical": done.identical,
+                "bytes": (foretold, done.moved_bytes),
+                "usual": seen.census.flow(Strategy.parse(done.old, 4), new).total,
+                "sends": [list(map(wire_bytes, seen.terms(order))) for order in (job.strategy, new)],
+                "stays": (table[str(job.strategy)]["moved_bytes"], again.moved_bytes),
+            }
+        )
+        job.fit(EACH)
+    job.save("model.pt")
+    job.load("model.pt")
+    back = job.undo()
+    job.fit(EACH)
+    return {
+        "losses": losses(job),
+        "said": said,
+        "back": (back.new, back.identical),
+        "generated": job.generate(torch.tensor([1, 2, 3]), 4).tolist(),
+        "run": str(job.job.run_dir),
+    }
+
+
+def test_the_order_that_moves_fewer_bytes_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected, generated = run_ranks(never_switched, 1)[0]
+    found = run_ranks(through_tp, 4, timeout=150)
+
+    for rank in found:
+        said = rank["said"]
+        assert rank["losses"] == found[0]["losses"]
+        assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=True)) <= 1e-10
+        assert rank["generated"] == generated
+        assert rank["back"] == ("dp=4 zero=3 shard=2", True)
+        assert {each["strategy"] for each in said if each["slowest"]} == SLOWEST
+        assert all(each["identical"] and each["bytes"][0] == each["bytes"][1] for each in said)
+        assert all(each["stays"] == (0, 0) for each in said)
+        assert all(each["sends"][0] == each["sends"][1] != [] for each in said)
+        # Half of what each holds of tp=4 is there already.
+        assert said[0]["bytes"][1] < said[0]["usual"] * 0.7
+        assert said[1]["bytes"][1] == 0
+
+    run = Run(tmp_path / found[0]["run"])
+    run.refresh()
+    strategy, step = "tp=2 pp=2 schedule=1f1b microbatches=4", EACH * 4
+    drawn = [moments.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
+    assert [each and (each["kind"], each["ranks"]) for each in drawn] == [("pipeline", [0, 1]), ("pipeline", [2, 3])]
+    assert [{op[1] for op in row} for row in drawn[0]["measured"]] == [{0}, {1}]  # type: ignore[index]
