@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
 
 
 def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) -> None:
+    if page.output(NUMBER["detached"]):  # this test failed a minute ago, and is run again
+        page.run(NUMBER["end"])
     page.run(NUMBER["trainer"])
     page.run(NUMBER["detached"])
     page.wait_for_output(NUMBER["detached"], "/1000000")
@@ -95,8 +98,10 @@ def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) 
 
     assert "step" not in page.output(NUMBER["meanwhile"])
     before = step_of(page)
-    page.page.wait_for_timeout(1000)
-    assert step_of(page) > before
+    deadline = time.monotonic() + 30
+    while step_of(page) <= before:  # about once a second, later on a busy machine
+        assert time.monotonic() < deadline, f"the line stands still at step {before}"
+        page.page.wait_for_timeout(100)
 
 
 def test_the_board_is_alive_in_its_frame(page: Any) -> None:
