@@ -32,7 +32,8 @@ Holding = dict[str, Layout]
 @dataclass(frozen=True)
 class Visit:
     """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
-    pause, before anything moves; beside: made ready while the old side trained, no part of the pause."""
+    pause, before anything moves; beside: made ready while the old side trained, proof: stood for the digests; neither is
+    a part of the pause."""
 
     old: str
     new: str
@@ -42,6 +43,7 @@ class Visit:
     pause: float
     prepare: float
     beside: float
+    proof: float
     raw: float
     identical: bool
 
@@ -85,7 +87,7 @@ def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
             raw = max(job.ask("exchange", pairs=plan.pairs))
             job.ask("step")
             first = said[0]
-            seconds = [max(one[name] for one in said) for name in ("pause", "prepare", "beside")]
+            seconds = [max(one[name] for one in said) for name in ("pause", "prepare", "beside", "proof")]
             same = all(one["identical"] for one in said)
             bound = _bound(before, after)
             found.append(Visit(old, new, bound, first["moved"], first["wire"], *seconds, raw, same))
@@ -171,12 +173,12 @@ def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
 def _pause(of: str, moving: list[Visit]) -> Row:
     late = [one.pause - PAUSE_FACTOR * one.raw - PAUSE_SECONDS for one in moving]
     slow = moving[late.index(max(late))]
-    names = ("pause", "prepare", "beside")
-    pause, prepare, beside = (float(np.median([getattr(one, name) for one in moving])) * 1e3 for name in names)
+    names = ("pause", "prepare", "beside", "proof")
+    pause, prepare, beside, proof = (float(np.median([getattr(one, name) for one in moving])) * 1e3 for name in names)
     return Row(
         f"pause of a switch, the {len(moving)} that move bytes, {of}",
         f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, of it {prepare:.0f} ms "
-        f"before anything moves, {beside:.0f} ms beside the training; slowest beside its bar {slow.old} -> {slow.new}: "
+        f"before anything moves, {beside:.0f} ms beside the training; then {proof:.0f} ms for the proof; slowest beside its bar {slow.old} -> {slow.new}: "
         f"{slow.pause * 1e3:.0f} ms",
         f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
         f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",

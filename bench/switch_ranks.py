@@ -84,6 +84,7 @@ class Worker:
             "beside": done.beside_s,
             "prepare": done.prepare_s,
             "pause": done.pause_s,
+            "proof": done.proof_s,
             "identical": done.identical,
             "holds": sum(tensor.nbytes for tensor, _ in self._state().values()),
         }

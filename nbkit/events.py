@@ -82,9 +82,9 @@ class Switched(Event):
     """The strategy changed. moved_bytes: over all ranks.
 
     beside_s: what was made ready in another thread, while the old strategy made steps: no part of the pause.
-    pause_s: how long no step could be made, without proof_s, the time that the proof took; prepare_s: of it, before
-    anything moved. identical: whether weights and optimizer state are the same as before; None when that was not
-    checked. in_place: memory did not hold both sides, and tensor after tensor gave way to its successor.
+    pause_s: how long no step could be made, without proof_s, the time that training stood for the proof; prepare_s: of
+    it, before anything moved. identical: whether weights and optimizer state are the same as before; None when that
+    was not checked. in_place: memory did not hold both sides, and tensor after tensor gave way to its successor.
     """
 
     kind: ClassVar[str] = "switch"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
+from nbkit.events import Switched
 from nbkit.rank.train import ahead, boundary, hold, preview
 from nbkit.rank.train.newest import newest
 from nbkit.rank.train.seconds import measured_step
@@ -61,6 +62,7 @@ class Controls:
     def serve(self, control: Control) -> None:
         """At a boundary, on all ranks, or in a cell when no training makes steps."""
         owner = boundary.training() or newest()
+        job = getattr(owner, "job", owner)
         try:
             result = _act(control, owner)
         except BaseException as error:
@@ -69,9 +71,16 @@ class Controls:
             if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
+        if getattr(job, "proof", None) is not None:
+            # Of the switch just made, which the next step proves: nothing else acts before that.
+            job.proof.listeners.append(lambda event, error: self._proven(control, owner, event, error))
+            return
         self._tell(control, owner, result=result)
         if control.do == "pause":
-            hold.hold(getattr(owner, "job", owner).device)
+            hold.hold(job.device)
+
+    def _proven(self, control: Control, owner: Any, event: Switched | None, error: BaseException | None) -> None:
+        self._tell(control, owner, result=asdict(event) if event is not None else None, error=error)
 
     def unserved(self, control: Control) -> None:
         """The training ended before it came to `control`."""
@@ -158,11 +167,11 @@ def _act(control: Control, owner: Any) -> dict[str, Any]:
 
 
 def _switch(owner: Any, strategy: str) -> dict[str, Any]:
-    return asdict(owner.switch(strategy))
+    return asdict(owner.switch(strategy, beside=True))
 
 
 def _undo(owner: Any) -> dict[str, Any]:
-    return asdict(owner.undo())
+    return asdict(owner.undo(beside=True))
 
 
 def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:

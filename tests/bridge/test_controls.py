@@ -22,7 +22,7 @@ class Refusing:
         self.error = error
         self.job = SimpleNamespace(step=7, strategy="dp=2")
 
-    def switch(self, strategy: str) -> Any:
+    def switch(self, strategy: str, *, beside: bool) -> Any:
         raise self.error
 
 

@@ -3,8 +3,8 @@
 Per tensor the sum, mod 2^64, of hash(index in the global tensor, bits of the element) over all elements; then sha256
 over the sorted (key, shape, sum). A sum does not ask who holds which element, so each rank hashes some of those that
 it has, and one all-reduce of 8 bytes per tensor adds them up. The hash has 32 bits, for elements of 8 bytes 64: the
-finalisers of MurmurHash3 (Appleby 2011) and splitmix64 (Steele, Lea, Flood 2014) in integers that wrap. Training waits
-for it, and 32 bits take a quarter of the time of 64. It is one-to-one in the bits: a single changed element always
+finalisers of MurmurHash3 (Appleby 2011) and splitmix64 (Steele, Lea, Flood 2014) in integers that wrap. Training may
+wait for it, and 32 bits take a quarter of the time of 64. It is one-to-one in the bits: a single changed element always
 shows; of other mistakes that are made at random, one in 2^32 does not.
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,10 @@ from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.precision import Precision, begin_update
+from nbkit.rank.train.proof import Proof, give_up, settled
 from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.recorder import Recorder, record_run
+from nbkit.rank.train.reduction import Result
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.switch import Switchable
 from nbkit.rank.train.underway import sent
@@ -45,13 +46,6 @@ from nbkit.rank.world import World
 from nbkit.strategy import Strategy
 
 __all__ = ["Job", "Result", "prepare"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `job.backward` gives. loss: of the whole global batch, on the device, 0-dimensional, not waited for."""
-
-    loss: Tensor
 
 
 def prepare(
@@ -115,6 +109,7 @@ class Job(Switchable):
         self.broken_off = self.half_way = False
         self.feed = Feed()
         self.switches: list[Switched] = []
+        self.proof: Proof | None = None  # of the last switch, until a step has been made under it
         self._reduced = self._running = False
         self._loop = Loop()
         self.run_dir: Path | None = None
@@ -260,11 +255,13 @@ class Job(Switchable):
             self.ledger.begin(total)
             yield
             self.ledger.settle(act=True)
+            settled(self)
             reason = "done"
         except BaseException as error:
             self.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
             reason = self.ledger.ended_by(error)
             self.half_way |= self.ledger.torn()
+            give_up(self)
             with suppress(NotFinite):
                 self.ledger.settle()
             self.ledger.pending.clear()

@@ -15,9 +15,16 @@ from torch import Tensor
 from nbkit.rank.parallel.replicate import ALIVE
 from nbkit.rank.train.underway import Underway
 
-__all__ = ["StepNumbers", "StepReduction"]
+__all__ = ["Result", "StepNumbers", "StepReduction"]
 
 _LOSS, _WEIGHT, _WEIGHTED, _REQUESTS, _TOKENS, _CANARY, _SHARED = 0, 1, 2, 3, 4, 5, 6
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `job.backward` gives. loss: of the whole global batch, on the device, 0-dimensional, not waited for."""
+
+    loss: Tensor
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nbkit.strategy import Strategy
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["crowded", "left", "of_cgroups", "of_machine", "side_bytes", "trim"]
+__all__ = ["crowded", "left", "of_cgroups", "of_machine", "roomy", "side_bytes", "trim"]
 
 # Of glibc alone; another library gives back, or does not, as it likes.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -44,6 +44,12 @@ def crowded(job: Job, new: Strategy) -> bool:
     size = side_bytes(job, new, job.rank)
     free = left(job.device, ranks=World.join_from_env().place.local_world_size)
     return not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free)
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether this rank can make a step beside all that it holds now: it is left as much as it has ever held."""
+    free = left(device, ranks=World.join_from_env().place.local_world_size)
+    return free is None or free >= bytes_held(device)[1]
 
 
 def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:

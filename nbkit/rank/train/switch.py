@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -25,38 +24,52 @@ from nbkit.layout import Layout
 from nbkit.rank.parallel.digest import digest, scratch_bytes
 from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.parallel.side import Side
-from nbkit.rank.train import holdings
+from nbkit.rank.train import boundary, hold, holdings
 from nbkit.rank.train.agreement import ensure_one
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.inplace import switch_in_place
 from nbkit.rank.train.interrupts import held_back
+from nbkit.rank.train.left import Left
+from nbkit.rank.train.proof import Comparison, Proof
+from nbkit.rank.train.room import roomy
 from nbkit.rank.train.together import News, agreed, all_or_none, news, planned, refused
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
-__all__ = ["Prepared", "Switchable", "between_steps", "switch", "undo"]
+__all__ = ["Prepared", "Switchable", "between_steps", "switch"]
 
 
 class Switchable:
     """What a Job and a Trainer offer alike: another strategy from the next step on."""
 
-    def switch(self, strategy: str) -> Switched:
-        """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps."""
-        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
-        with job.ledger.clock.stopped():
-            between_steps(job)
-            job.ledger.settle(keep=1)
-            return switch(job, strategy)
+    def switch(self, strategy: str, *, beside: bool = False) -> Switched:
+        """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps.
 
-    def undo(self) -> Switched:
-        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        beside: find the proof beside the next step where the Trainer makes it: what is returned is not proven then.
+        """
         job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
         with job.ledger.clock.stopped():
             between_steps(job)
             job.ledger.settle(keep=1)
-            return undo(job)
+            # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
+            own_steps = boundary.training() is self and job.feed.remakes and not hold.is_held()
+            return switch(job, strategy, beside=beside and own_steps)
+
+    def undo(self, *, beside: bool = False) -> Switched:
+        """Back to the strategy before the last switch; the weights stay as they are now. Collective.
+
+        beside: see `switch`.
+        """
+        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
+        if job.previous is None:
+            raise SwitchError(
+                "There is no switch to undo.",
+                numbers=f"strategy {job.strategy} since step 0",
+                hint="trainer.switch('zero3')   or   %strategy zero3",
+            )
+        return self.switch(job.previous, beside=beside)
 
 
 @dataclass
@@ -69,11 +82,14 @@ class Prepared:
     target: Held
 
 
-def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = False) -> Switched:
+def switch(
+    job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = False, beside: bool = False
+) -> Switched:
     """Train on under another strategy. Collective, between two steps; the global batch stays what it is.
 
     verify: compare a digest of weights and optimizer state before and after; its time is told apart from the pause.
-    keep: somebody keeps the old side, to take it up again.
+    keep: somebody keeps the old side, to take it up again. beside: compare beside the next step, whose maker asks
+    proof.settled, where memory holds both sides and a step: see nbkit.rank.train.proof.
     Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank: either
     way the old strategy is in force, and nothing has changed.
     """
@@ -83,13 +99,13 @@ def switch(job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = 
     if str(new) == str(old) and not keep:
         return Switched(job.step, old=str(old), new=str(new), identical=True)
     try:
-        return _switched(job, new, verify=verify, keep=keep)
+        return _switched(job, new, verify=verify, keep=keep, beside=beside)
     except SwitchError as error:
         _let_go(error)
         raise
 
 
-def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
+def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool) -> Switched:
     began, old = time.perf_counter(), job.strategy
     known = news(job, new)
     new = known.strategy
@@ -101,17 +117,19 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
                 hint=f"%strategy {new}, and %strategy --undo",
             )
         return switch_in_place(job, new, known, verify=verify, began=began)
-    beside = job.blueprint.beside(new)
+    beside_s, left = job.blueprint.beside(new), Left.of(job)
     before = holdings.state(job.side, job.optimizer.inner)
     prepared = prepare_switch(job, new, known, before)
     ready = time.perf_counter()
     # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
     prepared.exchange.run(before, prepared.target, device=job.device)
-    with all_or_none(job, "moving the state"):
+    with all_or_none(job, "moving the state", numbers=1) as said:
         prepared.side.data.refresh()
+        said.numbers = [int(not roomy(job.device))]
     proof = time.perf_counter()
     plan = prepared.exchange.plan
-    identical = _digest(job, before, plan.old) == _digest(job, prepared.target, plan.new) if verify else None
+    at_once = verify and (keep or not beside or bool(said.largest[0]))
+    identical = _digest(job, before, plan.old) == _digest(job, prepared.target, plan.new) if at_once else None
     proven = time.perf_counter()
     if identical is False:
         error = SwitchError(
@@ -121,36 +139,29 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool) -> Switched:
         )
         raise refused(job, error)
     with held_back():
-        left = job.side
         job.adopt(prepared.side, prepared.inner)
         job.feed.recut()
-        if not keep:
-            free = _freed(left)
-            left.close()
-            del left, before, prepared
-            # The next steps want its memory, and a collection stops them for longer than all the rest here.
-            if not free():
-                gc.collect()
         event = Switched(
             job.step,
             old=str(old),
             new=str(new),
             moved_bytes=plan.total_bytes,
-            beside_s=beside,
+            beside_s=beside_s,
             prepare_s=ready - began,
             pause_s=time.perf_counter() - began - (proven - proof),
             proof_s=proven - proof,
             identical=identical,
         )
+        if verify and not at_once:
+            comparison = Comparison(before, prepared.target, plan, rank=job.rank, device=job.device)
+            job.proof = Proof(event, left, comparison, again=lambda: switch(job, new))
+            return event
+        del before, prepared
+        if not keep:
+            left.let_go()
         job.switches.append(event)
     job.ledger.emit(event)
     return event
-
-
-def _freed(side: Side) -> Callable[[], bool]:
-    """Whether by now nothing holds the tensors that `side` has."""
-    held = [weakref.ref(tensor) for tensor in side.data.tensors()]
-    return lambda: all(ref() is None for ref in held)
 
 
 def _let_go(failed: BaseException) -> None:
@@ -174,16 +185,6 @@ def between_steps(job: Job) -> None:
             numbers=f"step {job.step + 1}",
             hint="switch after job.optimizer.step()",
         )
-
-
-def undo(job: Job) -> Switched:
-    """Back to the strategy before the last switch, with the weights as they are now. Collective."""
-    if job.previous is None:
-        since = f"strategy {job.strategy} since step 0"
-        raise SwitchError(
-            "There is no switch to undo.", numbers=since, hint="trainer.switch('zero3')   or   %strategy zero3"
-        )
-    return switch(job, job.previous)
 
 
 def prepare_switch(job: Job, new: Strategy, known: News, before: Held) -> Prepared:

@@ -26,6 +26,7 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
+from nbkit.rank.train.proof import settled
 from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
@@ -125,7 +126,7 @@ class Trainer(Switchable):
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut)
+        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
         note(self)
 
     @property
@@ -258,6 +259,8 @@ class Trainer(Switchable):
             with phase("data"):
                 shard = self._stream.next()
             job.backward(shard)
+            if not settled(job):
+                return self._update()  # under the strategy that is in force now
             if self._clip_norm is not None:
                 job.clip(self._clip_norm)
             elif (step + 1) % self._log_every == 0:

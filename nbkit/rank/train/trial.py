@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.interrupts import held_back
+from nbkit.rank.train.left import Left
 from nbkit.rank.train.switch import between_steps, switch
 
 if TYPE_CHECKING:
@@ -32,10 +33,7 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
         )
     between_steps(job)
     job.ledger.settle()
-    side, inner, step, position = job.side, job.optimizer.inner, job.step, job.feed.position()
-    # The side may have the user's own module, which takes on the attributes of whatever side is in force.
-    attributes = side.module.__dict__
-    records, switches, precision = len(job.ledger.records), len(job.switches), job.precision.state_dict()
+    left, records, switches = Left.of(job), len(job.ledger.records), len(job.switches)
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
     with job.ledger.silent():
         try:
@@ -47,20 +45,9 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
             seconds = [record["seconds"] for record in job.ledger.records[records:]]
         finally:
             with held_back():
-                job.optimizer.zero_grad()
-                if (tried := job.side) is not side:
-                    side.module.__dict__ = attributes
-                    job.adopt(side, inner)
-                    tried.close()
-                del tried
-                # Whatever was broken off was the trial: the weights that go on are whole.
                 job.ledger.drop()
-                job.half_way = False
-                job.step = step
-                job.precision.load_state_dict(precision)
+                left.take_up(job)
                 del job.ledger.records[records:], job.switches[switches:]
-                job.feed.recut()
-                job.feed.go_to(position)
     gc.collect()
     return {
         "strategy": event.new,

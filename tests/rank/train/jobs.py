@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.bridge.controls import Control, Controls
+from nbkit.errors import Stopped
+from nbkit.rank.train import boundary
 from nbkit.rank.train.trainer import Trainer
 
 SEED = 7
@@ -63,6 +69,32 @@ def quiet(**changed: Any) -> Trainer:
         "progress": False,
     }
     return Trainer(**(asked | changed))
+
+
+def asked_for(
+    trainer: Trainer, controls: Controls, strategy: str, *, after: float = 0.0, meanwhile: Any = None
+) -> dict[str, Any]:
+    """Ask for a switch as a notebook does, from another thread, while the trainer makes steps; the verdict."""
+    steps = len(trainer.history)
+
+    def ask() -> None:
+        time.sleep(after)
+        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(strategy, "switch", {"strategy": strategy}))
+
+    def called(trainer: Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == steps + 1:
+            threading.Thread(target=ask).start()
+        if meanwhile is not None:
+            meanwhile(record["step"] - steps)
+        if controls.verdict(strategy)["verdict"] is not None:
+            raise Stopped("on every rank at the same step")
+        time.sleep(0.01)
+
+    trainer._callbacks = (called,)
+    with pytest.raises(Stopped):
+        trainer.fit(5000)
+    trainer._callbacks = ()
+    return dict(controls.verdict(strategy)["verdict"])
 
 
 def order(num: int, epoch: int, seed: int = SEED) -> list[int]:

@@ -70,3 +70,11 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "8GB")
     with pytest.raises(UsageError, match="number of bytes"):
         room.left(CPU, ranks=1)
+
+
+def test_there_is_room_for_a_step_where_as_much_is_left_as_was_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, peak, _ = bytes_held()
+
+    for beside, roomy in ((2 * peak, True), (peak // 2, False)):
+        monkeypatch.setenv("NBKIT_MEMORY_LIMIT", str(now + beside))
+        assert room.roomy(CPU) is roomy

@@ -5,54 +5,25 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-import time
 import zlib
 from typing import Any
 
 import pytest
 import torch
-from jobs import flat, one_process, points, quiet
+from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.controls import Control, Controls
-from nbkit.errors import Stopped
+from nbkit.bridge.controls import Controls
 from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel import parallelize
-from nbkit.rank.train import ahead, boundary
+from nbkit.rank.train import ahead
 from nbkit.rank.train import together as joining
 from nbkit.rank.train.plans import Plans
 from nbkit.rank.train.told import USUAL_BYTES, told
-from nbkit.rank.train.trainer import Trainer
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def asked_for(
-    trainer: Trainer, controls: Controls, strategy: str, *, after: float = 0.0, meanwhile: Any = None
-) -> dict[str, Any]:
-    """Ask for a switch as a notebook does, from another thread, while the trainer makes steps; the verdict."""
-    steps = len(trainer.history)
-
-    def ask() -> None:
-        time.sleep(after)
-        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(strategy, "switch", {"strategy": strategy}))
-
-    def called(trainer: Trainer, record: dict[str, Any]) -> None:
-        if record["step"] == steps + 1:
-            threading.Thread(target=ask).start()
-        if meanwhile is not None:
-            meanwhile(record["step"] - steps)
-        if controls.verdict(strategy)["verdict"] is not None:
-            raise Stopped("on every rank at the same step")
-        time.sleep(0.01)
-
-    trainer._callbacks = (called,)
-    with pytest.raises(Stopped):
-        trainer.fit(5000)
-    trainer._callbacks = ()
-    return dict(controls.verdict(strategy)["verdict"])
 
 
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

@@ -1,0 +1,262 @@
+"""The proof that a switch has kept the state is found beside the first step that is made under the new strategy."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from jobs import asked_for, one_process, points, quiet
+from ranks import run_ranks
+
+from nbkit.bridge.controls import Control, Controls
+from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.train import boundary, proof
+from nbkit.rank.train import switch as switching
+from nbkit.rank.train.trainer import Trainer
+
+THROUGH = ("zero3", "tp=2", "pp=2 microbatches=2", "zero1", "ddp")
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that hash from now on."""
+    found: list[str] = []
+    sums, digest = proof.sums, switching.digest
+
+    def noted(fn: Any) -> Any:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            found.append(threading.current_thread().name)
+            return fn(*args, **kwargs)
+
+        return noting
+
+    patch.setattr(proof, "sums", noted(sums))
+    patch.setattr(switching, "digest", noted(digest))
+    return found
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [record["loss"] for record in trainer.history]
+
+
+def beside(world: Any) -> dict[str, Any]:
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(1)
+    said, free = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        threads = hashed_in(patch)
+        for strategy in THROUGH:
+            side = weakref.ref(trainer.job.side)
+            gc.disable()
+            said.append(asked_for(trainer, controls, strategy))
+            free.append(side() is None)
+            gc.enable()
+        asked = list(threads)
+        called = trainer.switch("zero2")
+        at_once = threads[len(asked) :]
+    return {
+        "said": said,
+        "free": free,
+        "asked": asked,
+        "called": (called.identical, at_once),
+        "switches": [(each.new, each.identical) for each in trainer.job.switches],
+        "losses": losses_of(trainer),
+    }
+
+
+def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
+    for found in run_ranks(beside, 2, timeout=200):
+        losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert [each["result"]["identical"] for each in found["said"]] == [True] * len(THROUGH)
+        assert [each["step"] for each in found["said"]] == [each["result"]["step"] for each in found["said"]]
+        assert found["free"] == [True] * len(THROUGH)
+        assert found["asked"] == ["nbkit-proof"] * 2 * len(THROUGH)
+        # Between two steps that somebody else makes anything may happen to the weights: there it is compared first.
+        assert found["called"] == (True, ["MainThread"] * 2)
+        assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
+
+
+def spoilt(world: Any) -> dict[str, Any]:
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(2)
+    for strategy in ("tp=2", "ddp"):
+        trainer.switch(strategy)
+    carried = Exchange.run
+
+    def spoiling(self: Exchange, old: Any, new: Any, **kwargs: Any) -> None:
+        carried(self, old, new, **kwargs)
+        with torch.no_grad():
+            next(iter(new.values()))[0].view(-1)[0] += 1e-3
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 1:
+            patch.setattr(Exchange, "run", spoiling)
+        other = asked_for(trainer, controls, "tp=2")
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 1:
+            patch.setattr(proof, "sums", full)
+        untold = asked_for(trainer, controls, "zero3")
+    gc.collect()
+    well = asked_for(trainer, controls, "zero1")
+    return {"other": other, "untold": untold, "well": well, "losses": losses_of(trainer), "now": str(trainer.strategy)}
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise MemoryError("planted")
+
+
+def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curve_unbroken() -> None:
+    for found in run_ranks(spoilt, 2, timeout=200):
+        other, untold, well = found["other"], found["untold"], found["well"]
+        assert (other["ok"], other["error"], other["strategy"]) == (False, "SwitchError", "dp=2")
+        assert "digests of weights and optimizer state differ" in other["numbers"] and "dp=2 goes on" in other["hint"]
+        assert untold["ok"] and untold["result"]["identical"]  # once more, and compared at once
+        assert well["ok"] and well["result"]["identical"] and found["now"] == "dp=2 zero=1"
+        losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def ends(world: Any) -> dict[str, Any]:
+    """A switch at the last boundary of a run, and one whose first step is broken off."""
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(2)
+    found: dict[str, Any] = {}
+
+    def ask(id: str, strategy: str) -> None:
+        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy}))
+        boundary.preparers["control"] = lambda control: _set()
+
+    def at(step: int, id: str, strategy: str) -> None:
+        trainer._callbacks = (lambda trainer, record: record["step"] == step and ask(id, strategy),)
+
+    def asks_in(step: int, id: str, strategy: str) -> None:
+        # Asked for in the forward pass of `step`, its own reduction agrees, and the boundary behind it acts.
+        schedule = trainer._rate.prepare
+
+        def prepare(number: int) -> None:
+            if number == step - 1:
+                ask(id, strategy)
+            schedule(number)
+
+        trainer._rate.prepare = prepare  # type: ignore[method-assign]
+
+    asks_in(4, "last", "zero1")
+    trainer.fit(2)
+    del trainer._rate.prepare  # type: ignore[attr-defined]
+    found["last"] = controls.verdict("last")["verdict"]
+    found["at its end"] = (str(trainer.strategy), trainer.job.proof, trainer.job.switches[-1].identical)
+
+    asks_in(6, "broken", "zero3")
+    backward = trainer.job.gradients.__class__.backward
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer.job.proof is not None:
+                raise KeyboardInterrupt
+            return backward(self, *args, **kwargs)
+
+        patch.setattr(type(trainer.job.gradients), "backward", broken)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(5)
+    del trainer._rate.prepare  # type: ignore[attr-defined]
+    found["broken"] = controls.verdict("broken")["verdict"]
+    found["after it"] = (str(trainer.strategy), trainer.job.proof)
+    trainer.fit(2)
+    found["losses"] = losses_of(trainer)
+    return found
+
+
+def _set() -> threading.Event:
+    ready = threading.Event()
+    ready.set()
+    return ready
+
+
+def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobody_compared() -> None:
+    for found in run_ranks(ends, 2, timeout=200):
+        assert found["last"]["ok"] and found["last"]["result"]["identical"] is True
+        assert found["at its end"] == ("dp=2 zero=1", None, True)
+        assert found["broken"]["ok"] and found["broken"]["result"]["identical"] is None
+        assert found["after it"] == ("dp=2 zero=3", None)
+        losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+class Counting(torch.nn.Module):
+    """Changes a buffer in each forward pass, and, where it is told to, a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        if Counting.clamping:
+            with torch.no_grad():
+                self.line.weight.clamp_(-0.1, 0.1)
+        Counting.ran.set()
+        return self.line(x)
+
+    clamping, ran = False, threading.Event()
+
+
+def before_a_forward(fn: Any) -> Any:
+    def beginning(*args: Any, **kwargs: Any) -> Any:
+        Counting.ran.clear()
+        return fn(*args, **kwargs)
+
+    return beginning
+
+
+def after_a_forward(fn: Any) -> Any:
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        assert Counting.ran.wait(60)
+        return fn(*args, **kwargs)
+
+    return waiting
+
+
+def changing(world: Any) -> list[Any]:
+    found = []
+    for clamping in (False, True):
+        Counting.clamping = clamping
+        trainer, controls = quiet(model=Counting, optimizer=adam, data=points(40)), Controls()
+        trainer.fit(1)
+        with pytest.MonkeyPatch.context() as patch:
+            threads = hashed_in(patch)
+            patch.setattr(proof, "sums", after_a_forward(proof.sums))
+            patch.setattr(switching, "Comparison", before_a_forward(switching.Comparison))
+            verdict = asked_for(trainer, controls, "zero1")
+        found.append((verdict["ok"] and verdict["result"]["identical"], threads))
+    return found
+
+
+def test_what_a_forward_pass_changes_is_not_taken_for_a_mistake() -> None:
+    apart, first = ["nbkit-proof"] * 2, ["MainThread"] * 2
+    # Who changes weights there, looks as if the switch had: so it is made again, and compared before anything runs.
+    assert run_ranks(changing, 2, timeout=200) == [[(True, apart), (True, apart + first)]] * 2
+
+
+def narrow(world: Any) -> list[str]:
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(1)
+    with pytest.MonkeyPatch.context() as patch:
+        threads = hashed_in(patch)
+        if world.place.rank == 1:
+            patch.setattr(switching, "roomy", lambda device: False)
+        assert asked_for(trainer, controls, "zero3")["result"]["identical"]
+    return threads
+
+
+def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first() -> None:
+    assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
