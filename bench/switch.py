@@ -32,8 +32,8 @@ Holding = dict[str, Layout]
 @dataclass(frozen=True)
 class Visit:
     """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
-    pause, before anything moves; beside: made ready while the old side trained, proof: stood for the digests; neither is
-    a part of the pause."""
+    pause, before anything moves; beside: made ready while the old side trained, and proof: stood for the digests, are
+    no part of it."""
 
     old: str
     new: str
@@ -178,7 +178,8 @@ def _pause(of: str, moving: list[Visit]) -> Row:
     return Row(
         f"pause of a switch, the {len(moving)} that move bytes, {of}",
         f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, of it {prepare:.0f} ms "
-        f"before anything moves, {beside:.0f} ms beside the training; then {proof:.0f} ms for the proof; slowest beside its bar {slow.old} -> {slow.new}: "
+        f"before anything moves, {beside:.0f} ms beside the training, then {proof:.0f} ms for the proof; "
+        f"slowest beside its bar {slow.old} -> {slow.new}: "
         f"{slow.pause * 1e3:.0f} ms",
         f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
         f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
