@@ -280,6 +280,6 @@ def where() -> str:
 
 def _label(name: str, desc: str, members: tuple[int, ...]) -> str:
     if desc == "default_pg":
-        return desc
+        return "world"
     shown = ",".join(str(rank) for rank in members[:8]) + (",…" if len(members) > 8 else "")
     return f"{name} [{shown}]" if desc in ("", "undefined") else f"{desc} {name} [{shown}]"

@@ -287,38 +287,38 @@ def test_operations_are_counted_told_and_shown() -> None:
     answers = run_ranks(counted, 2)
 
     pair = "1 [0,1]"
-    counts = {"groups made": 2, "default_pg": 2, pair: 2}
-    transfer = "default_pg: 0->1"
+    counts = {"groups made": 2, "world": 2, pair: 2}
+    transfer = "world: 0->1"
     assert [answer[0] for answer in answers] == [
         {**counts, f"{transfer} sent": 1},
         {**counts, f"{transfer} received": 1},
     ]
-    collectives = [("all_reduce", "default_pg", 32), ("all_gather", pair, 32), ("broadcast", pair, 8)]
-    assert answers[0][1] == [*collectives, ("send", "default_pg", 12)]
-    assert answers[1][1] == [*collectives, ("recv", "default_pg", 12)]
+    collectives = [("all_reduce", "world", 32), ("all_gather", pair, 32), ("broadcast", pair, 8)]
+    assert answers[0][1] == [*collectives, ("send", "world", 12)]
+    assert answers[1][1] == [*collectives, ("recv", "world", 12)]
     assert differences([answer[0] for answer in answers]) == []
     for _, _, before, after in answers:
         assert before == ""
-        assert after.startswith("barrier #2 of group default_pg, issued ") and after.endswith(" s ago")
+        assert after.startswith("barrier #2 of group world, issued ") and after.endswith(" s ago")
 
 
 def test_ranks_that_are_behind_and_unmatched_sends_are_named() -> None:
-    ahead = {"default_pg": 7, "dp 1 [0,1]": 3, "default_pg: 0->1 sent": 2, "default_pg: 1->0 received": 1}
-    behind = {"default_pg": 5, "dp 1 [0,1]": 3, "default_pg: 0->1 received": 1, "default_pg: 1->0 sent": 1}
+    ahead = {"world": 7, "dp 1 [0,1]": 3, "world: 0->1 sent": 2, "world: 1->0 received": 1}
+    behind = {"world": 5, "dp 1 [0,1]": 3, "world: 0->1 received": 1, "world: 1->0 sent": 1}
 
     assert differences([ahead, behind]) == [
-        "default_pg: rank 0 issued 7, rank 1 issued 5",
-        "default_pg: 0->1: sent 2, received 1",
+        "world: rank 0 issued 7, rank 1 issued 5",
+        "world: 0->1: sent 2, received 1",
     ]
     assert differences([]) == differences([ahead])[:0] == []
 
 
 def test_a_receive_from_anyone_matches_any_send() -> None:
-    receiver = {"default_pg: any->0 received": 1, "default_pg: 1->0 received": 1}
-    senders = [{"default_pg: 1->0 sent": 1}, {"default_pg: 2->0 sent": 1}]
+    receiver = {"world: any->0 received": 1, "world: 1->0 received": 1}
+    senders = [{"world: 1->0 sent": 1}, {"world: 2->0 sent": 1}]
 
     assert differences([receiver, *senders]) == []
-    assert differences([receiver, senders[0]]) == ["default_pg: *->0: sent 1, received 2"]
+    assert differences([receiver, senders[0]]) == ["world: *->0: sent 1, received 2"]
 
 
 def other_kinds(world: World) -> Any:

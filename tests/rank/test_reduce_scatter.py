@@ -125,7 +125,7 @@ def test_it_is_one_exchange_of_the_input_and_counted_as_one_reduce_scatter() -> 
     nbytes = 2 * N * 5 * 8
     for called, heard, count in run_ranks(on_the_wire, N):
         assert called == [("alltoall_base", nbytes)]
-        assert heard == [("reduce_scatter", "default_pg", nbytes)]
+        assert heard == [("reduce_scatter", "world", nbytes)]
         assert count == 1
 
 

@@ -187,7 +187,7 @@ def test_where_names_the_users_line_and_the_collective() -> None:
     assert stack[-1] == f"{__file__}:{line} in a_function_of_the_user"
     assert stack[-2].endswith(" in seen_from_a_thread")
     assert not any("distributed_c10d" in frame or "threading.py" in frame for frame in stack)
-    assert where.startswith(f"{stack[-1]}; last issued all_reduce #1 of group default_pg, issued ")
+    assert where.startswith(f"{stack[-1]}; last issued all_reduce #1 of group world, issued ")
 
 
 def dumped(world: World, path: str) -> str:

@@ -36,7 +36,7 @@ def joined(world: World) -> Any:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: os.environ[name] for name in names}
     mine = current() is world and world.alive() and not world.dirty and world.generation == 1
-    counted = groups.fingerprint()["default_pg"]
+    counted = groups.fingerprint()["world"]
     x = torch.full((2,), float(world.place.rank))
     dist.all_reduce(x)
     # A store of the user's own on env:// joins the one that is there.
