@@ -221,6 +221,17 @@ def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_s
     fake.close()
 
 
+def test_the_mark_names_whom_the_sentence_names_also_in_a_step_that_was_broken_by_chance(tmp_path: Path) -> None:
+    fake, run = FakeRun(tmp_path, 4, "ddp", late=2), Run(tmp_path)
+    for late in (2, 2, 2, 2, 0):
+        fake.late = late
+        fake.step()
+    run.refresh()
+    seen = picture(run, 5)
+    assert "for rank 2" in seen["reading"] and seen["late"]["rank"] == 2
+    fake.close()
+
+
 def test_steps_that_are_made_again_after_a_checkpoint_replace_the_old_ones(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path / "run", 2, "ddp")
     run = Run(tmp_path / "run")

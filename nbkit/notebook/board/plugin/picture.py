@@ -34,6 +34,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
     # Not every step times its calls; those before do, and no switch lies between.
     before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
     of, rows = bars(steps, run.members), table(steps, run.members, near=before)
+    usual = _around(run, step) or of
     predicted = forecast.in_force(forecast.read(run.folder), step)
     return {
         "step": first.step,
@@ -45,8 +46,9 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "seconds": short(_mean(record.seconds for record in steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
         "missing": sorted(set(range(run.world_size)) - set(steps)),
-        "reading": reading(_around(run, step) or of, rows, slow=_slow_link(run, step, rows, of)),
-        "late": _late(of),
+        "reading": reading(usual, rows, slow=_slow_link(run, step, rows, of)),
+        # As the sentence has it, which one step that was broken by chance does not change.
+        "late": _late(usual) or _late(of),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps),
