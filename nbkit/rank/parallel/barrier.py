@@ -3,7 +3,7 @@
 A stage is nowhere else: were one updated and another broken off, no step would be whole. The last stage is through
 long before the first, though, and whoever comes last is what the step waits for. In an all-reduce it would wait for
 answers to what it sends, 1 to 2 ms on gloo. In a dissemination barrier (Hensgen, Finkel and Manber 1988) whose
-receives were posted when the step began, all that it waits for has arrived. The messages are empty.
+receives were posted before the last backward pass, all that it waits for has arrived. The messages are empty.
 """
 
 from __future__ import annotations

@@ -102,10 +102,10 @@ class Pipeline:
         self._channels.begin(routes, [(training, key(micro)) for micro in range(num_micro)])
         idle = _needed_by_none(ops, routes) if self._barrier is not None else len(ops) - 1
         try:
-            if training and self._barrier is not None:
-                self._barrier.open(self._channels.tag_of_end)
             with torch.set_grad_enabled(training):
                 for index, op in enumerate(ops):
+                    if training and index == len(ops) - 1:
+                        self._expect_all(routes.needs[index])
                     run.do(index, op, on_op)
                     if index == idle and launch is not None:
                         launch()
@@ -122,6 +122,14 @@ class Pipeline:
         """
         if self._barrier is not None:
             self._barrier.meet()
+
+    def _expect_all(self, last: Message | None) -> None:
+        """Post the receives of `meet`, behind that of the last message: they come in the order in which all are sent,
+        by which telemetry knows both ends of one."""
+        if self._barrier is not None:
+            if last is not None:
+                self._channels.post(last)
+            self._barrier.open(self._channels.tag_of_end)
 
     def _list(self, num_micro: int, training: bool) -> tuple[tuple[Op, ...], Routes]:
         """This rank's operations and messages; without training, the forwards of the same lists."""

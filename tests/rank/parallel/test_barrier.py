@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.barrier import Barrier
 from nbkit.rank.parallel.edges import edge_groups
 from nbkit.rank.parallel.pipeline import Pipeline
+from nbkit.rank.telemetry import record
 from nbkit.schedules import NAMES, Schedule
 
 
@@ -84,3 +85,32 @@ def test_on_channels_of_their_own_ranks_tell_at_the_end() -> None:
     """As on NCCL, where the device waits for what is told, and there is no barrier."""
     for found in run_ranks(order, 2, True):
         assert all(done[-1] == "told" for done in found.values())
+
+
+def numbered(world: Any) -> list[Any]:
+    """Of one run per schedule: this rank's messages, in order, by (operation, other end): their bytes."""
+    found = []
+    for name in NAMES:
+        pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, world.place.rank, torch.device("cpu"))
+        weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
+
+        def forward(
+            stage: int, micro: int, received: tuple[Tensor, ...], weight: nn.Parameter = weight, last: int = last
+        ) -> tuple[Tensor, ...]:
+            x = weight * (received[0] if received else torch.ones(micro + 1, 3))
+            return (x.sum(),) if stage == last else (x,)
+
+        began = record.ring.end
+        pipeline.run(4, forward, lambda micro: micro)
+        pipeline.meet()
+        calls = record.ring.between(began, record.ring.end)[0]
+        found.append({op: [(call.place, call.bytes) for call in calls if call.op == op] for op in ("send", "recv")})
+    return found
+
+
+def test_messages_are_received_in_the_order_in_which_they_were_sent() -> None:
+    """By its number telemetry knows both ends of a message."""
+    first, second = run_ranks(numbered, 2)
+    for one, other in zip(first, second, strict=True):
+        assert one["send"] == other["recv"] and other["send"] == one["recv"]
+        assert one["send"][-1][1] == 0
