@@ -104,6 +104,11 @@ class Channels:
         self._outbox: dict[int, list[_Sent]] = {}
         self._numbers: dict[tuple[str, int], int] = {}
 
+    @property
+    def tag_of_end(self) -> int:
+        """A tag that no message of this run has."""
+        return self._turn * _PER_TURN + _PER_TURN - 1
+
     def post(self, message: Message) -> None:
         """Begin to receive it, and what comes before it on its channel, as far as the shapes are known."""
         peer = self._routes.source[message].rank

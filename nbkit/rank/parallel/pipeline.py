@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.backward import Deferred, backward, backward_input, enter
+from nbkit.rank.parallel.barrier import Barrier
 from nbkit.rank.parallel.channels import Channels
 from nbkit.rank.parallel.edges import Edges
 from nbkit.rank.parallel.routes import Message, Routes
@@ -68,6 +69,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
         self._channels = Channels(group, device, edges)
+        # Groups of their own are of a device, whose stream waits for the reduction, and no host.
+        self._barrier = Barrier(group) if group is not None and not edges else None
         self._lists: dict[tuple[int, bool], tuple[tuple[Op, ...], Routes]] = {}
 
     def begin_again(self) -> None:
@@ -81,28 +84,52 @@ class Pipeline:
         key: Callable[[int], Hashable],
         *,
         training: bool = True,
+        launch: Callable[[], None] | None = None,
         on_op: OnOp | None = None,
     ) -> list[tuple[Tensor, ...]]:
         """Every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other ranks.
 
         key: for a micro-batch, what the shapes between stages depend on, such as the shape of its input; equal on all
         ranks. training: also backward, which adds to `.grad`; otherwise forward only, without gradients, and the
-        last stage may return any tensors. What `forward` raises is raised here; the run is then over on this rank.
+        last stage may return any tensors. launch: called once, when all forwards of this rank are done and no other
+        rank waits for it any more; where `meet` does nothing, at the end. What `forward` raises is raised here; the
+        run is then over on this rank.
         """
         if num_micro == 0:
             return []
         ops, routes = self._list(num_micro, training)
         run = _Run(self, routes, forward)
         self._channels.begin(routes, [(training, key(micro)) for micro in range(num_micro)])
+        idle = _needed_by_none(ops, routes) if self._barrier is not None else len(ops) - 1
         try:
             with torch.set_grad_enabled(training):
                 for index, op in enumerate(ops):
+                    if training and index == len(ops) - 1:
+                        self._expect_all(routes.needs[index])
                     run.do(index, op, on_op)
+                    if index == idle and launch is not None:
+                        launch()
             self._channels.finish()
         except BaseException:
             self._channels.abandon()
             raise
         return [run.results[micro] for micro in sorted(run.results)]
+
+    def meet(self) -> None:
+        """After a `run` with gradients, and what else makes them: wait until every rank of the pipeline is here.
+
+        Nothing on NCCL, nor for a rank that is alone.
+        """
+        if self._barrier is not None:
+            self._barrier.meet()
+
+    def _expect_all(self, last: Message | None) -> None:
+        """Post the receives of `meet`, behind that of the last message: they come in the order in which all are sent,
+        by which telemetry knows both ends of one."""
+        if self._barrier is not None:
+            if last is not None:
+                self._channels.post(last)
+            self._barrier.open(self._channels.tag_of_end)
 
     def _list(self, num_micro: int, training: bool) -> tuple[tuple[Op, ...], Routes]:
         """This rank's operations and messages; without training, the forwards of the same lists."""
@@ -112,6 +139,11 @@ class Pipeline:
             routes = Routes.of(lists, self.rank, schedule.rank_of, schedule.num_stages)
             self._lists[num_micro, training] = lists[self.rank], routes
         return self._lists[num_micro, training]
+
+
+def _needed_by_none(ops: Sequence[Op], routes: Routes) -> int:
+    """The place after which this rank has no forward to do, and nothing to send."""
+    return max(i for i, op in enumerate(ops) if op.kind == "F" or routes.gives[i] is not None)
 
 
 class _Run:

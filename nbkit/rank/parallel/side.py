@@ -95,11 +95,13 @@ class Side:
 
         forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
         other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
-        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary.
+        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. In a pipeline no rank returns
+        before all have their gradients.
         """
         if self.pipeline is not None and micros:
-            self.pipeline.run(micros, forward, key, on_op=on_op)
+            self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
             self.data.hold()
+            self.data.start()
         elif micros:
             for micro in range(micros - 1):
                 forward(0, micro, ())[0].backward()
@@ -108,11 +110,13 @@ class Side:
             launch()
             self.data.start()
             loss.backward()
-        if self.pipeline is not None or not micros:
+        else:
             launch()
             self.data.start()
         canary = self.data.finish()
         self._sum_partial()
+        if self.pipeline is not None and micros:
+            self.pipeline.meet()
         return canary
 
     def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:

@@ -1,7 +1,8 @@
 """The small reduction that every step makes: loss, weight, requests, who was not finite, how long it took.
 
-One all-reduce of a few float64, launched before the backward pass of the last micro-batch so that it hides behind it,
-and read one step later: nothing here makes the host wait for a GPU, or a rank for a slower one.
+One all-reduce of a few float64, launched before the backward pass of the last micro-batch so that it hides behind it
+(in a pipeline on CPU ranks, as soon as no other rank waits for this one), and read one step later: nothing here makes
+the host wait for a GPU, or a rank for a slower one.
 """
 
 from __future__ import annotations

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from jobs import flat, mean_loss, one_process, points, quiet
-from ranks import run_ranks
+from ranks import next_generation, run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.events import Event, RunStarted
+from nbkit.rank import groups, sockets
 from nbkit.rank.parallel import replicate
 from nbkit.rank.train import boundary
 
@@ -143,4 +146,38 @@ def apart_in_the_first_step(world: Any) -> list[float]:
 def test_ranks_interrupted_around_the_end_of_the_first_step_send_the_same_buckets_again() -> None:
     losses, _, _ = one_process(points(40), steps=4)
     for found in run_ranks(apart_in_the_first_step, 2, timeout=30):
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+def in_the_last_backward(world: Any) -> list[float]:
+    """The first stage breaks off in its last backward pass of step 3, long after the last one is through."""
+    trainer = quiet(
+        strategy="pp microbatches=4", data=points(40), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    )
+    trainer.fit(2)
+    if world.place.rank == 0:
+        passes: list[int] = []
+
+        def hook(grad: Tensor) -> None:
+            passes.append(1)
+            if len(passes) == 4:
+                time.sleep(0.5)  # the other rank would have updated its weights by now
+                for group in groups.live():  # what the watchdog does, so that the other rank waits no longer
+                    sockets.shut(group.sockets)
+                raise KeyboardInterrupt
+
+        handle = next(trainer.model.parameters()).register_hook(hook)
+    with pytest.raises(KeyboardInterrupt if world.place.rank == 0 else RuntimeError):
+        trainer.fit(1)
+    if world.place.rank == 0:
+        handle.remove()
+    next_generation(world)
+    trainer.fit(3)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_a_stage_that_is_through_waits_with_its_weights_for_one_that_is_not() -> None:
+    """Its weights are nowhere else: a step that one stage has made and another has not could not be taken back."""
+    losses, _, _ = one_process(points(40), steps=5)
+    for found in run_ranks(in_the_last_backward, 2, generations=2):
         assert found == pytest.approx(losses, rel=1e-5)

@@ -44,12 +44,17 @@ def trainer(**changed: Any) -> Trainer:
 
 
 def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
-    """(operation, axis) -> (calls, bytes) of a step: three steps less one, so that what a run says is in neither."""
+    """(operation, axis) -> (calls, bytes) of a step: three steps less one, so that what a run says is in neither.
+
+    Without the empty messages by which the stages of a pipeline meet.
+    """
     found: dict[tuple[str, str], list[float]] = {}
     for steps, sign in ((1, -0.5), (3, 0.5)):
         began = record.ring.end
         job.fit(steps)
         for call in record.ring.between(began, record.ring.end)[0]:
+            if call.peer is not None and not call.bytes:
+                continue
             into = found.setdefault((call.op, call.axis), [0.0, 0.0])
             into[0] += sign
             into[1] += sign * call.bytes

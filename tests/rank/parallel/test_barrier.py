@@ -1,0 +1,116 @@
+"""No rank of a pipeline goes on to its weights before all have their gradients, and what they tell waits for nobody."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.rank.parallel.barrier import Barrier
+from nbkit.rank.parallel.edges import edge_groups
+from nbkit.rank.parallel.pipeline import Pipeline
+from nbkit.rank.telemetry import record
+from nbkit.schedules import NAMES, Schedule
+
+
+def came(world: Any) -> list[list[bool]]:
+    """Per round, who had come when this rank went on. A rank that comes late is another one in each round."""
+    rank, ranks = world.place.rank, world.place.world_size
+    barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
+    found = []
+    for round_ in range(ranks):
+        barrier.open(tag=round_)
+        if rank == round_:
+            time.sleep(0.3)
+        store.set(f"{round_}/{rank}", "here")
+        barrier.meet()
+        found.append([store.check([f"{round_}/{other}"]) for other in range(ranks)])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_barrier_opens_when_the_last_rank_has_come(ranks: int) -> None:
+    assert run_ranks(came, ranks) == [[[True] * ranks] * ranks] * ranks
+
+
+def order(world: Any, edges: bool) -> dict[str, list[str]]:
+    """What this rank does in a run of each schedule, "told" among its operations."""
+    rank, own = world.place.rank, edge_groups([(0, 1)], world.place.rank, always=True) if edges else {}
+    found = {}
+    for name in NAMES:
+        done: list[str] = []
+        pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, rank, torch.device("cpu"), edges=own)
+        weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
+
+        def forward(
+            stage: int,
+            micro: int,
+            received: tuple[Tensor, ...],
+            weight: nn.Parameter = weight,
+            last: int = last,
+        ) -> tuple[Tensor, ...]:
+            x = weight * (received[0] if received else 1.0)
+            return (x.sum(),) if stage == last else (x,)
+
+        def on_op(kind: str, stage: int, micro: int, start: int, stop: int, done: list[str] = done) -> None:
+            done.append(f"{kind}{stage}")
+
+        def told(done: list[str] = done) -> None:
+            done.append("told")
+
+        pipeline.run(4, forward, lambda micro: "same", launch=told, on_op=on_op)
+        pipeline.meet()
+        found[name] = done
+    return found
+
+
+def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> None:
+    first, second = run_ranks(order, 2, False)
+    for name in NAMES:
+        for done in (first[name], second[name]):
+            assert done.count("told") == 1
+            assert not any(op.startswith("F") for op in done[done.index("told") :])
+    # The rank that the step waits for has backward passes left, which hide it.
+    assert first["1f1b"][-3:] == ["told", "B0", "B0"]
+    # Before the last backward pass of the other stage it would only delay the first.
+    assert second["1f1b"][-2:] == ["B1", "told"]
+
+
+def test_on_channels_of_their_own_ranks_tell_at_the_end() -> None:
+    """As on NCCL, where the device waits for what is told, and there is no barrier."""
+    for found in run_ranks(order, 2, True):
+        assert all(done[-1] == "told" for done in found.values())
+
+
+def numbered(world: Any) -> list[Any]:
+    """Of one run per schedule: this rank's messages, in order, by (operation, other end): their bytes."""
+    found = []
+    for name in NAMES:
+        pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, world.place.rank, torch.device("cpu"))
+        weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
+
+        def forward(
+            stage: int, micro: int, received: tuple[Tensor, ...], weight: nn.Parameter = weight, last: int = last
+        ) -> tuple[Tensor, ...]:
+            x = weight * (received[0] if received else torch.ones(micro + 1, 3))
+            return (x.sum(),) if stage == last else (x,)
+
+        began = record.ring.end
+        pipeline.run(4, forward, lambda micro: micro)
+        pipeline.meet()
+        calls = record.ring.between(began, record.ring.end)[0]
+        found.append({op: [(call.place, call.bytes) for call in calls if call.op == op] for op in ("send", "recv")})
+    return found
+
+
+def test_messages_are_received_in_the_order_in_which_they_were_sent() -> None:
+    """By its number telemetry knows both ends of a message."""
+    first, second = run_ranks(numbered, 2)
+    for one, other in zip(first, second, strict=True):
+        assert one["send"] == other["recv"] and other["send"] == one["recv"]
+        assert one["send"][-1][1] == 0
