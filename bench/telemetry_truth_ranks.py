@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import nbkit
 from bench.jobs import config, data, token_loss
-from bench.pipeline_rank import Along, Beside
+from bench.pipeline_rank import Along, Beside, last
 from nbkit.rank.groups import DelegatingGroup, live
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import World
@@ -21,6 +21,9 @@ from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
 _COLLECTIVES = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+
+BLOCKS = 2
+"""Of the model that sleeps: one for each stage of a pipeline."""
 
 
 class Worker:
@@ -33,13 +36,18 @@ class Worker:
         self._undo: list[Callable[[], None]] = []
         self._taken: set[str] = set()
 
-    def prepare(self, strategy: str, unit: float = 0.0) -> str:
-        """Train `strategy` from here on; returns the directory of the run. unit: stages sleep, so many seconds each."""
+    def prepare(self, strategy: str, *, compute: float = 0.0, unit: float = 0.0) -> str:
+        """Train `strategy` from here on; returns the directory of the run.
+
+        compute: a model whose compute is so many seconds of sleep in each rank's step, a third of them forward, and
+        next to nothing else; 0: a GPT, which computes. unit: a model of stages that sleep, so many seconds each.
+        """
         self._heal()
-        pipe = Strategy.parse(strategy, dist.get_world_size()) if unit else None
-        stages = Schedule.of(pipe.schedule or "1f1b", pipe.pp, 1).num_stages if pipe else 0
+        chosen = Strategy.parse(strategy, dist.get_world_size())
+        self._per_row = compute / 3 / (self._batch / chosen.dp) / (BLOCKS / chosen.pp)
+        stages = Schedule.of(chosen.schedule or "1f1b", chosen.pp, 1).num_stages if unit else 0
         self._trainer = Trainer(
-            model=(lambda: Sleepers(stages, unit)) if unit else self._model,
+            model=(lambda: Sleepers(stages, unit)) if unit else lambda: self._model(compute),
             loss=(lambda output, target: output.mean()) if unit else token_loss,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
             data=[(torch.zeros(1), torch.zeros(1))] * 64 if unit else data(self._config, 8 * self._batch),
@@ -72,11 +80,19 @@ class Worker:
         self._trainer.fit(steps)
         return first, self._trainer.step
 
-    def _model(self) -> Any:
-        model = nbkit.GPT(self._config)
+    def _model(self, compute: float) -> nn.Module:
+        # Lambdas: a model is copied with what its hooks are bound to.
+        model: Any = Small(self._config, lambda *args: self._compute(*args)) if compute else nbkit.GPT(self._config)
         for each in model.blocks:
             each.register_forward_pre_hook(lambda module, args: self._sleep("compute"))
-        return model
+        return model  # type: ignore[no-any-return]
+
+    def _compute(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """The compute of a block on these rows, in which it sleeps: here, and twice as long before its backward."""
+        seconds = self._per_row * len(output)
+        last(seconds)
+        if output.requires_grad:
+            output.register_hook(lambda grad: last(2 * seconds))
 
     def _collate(self, samples: list[Any]) -> Any:
         self._taken.clear()  # a step begins
@@ -87,7 +103,7 @@ class Worker:
         """Once a step."""
         if self._delay[where] and where not in self._taken:
             self._taken.add(where)
-            time.sleep(self._delay[where])
+            last(self._delay[where])
 
     def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
         for group in live():
@@ -107,6 +123,38 @@ class Worker:
             self._undo.pop()()
         for where in self._delay:
             self._delay[where] = 0.0
+
+
+class Small(nn.Module):
+    """Blocks of an MLP of a few numbers each: whatever `compute` adds is what it computes.
+
+    compute: a forward hook of each block's wider half, where every rank of a tensor axis holds all positions.
+    """
+
+    def __init__(self, of: nbkit.GPTConfig, compute: Callable[..., None]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(of.vocab, of.width)
+        self.blocks = nn.ModuleList(MLP(of.width) for _ in range(BLOCKS))
+        self.head = nn.Linear(of.width, of.vocab)
+        for each in self.blocks:
+            each.get_submodule("up").register_forward_hook(compute)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.relu(self.up(x)))
+        return y
 
 
 class Sleepers(nn.Module):
