@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from nbkit.rank.train.pending import Pending
 from nbkit.rank.train.precision import Precision, begin_update
 from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.recorder import Recorder, record_run
+from nbkit.rank.train.reduction import Result
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.switch import Switchable
 from nbkit.rank.train.underway import sent
@@ -45,13 +45,6 @@ from nbkit.rank.world import World
 from nbkit.strategy import Strategy
 
 __all__ = ["Job", "Result", "prepare"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `job.backward` gives. loss: of the whole global batch, on the device, 0-dimensional, not waited for."""
-
-    loss: Tensor
 
 
 def prepare(
@@ -185,7 +178,9 @@ class Job(Switchable):
         if not self._running:
             self.ledger.settle(keep=1)
         try:
-            return self._backward(batch)
+            # What is around it too: rows, seeds, whether the loss is finite.
+            with phase("backward"):
+                return self._backward(batch)
         except BaseException as error:
             self.broken_off = not isinstance(error, NotFinite)
             self.optimizer.zero_grad()
@@ -201,10 +196,9 @@ class Job(Switchable):
         # Ranks that work on the same rows draw the same.
         seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
-        with phase("backward"):
-            reduction = self.gradients.backward(
-                shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
-            )
+        reduction = self.gradients.backward(
+            shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+        )
         self._reduced = True
         strategy = self.strategy
         lr = sent(self.optimizer.param_groups[0]["lr"])
@@ -212,7 +206,7 @@ class Job(Switchable):
         if self.device.type == "cpu":
             self.ledger.check(pending)
         self.ledger.pending.append(pending)
-        return Result(loss=reduction.loss)
+        return Result(reduction)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
