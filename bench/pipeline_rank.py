@@ -28,10 +28,14 @@ _PR_SET_TIMERSLACK = 29
 
 def last(seconds: float) -> None:
     """Take this long, not longer: what a stage takes is given, and what remains is the executor's."""
-    stop = time.perf_counter() + seconds
-    if seconds > _LATE:
-        time.sleep(seconds - _LATE)
-    while time.perf_counter() < stop:
+    until(time.perf_counter() + seconds)
+
+
+def until(moment: float) -> None:
+    """Sleep until this moment of perf_counter."""
+    if (left := moment - time.perf_counter()) > _LATE:
+        time.sleep(left - _LATE)
+    while time.perf_counter() < moment:
         pass
 
 

@@ -6,10 +6,11 @@ right before and after: what else the machine does slows all of them. Beside it:
 a delay on a rank, who is marked as late and why; of one in a link, what `largest_loss` names: that link, or the part of
 the step where all stand at it.
 
-The compute of these steps is known: its ranks sleep, which takes no core. Where ranks compute on cores that they share,
-one that is delayed leaves its core to the others, whose compute is shorter for it, so that nobody knows what is to be
-found. On two ranks, which may have a core each, the same delays are put into a GPT that computes as well, and shown
-without a judgement. What of a step is in none of the measured parts is held to its bar in both kinds.
+The compute of these steps is known: its ranks sleep, which takes no core, and what the host does meanwhile hides behind
+it, as it does behind a device. Where ranks compute on cores that they share, one that is delayed leaves its core to the
+others, whose compute is shorter for it, so that nobody knows what is to be found. On two ranks, which may have a core
+each, the same delays are put into a GPT that computes as well, and shown without a judgement. What of a step is in none
+of the measured parts is held to its bar in both kinds.
 
 Then pipelines whose stages sleep, by the bubble that the tab shows of their records and that of the ideal timeline.
 """
@@ -160,7 +161,10 @@ def _remainder(recorded: Recorded, spans: Sequence[Span], of: str) -> Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one delay. longer: seconds by round and rank. right: that part grew the most each time."""
+    """What was found of one delay. longer: seconds by round and rank. right: no other part of the step grew more.
+
+    hits: how often the right one was named.
+    """
 
     delay: Delay
     longer: list[float]
@@ -180,19 +184,18 @@ def _findings(recorded: Recorded, spans: Sequence[Span], strategy: Strategy) -> 
 def _finding(recorded: Recorded, spans: Sequence[Span], delay: Delay, strategy: Strategy) -> Finding:
     source = delay.ranks[0]
     shown = delay.ranks[-1:] if delay.part == "link" else delay.ranks
-    longer: list[float] = []
-    right = True
+    grown: dict[str, list[float]] = {part: [] for part in PARTS}
     named = []
     for (_, before), (which, slow), (_, after) in zip(spans[:-1:2], spans[1::2], spans[2::2], strict=True):
         if which != delay:
             continue
         for rank in shown:
             usual, delayed = (_medians(recorded, steps, rank, source) for steps in ([*before, *after], slow))
-            excess = {part: delayed[part] - usual[part] for part in PARTS}
-            longer.append(excess[delay.part])
-            right &= max(excess, key=lambda part: excess[part]) == delay.part
+            for part, seconds in grown.items():
+                seconds.append(delayed[part] - usual[part])
         named.append(recorded.told(slow, delay))
-    return Finding(delay, longer, right, named, sum(map(expected(delay, strategy), named)))
+    right = max(grown, key=lambda part: median(grown[part])) == delay.part
+    return Finding(delay, grown[delay.part], right, named, sum(map(expected(delay, strategy), named)))
 
 
 def _row(found: Finding, of: str) -> Row:
@@ -215,7 +218,7 @@ def _shown(found: Sequence[Finding], of: str) -> Row:
     hits, names = sum(one.hits for one in found), sum(len(one.named) for one in found)
     each = {one.delay.words: quantile(one.longer).middle / DELAY for one in found}
     return Row(
-        f"{DELAY * 1e3:g} ms {', '.join(each)}, {of}: found in the right part {sum(one.right for one in found)} times",
+        f"{DELAY * 1e3:g} ms {', '.join(each)}, {of}: {sum(one.right for one in found)} found in the right part",
         ", ".join(f"{share:.2f}" for share in each.values()),
         f"{near} of {len(found)} within {WITHIN:g}; named {hits} times of {names}",
         "",

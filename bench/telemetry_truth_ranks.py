@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,17 @@ from torch.utils.data import default_collate
 
 import nbkit
 from bench.jobs import config, data, token_loss
-from bench.pipeline_rank import Along, Beside, last
+from bench.pipeline_rank import Along, Beside, until
 from nbkit.rank.groups import DelegatingGroup, live
+from nbkit.rank.operations import COLLECTIVES
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import World
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-_COLLECTIVES = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+_LATE = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+
+ANYONE, NOBODY = -1, -2
 
 BLOCKS = 2
 """Of the model that sleeps: one for each stage of a pipeline."""
@@ -35,6 +39,7 @@ class Worker:
         self._delay = dict.fromkeys(("data", "compute", "link"), 0.0)
         self._undo: list[Callable[[], None]] = []
         self._taken: set[str] = set()
+        self._busy_until = 0.0  # of what computes, in seconds of perf_counter
 
     def prepare(self, strategy: str, *, compute: float = 0.0, unit: float = 0.0) -> str:
         """Train `strategy` from here on; returns the directory of the run.
@@ -71,12 +76,11 @@ class Worker:
         """
         first = self._trainer.step + 1
         self._heal()
+        slow = ""
         if dist.get_rank() in ranks:
-            if where in self._delay:
-                self._delay[where] = seconds
-            elif where:
-                self._delay["link"] = seconds
-                self._wrap(where, ranks)
+            self._delay[where if where in self._delay else "link"] = seconds
+            slow = "" if where in self._delay else where
+        self._wrap(slow, ranks)
         self._trainer.fit(steps)
         return first, self._trainer.step
 
@@ -90,33 +94,57 @@ class Worker:
     def _compute(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """The compute of a block on these rows, in which it sleeps: here, and twice as long before its backward."""
         seconds = self._per_row * len(output)
-        last(seconds)
+        self._take(seconds)
         if output.requires_grad:
-            output.register_hook(lambda grad: last(2 * seconds))
+            output.register_hook(lambda grad: self._take(2 * seconds))
+
+    def _take(self, seconds: float) -> None:
+        """So much more is computed, from where it was done with what came before.
+
+        What the host does meanwhile is hidden behind it, as with a device: how long that takes hangs on who else is at
+        the cores, which is nothing that a delay has to do with.
+        """
+        done = self._busy_until + seconds
+        self._busy_until = max(done, time.perf_counter())
+        until(done)
+
+    def _ready(self) -> None:
+        """There was nothing to compute until now."""
+        self._busy_until = time.perf_counter()
 
     def _collate(self, samples: list[Any]) -> Any:
         self._taken.clear()  # a step begins
         self._sleep("data")
-        return default_collate(samples)
+        batch = default_collate(samples)
+        self._ready()
+        return batch
 
     def _sleep(self, where: str) -> None:
         """Once a step."""
         if self._delay[where] and where not in self._taken:
             self._taken.add(where)
-            last(self._delay[where])
+            if where != "compute" or not self._per_row:
+                self._ready()
+            self._take(self._delay[where])
 
     def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
+        """Whatever comes over a group is waited for through us; over the one of `ranks` on `axis` it comes late."""
         for group in live():
-            if group.seen.axis == axis and set(ranks) <= set(group.members):
-                inner = group.inner
-                group.inner = _SlowLink(inner, self._sleep, self._source(axis, group, ranks))
-                self._undo.append(lambda group=group, inner=inner: setattr(group, "inner", inner))  # type: ignore[misc]
+            slow = bool(axis) and group.seen.axis == axis and set(ranks) <= set(group.members)
+            inner = group.inner
+            group.inner = _Link(inner, self._arrived, self._source(axis, group, ranks) if slow else None)
+            self._undo.append(lambda group=group, inner=inner: setattr(group, "inner", inner))  # type: ignore[misc]
 
-    def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int | None:
-        """Whose messages come late here; None: collectives do."""
+    def _arrived(self, late: bool) -> None:
+        if late:
+            self._sleep("link")
+        self._ready()
+
+    def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int:
+        """Whose messages come late here; ANYONE: collectives do; NOBODY."""
         if axis != "pp":
-            return None
-        return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else -1
+            return ANYONE
+        return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else NOBODY
 
     def _heal(self) -> None:
         while self._undo:
@@ -182,31 +210,30 @@ class Sleeper(nn.Module):
         return y
 
 
-class _SlowLink:
-    """An inner group over a link on which what a step transfers first arrives late."""
+class _Link:
+    """An inner group that tells `arrived` when something has come, and whether it comes late: what is from `source`."""
 
-    def __init__(self, inner: Any, sleep: Callable[[str], None], source: int | None) -> None:
-        self._inner, self._sleep, self._source = inner, sleep, source
+    def __init__(self, inner: Any, arrived: Callable[[bool], None], source: int | None) -> None:
+        self._inner, self._arrived, self._source = inner, arrived, source
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._inner, name)
-        if self._source is None and name in _COLLECTIVES:
-            return lambda *args: _LateWork(own(*args), self._sleep)
+        if name in COLLECTIVES:
+            late = self._source == ANYONE and name in _LATE
+            return lambda *args: _Watched(own(*args), self._arrived, late)
         if name == "recv":
-            return lambda tensors, peer, tag: (
-                _LateWork(own(tensors, peer, tag), self._sleep) if peer == self._source else own(tensors, peer, tag)
-            )
+            return lambda tensors, peer, tag: _Watched(own(tensors, peer, tag), self._arrived, peer == self._source)
         return own
 
 
-class _LateWork(dist.Work):
-    def __init__(self, inner: Any, sleep: Callable[[str], None]) -> None:
+class _Watched(dist.Work):
+    def __init__(self, inner: Any, arrived: Callable[[bool], None], late: bool) -> None:
         super().__init__()
-        self._inner, self._sleep = inner, sleep
+        self._inner, self._arrived, self._late = inner, arrived, late
 
     def wait(self, *timeout: Any) -> Any:
         done = self._inner.wait(*timeout)
-        self._sleep("link")
+        self._arrived(self._late)
         return done
 
     def is_completed(self) -> bool:
