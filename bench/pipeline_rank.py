@@ -26,12 +26,16 @@ _LATE = 0.0002
 _PR_SET_TIMERSLACK = 29
 
 
-def _last(seconds: float) -> None:
+def last(seconds: float) -> None:
     """Take this long, not longer: what a stage takes is given, and what remains is the executor's."""
-    stop = time.perf_counter() + seconds
-    if seconds > _LATE:
-        time.sleep(seconds - _LATE)
-    while time.perf_counter() < stop:
+    until(time.perf_counter() + seconds)
+
+
+def until(moment: float) -> None:
+    """Sleep until this moment of perf_counter."""
+    if (left := moment - time.perf_counter()) > _LATE:
+        time.sleep(left - _LATE)
+    while time.perf_counter() < moment:
         pass
 
 
@@ -41,12 +45,12 @@ class Along(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        _last(seconds)
+        last(seconds)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _last(ctx.seconds)
+        last(ctx.seconds)
         return grad, None
 
 
@@ -60,7 +64,7 @@ class Beside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _last(ctx.seconds)
+        last(ctx.seconds)
         return grad, None
 
 

@@ -29,14 +29,16 @@ class Worker:
         others = [one for one in job.ledger.listeners if not isinstance(one, _RECORDS)]
         self._recording = {True: (job.recorder, [*job.ledger.listeners]), False: (Recorder(job.device), others)}
 
-    def block(self, mode: str, steps: int) -> tuple[float, float]:
-        """(seconds, CPU-seconds) of a step, of so many. mode: "off", "count", or "time" with all that a run
-        records of itself."""
+    def block(self, mode: str, steps: int) -> tuple[float, float, float]:
+        """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
+        "time" with all that a run records of itself."""
         record.set_mode(mode)
         job = self._trainer.job
         job.recorder, job.ledger.listeners[:] = self._recording[mode == "time"]
         dist.barrier()
         self._pace.restart()
+        before = record.own_ns()
         self._trainer.fit(steps + 1)
+        own = (record.own_ns() - before) / (steps + 1) / 1e9
         record.set_mode("time")
-        return self._pace.seconds, self._pace.cpu_seconds
+        return self._pace.seconds, self._pace.cpu_seconds, own

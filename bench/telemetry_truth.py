@@ -1,9 +1,17 @@
 """Delays that are put into a training, and found again in what it has recorded: where, on which rank, how long.
 
 A delay is taken once in each step: in a rank's loader, in its compute, or in a transfer between two ranks. The figure
-is by how much the part of the step where it must show is longer, median over steps, than in steps without it. Ranks
-that sleep need no cores. Beside it: what is named of the first three steps: of a delay on a rank, who is marked as
-late and why; of one in a link, what `largest_loss` names: that link, or the part of the step where all stand at it.
+is by how much the part of the step where it must show is longer, median over three steps, than in those without it
+right before and after: what else the machine does slows all of them. Beside it: what is named of these three steps: of
+a delay on a rank, who is marked as late and why; of one in a link, what `largest_loss` names: that link, or the part of
+the step where all stand at it.
+
+The compute of these steps is known: its ranks sleep, which takes no core, and what the host does meanwhile hides behind
+it, as it does behind a device. Where ranks compute on cores that they share, one that is delayed leaves its core to the
+others, whose compute is shorter for it, so that nobody knows what is to be found. On two ranks, which may have a core
+each, the same delays are put into a GPT that computes as well, and shown without a judgement. What of a step is in none
+of the measured parts is held to its bar in both kinds.
+
 Then pipelines whose stages sleep, by the bubble that the tab shows of their records and that of the ideal timeline.
 """
 
@@ -30,8 +38,10 @@ from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
 SIZE = {"width": 32, "layers": 4, "block": 16, "batch": 8}
+COMPUTE = 0.09
+"""Seconds of each rank's step in which its compute sleeps."""
 DELAY, WITHIN = 0.03, 0.1
-ROUNDS, STEPS, NAMED_WITHIN = 3, 8, 3
+ROUNDS, STEPS = 6, 3
 REMAINDER = 0.05
 PARTS = ("data", "compute", "optimizer", "other", "exposed", "link")
 STRATEGIES = {2: ("ddp", "zero3", "tp", "pp"), 4: ("dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2", "zero3")}
@@ -52,6 +62,10 @@ class Delay:
         if self.part in ("data", "compute"):
             return f"in the {'loader' if self.part == 'data' else 'compute'} of rank {self.ranks[0]}"
         return f"in a transfer between ranks {self.ranks[0]} and {self.ranks[-1]} on {self.where}"
+
+
+Span = tuple[Delay | None, range]
+"""Steps that were trained one after the other, with this delay in each."""
 
 
 class Recorded:
@@ -93,7 +107,15 @@ def run(settings: Settings) -> list[Row]:
     for num in settings.sizes(tuple(STRATEGIES)):
         with Ranks("telemetry_truth_ranks", num, folder=settings.folder, **SIZE) as ranks:
             for name in STRATEGIES[num]:
-                rows += _found(settings, ranks, num, name)
+                recorded, spans = _delayed(settings, ranks, num, name, COMPUTE)
+                of = f"{name}, {num} ranks"
+                rows.append(_remainder(recorded, spans, f"{of}, compute that sleeps {COMPUTE * 1e3:g} ms of it"))
+                rows += [_row(each, of) for each in _findings(recorded, spans, Strategy.parse(name, num))]
+                if num == 2:
+                    recorded, spans = _delayed(settings, ranks, num, name, 0.0)
+                    of = f"{of}, a GPT that computes"
+                    rows.append(_remainder(recorded, spans, of))
+                    rows.append(_shown(_findings(recorded, spans, Strategy.parse(name, num)), of))
             for schedule, stages, micros in PIPELINES:
                 if stages == num:
                     rows.append(_bubble(settings, ranks, schedule, stages, micros))
@@ -112,61 +134,98 @@ def delays(strategy: Strategy) -> list[Delay]:
     return found
 
 
-def _found(settings: Settings, ranks: Ranks, num: int, name: str) -> list[Row]:
-    strategy = Strategy.parse(name, num)
-    wanted = delays(strategy)
-    folder = settings.folder / ranks.ask("prepare", strategy=name)[0]
+def _delayed(settings: Settings, ranks: Ranks, num: int, name: str, compute: float) -> tuple[Recorded, list[Span]]:
+    """The records of a training that is delayed in each way in turn, and its steps; between two, as many without."""
+    folder = settings.folder / ranks.ask("prepare", strategy=name, compute=compute)[0]
     ranks.ask("train", steps=3)
-    spans: list[tuple[Delay | None, int, int]] = []
-    for _ in range(settings.count(ROUNDS)):
-        for delay in wanted:
-            spans.append((None, *ranks.ask("train", steps=STEPS)[0]))
-            order = {"where": delay.where, "seconds": DELAY, "ranks": delay.ranks}
-            spans.append((delay, *ranks.ask("train", steps=STEPS, **order)[0]))
-    recorded = Recorded(folder)
-    plain = [range(first + 1, last + 1) for which, first, last in spans if which is None]
-    of = f"{name}, {num} ranks"
-    return [_remainder(recorded, plain, of), *(_row(recorded, spans, delay, of, strategy) for delay in wanted)]
+    wanted = delays(Strategy.parse(name, num)) * settings.count(ROUNDS)
+    spans: list[Span] = []
+    for one in (None, *(each for delay in wanted for each in (delay, None))):
+        order = {"where": one.where, "seconds": DELAY, "ranks": one.ranks} if one else {}
+        first, last = ranks.ask("train", steps=STEPS + 1, **order)[0]
+        # The first step of a run also waits for what every run begins with.
+        spans.append((one, range(first + 1, last + 1)))
+    return Recorded(folder), spans
 
 
-def _remainder(recorded: Recorded, plain: Sequence[range], of: str) -> Row:
-    """What of a step is in none of the measured parts, where a step is short."""
-    every = [bar for steps in plain for step in steps for bar in bars(recorded.steps[step], recorded.members)]
-    step = f"step {median(bar.seconds for bar in every) * 1e3:.1f} ms"
-    return absolute(f"remainder of a step, {of}", [bar.other / bar.seconds for bar in every], REMAINDER, "x", peer=step)
+def _remainder(recorded: Recorded, spans: Sequence[Span], of: str) -> Row:
+    """What of a step without a delay is in none of the measured parts."""
+    steps = [step for delay, those in spans if delay is None for step in those]
+    every = [bar for step in steps for bar in bars(recorded.steps[step], recorded.members)]
+    other, whole = (median(getattr(bar, name) for bar in every) * 1e3 for name in ("other", "seconds"))
+    shares = [bar.other / bar.seconds for bar in every]
+    return absolute(
+        f"remainder of a step, {of}", shares, REMAINDER, "x", peer=f"{other:.2f} ms of a step of {whole:.1f} ms"
+    )
 
 
-def _row(
-    recorded: Recorded, spans: Sequence[tuple[Delay | None, int, int]], delay: Delay, of: str, strategy: Strategy
-) -> Row:
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one delay. longer: seconds by round and rank. right: no other part of the step grew more.
+
+    hits: how often the right one was named.
+    """
+
+    delay: Delay
+    longer: list[float]
+    right: bool
+    named: list[Link | Late | str]
+    hits: int
+
+    @property
+    def near(self) -> bool:
+        return abs(quantile(self.longer).middle / DELAY - 1) <= WITHIN
+
+
+def _findings(recorded: Recorded, spans: Sequence[Span], strategy: Strategy) -> list[Finding]:
+    return [_finding(recorded, spans, delay, strategy) for delay in delays(strategy)]
+
+
+def _finding(recorded: Recorded, spans: Sequence[Span], delay: Delay, strategy: Strategy) -> Finding:
     source = delay.ranks[0]
     shown = delay.ranks[-1:] if delay.part == "link" else delay.ranks
-    longer: list[float] = []
-    right = True
+    grown: dict[str, list[float]] = {part: [] for part in PARTS}
     named = []
-    for (_, *plain), (which, *slow) in zip(spans[::2], spans[1::2], strict=True):
+    for (_, before), (which, slow), (_, after) in zip(spans[:-1:2], spans[1::2], spans[2::2], strict=True):
         if which != delay:
             continue
         for rank in shown:
-            # The first step of a run also waits for what every run begins with.
-            before, after = (_medians(recorded, first + 1, last, rank, source) for first, last in (plain, slow))
-            excess = {part: after[part] - before[part] for part in PARTS}
-            longer.append(excess[delay.part])
-            right &= max(excess, key=lambda part: excess[part]) == delay.part
-        named.append(recorded.told(range(slow[0] + 1, slow[0] + 1 + NAMED_WITHIN), delay))
-    right_one = expected(delay, strategy)
-    hits = sum(right_one(told) for told in named)
-    figure = quantile(longer)
-    near = abs(figure.middle / DELAY - 1) <= WITHIN
+            usual, delayed = (_medians(recorded, steps, rank, source) for steps in ([*before, *after], slow))
+            for part, seconds in grown.items():
+                seconds.append(delayed[part] - usual[part])
+        named.append(recorded.told(slow, delay))
+    right = max(grown, key=lambda part: median(grown[part])) == delay.part
+    return Finding(delay, grown[delay.part], right, named, sum(map(expected(delay, strategy), named)))
+
+
+def _row(found: Finding, of: str) -> Row:
+    delay, figure = found.delay, quantile(found.longer)
     return Row(
-        f"{DELAY * 1e3:g} ms {delay.words}, {of}: {'of it found' if right else 'NOT found'} in {delay.part}",
+        f"{DELAY * 1e3:g} ms {delay.words}, {of}: {'of it found' if found.right else 'NOT found'} in {delay.part}",
         f"{figure.middle * 1e3:.1f} ms [{figure.low * 1e3:.1f}, {figure.high * 1e3:.1f}]",
-        f"named in {NAMED_WITHIN} steps: {', '.join(map(_spoken, named))}",
+        f"named of {STEPS} steps: {', '.join(map(_spoken, found.named))}",
         f"{figure.middle / DELAY:.3f}",
         "",
         f"1 ± {WITHIN:g}; named each time",
-        near and right and hits == len(named),
-        {"seconds": longer},
+        found.near and found.right and found.hits == len(found.named),
+        {"seconds": found.longer},
+    )
+
+
+def _shown(found: Sequence[Finding], of: str) -> Row:
+    """Delays whose truth is not known to a tenth: what was found of them all, without a judgement."""
+    near = sum(one.near for one in found)
+    hits, names = sum(one.hits for one in found), sum(len(one.named) for one in found)
+    each = {one.delay.words: quantile(one.longer).middle / DELAY for one in found}
+    return Row(
+        f"{DELAY * 1e3:g} ms {', '.join(each)}, {of}: {sum(one.right for one in found)} found in the right part",
+        ", ".join(f"{share:.2f}" for share in each.values()),
+        f"{near} of {len(found)} within {WITHIN:g}; named {hits} times of {names}",
+        "",
+        "",
+        "",
+        None,
+        {one.delay.words: one.longer for one in found},
     )
 
 
@@ -189,8 +248,8 @@ def _spoken(told: Link | Late | str) -> str:
     return f"link {told.source} to {told.target}" if isinstance(told, Link) else told
 
 
-def _medians(recorded: Recorded, first: int, last: int, rank: int, source: int) -> Mapping[str, float]:
-    every = [recorded.seconds(step, rank, source) for step in range(first, last + 1)]
+def _medians(recorded: Recorded, steps: Sequence[int], rank: int, source: int) -> Mapping[str, float]:
+    every = [recorded.seconds(step, rank, source) for step in steps]
     return {part: median(one[part] for one in every) for part in PARTS}
 
 

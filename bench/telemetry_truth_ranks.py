@@ -9,18 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import nbkit
 from bench.jobs import config, data, token_loss
-from bench.pipeline_rank import Along, Beside
+from bench.pipeline_rank import Along, Beside, until
 from nbkit.rank.groups import DelegatingGroup, live
+from nbkit.rank.operations import COLLECTIVES
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import World
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-_COLLECTIVES = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+_LATE = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
+
+ANYONE, NOBODY = -1, -2
+
+BLOCKS = 2
+"""Of the model that sleeps: one for each stage of a pipeline."""
 
 
 class Worker:
@@ -32,14 +39,20 @@ class Worker:
         self._delay = dict.fromkeys(("data", "compute", "link"), 0.0)
         self._undo: list[Callable[[], None]] = []
         self._taken: set[str] = set()
+        self._busy_until = 0.0  # of what computes, in seconds of perf_counter
 
-    def prepare(self, strategy: str, unit: float = 0.0) -> str:
-        """Train `strategy` from here on; returns the directory of the run. unit: stages sleep, so many seconds each."""
+    def prepare(self, strategy: str, *, compute: float = 0.0, unit: float = 0.0) -> str:
+        """Train `strategy` from here on; returns the directory of the run.
+
+        compute: a model whose compute is so many seconds of sleep in each rank's step, a third of them forward, and
+        next to nothing else; 0: a GPT, which computes. unit: a model of stages that sleep, so many seconds each.
+        """
         self._heal()
-        pipe = Strategy.parse(strategy, dist.get_world_size()) if unit else None
-        stages = Schedule.of(pipe.schedule or "1f1b", pipe.pp, 1).num_stages if pipe else 0
+        chosen = Strategy.parse(strategy, dist.get_world_size())
+        self._per_row = compute / 3 / (self._batch / chosen.dp) / (BLOCKS / chosen.pp)
+        stages = Schedule.of(chosen.schedule or "1f1b", chosen.pp, 1).num_stages if unit else 0
         self._trainer = Trainer(
-            model=(lambda: Sleepers(stages, unit)) if unit else self._model,
+            model=(lambda: Sleepers(stages, unit)) if unit else lambda: self._model(compute),
             loss=(lambda output, target: output.mean()) if unit else token_loss,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
             data=[(torch.zeros(1), torch.zeros(1))] * 64 if unit else data(self._config, 8 * self._batch),
@@ -63,50 +76,113 @@ class Worker:
         """
         first = self._trainer.step + 1
         self._heal()
+        slow = ""
         if dist.get_rank() in ranks:
-            if where in self._delay:
-                self._delay[where] = seconds
-            elif where:
-                self._delay["link"] = seconds
-                self._wrap(where, ranks)
+            self._delay[where if where in self._delay else "link"] = seconds
+            slow = "" if where in self._delay else where
+        self._wrap(slow, ranks)
         self._trainer.fit(steps)
         return first, self._trainer.step
 
-    def _model(self) -> Any:
-        model = nbkit.GPT(self._config)
+    def _model(self, compute: float) -> nn.Module:
+        # Lambdas: a model is copied with what its hooks are bound to.
+        model: Any = Small(self._config, lambda *args: self._compute(*args)) if compute else nbkit.GPT(self._config)
         for each in model.blocks:
             each.register_forward_pre_hook(lambda module, args: self._sleep("compute"))
-        return model
+        return model  # type: ignore[no-any-return]
+
+    def _compute(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """The compute of a block on these rows, in which it sleeps: here, and twice as long before its backward."""
+        seconds = self._per_row * len(output)
+        self._take(seconds)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._take(2 * seconds))
+
+    def _take(self, seconds: float) -> None:
+        """So much more is computed, from where it was done with what came before.
+
+        What the host does meanwhile is hidden behind it, as with a device: how long that takes hangs on who else is at
+        the cores, which is nothing that a delay has to do with.
+        """
+        done = self._busy_until + seconds
+        self._busy_until = max(done, time.perf_counter())
+        until(done)
+
+    def _ready(self) -> None:
+        """There was nothing to compute until now."""
+        self._busy_until = time.perf_counter()
 
     def _collate(self, samples: list[Any]) -> Any:
         self._taken.clear()  # a step begins
         self._sleep("data")
-        return default_collate(samples)
+        batch = default_collate(samples)
+        self._ready()
+        return batch
 
     def _sleep(self, where: str) -> None:
         """Once a step."""
         if self._delay[where] and where not in self._taken:
             self._taken.add(where)
-            time.sleep(self._delay[where])
+            if where != "compute" or not self._per_row:
+                self._ready()
+            self._take(self._delay[where])
 
     def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
+        """Whatever comes over a group is waited for through us; over the one of `ranks` on `axis` it comes late."""
         for group in live():
-            if group.seen.axis == axis and set(ranks) <= set(group.members):
-                inner = group.inner
-                group.inner = _SlowLink(inner, self._sleep, self._source(axis, group, ranks))
-                self._undo.append(lambda group=group, inner=inner: setattr(group, "inner", inner))  # type: ignore[misc]
+            slow = bool(axis) and group.seen.axis == axis and set(ranks) <= set(group.members)
+            inner = group.inner
+            group.inner = _Link(inner, self._arrived, self._source(axis, group, ranks) if slow else None)
+            self._undo.append(lambda group=group, inner=inner: setattr(group, "inner", inner))  # type: ignore[misc]
 
-    def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int | None:
-        """Whose messages come late here; None: collectives do."""
+    def _arrived(self, late: bool) -> None:
+        if late:
+            self._sleep("link")
+        self._ready()
+
+    def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int:
+        """Whose messages come late here; ANYONE: collectives do; NOBODY."""
         if axis != "pp":
-            return None
-        return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else -1
+            return ANYONE
+        return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else NOBODY
 
     def _heal(self) -> None:
         while self._undo:
             self._undo.pop()()
         for where in self._delay:
             self._delay[where] = 0.0
+
+
+class Small(nn.Module):
+    """Blocks of an MLP of a few numbers each: whatever `compute` adds is what it computes.
+
+    compute: a forward hook of each block's wider half, where every rank of a tensor axis holds all positions.
+    """
+
+    def __init__(self, of: nbkit.GPTConfig, compute: Callable[..., None]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(of.vocab, of.width)
+        self.blocks = nn.ModuleList(MLP(of.width) for _ in range(BLOCKS))
+        self.head = nn.Linear(of.width, of.vocab)
+        for each in self.blocks:
+            each.get_submodule("up").register_forward_hook(compute)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.relu(self.up(x)))
+        return y
 
 
 class Sleepers(nn.Module):
@@ -134,31 +210,30 @@ class Sleeper(nn.Module):
         return y
 
 
-class _SlowLink:
-    """An inner group over a link on which what a step transfers first arrives late."""
+class _Link:
+    """An inner group that tells `arrived` when something has come, and whether it comes late: what is from `source`."""
 
-    def __init__(self, inner: Any, sleep: Callable[[str], None], source: int | None) -> None:
-        self._inner, self._sleep, self._source = inner, sleep, source
+    def __init__(self, inner: Any, arrived: Callable[[bool], None], source: int | None) -> None:
+        self._inner, self._arrived, self._source = inner, arrived, source
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._inner, name)
-        if self._source is None and name in _COLLECTIVES:
-            return lambda *args: _LateWork(own(*args), self._sleep)
+        if name in COLLECTIVES:
+            late = self._source == ANYONE and name in _LATE
+            return lambda *args: _Watched(own(*args), self._arrived, late)
         if name == "recv":
-            return lambda tensors, peer, tag: (
-                _LateWork(own(tensors, peer, tag), self._sleep) if peer == self._source else own(tensors, peer, tag)
-            )
+            return lambda tensors, peer, tag: _Watched(own(tensors, peer, tag), self._arrived, peer == self._source)
         return own
 
 
-class _LateWork(dist.Work):
-    def __init__(self, inner: Any, sleep: Callable[[str], None]) -> None:
+class _Watched(dist.Work):
+    def __init__(self, inner: Any, arrived: Callable[[bool], None], late: bool) -> None:
         super().__init__()
-        self._inner, self._sleep = inner, sleep
+        self._inner, self._arrived, self._late = inner, arrived, late
 
     def wait(self, *timeout: Any) -> Any:
         done = self._inner.wait(*timeout)
-        self._sleep("link")
+        self._arrived(self._late)
         return done
 
     def is_completed(self) -> bool:

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from bench.forked import Ranks
-from bench.telemetry_truth import SIZE, Delay, Recorded, delays, expected
+from bench.telemetry_truth import COMPUTE, SIZE, Delay, Recorded, delays, expected
 from nbkit.strategy import Strategy
 
 DELAY, STEPS = 0.3, 4
@@ -20,7 +20,7 @@ DELAY, STEPS = 0.3, 4
 def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded, list[range]]:
     """The records of a training with each of these delays in turn, and the steps that had it."""
     with Ranks("telemetry_truth_ranks", 4, folder=folder, **SIZE) as ranks:
-        run = ranks.ask("prepare", strategy=strategy)[0]
+        run = ranks.ask("prepare", strategy=strategy, compute=COMPUTE)[0]
         ranks.ask("train", steps=2)
         spans = []
         for delay in wanted:
@@ -39,6 +39,8 @@ def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path,
 
     recorded, spans = late_in(tmp_path, strategy, wanted)
 
+    of_a_step = [part for steps in spans for step in steps for part in recorded.steps[step].values()]
+    assert min(one.parts["compute"] for one in of_a_step) >= COMPUTE  # it sleeps that long, on every rank
     for delay, steps in zip(wanted, spans, strict=True):
         assert len(steps) == 3
         rank, source = delay.ranks[-1], delay.ranks[0]

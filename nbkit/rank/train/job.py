@@ -180,7 +180,9 @@ class Job(Switchable):
         if not self._running:
             self.ledger.settle(keep=1)
         try:
-            return self._backward(batch)
+            # What is around it too: rows, seeds, whether the loss is finite.
+            with phase("backward"):
+                return self._backward(batch)
         except BaseException as error:
             self.broken_off = not isinstance(error, NotFinite)
             self.optimizer.zero_grad()
@@ -196,10 +198,9 @@ class Job(Switchable):
         # Ranks that work on the same rows draw the same.
         seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
-        with phase("backward"):
-            reduction = self.gradients.backward(
-                shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
-            )
+        reduction = self.gradients.backward(
+            shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+        )
         self._reduced = True
         strategy = self.strategy
         lr = sent(self.optimizer.param_groups[0]["lr"])
@@ -207,7 +208,7 @@ class Job(Switchable):
         if self.device.type == "cpu":
             self.ledger.check(pending)
         self.ledger.pending.append(pending)
-        return Result(loss=reduction.loss)
+        return Result(reduction)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""

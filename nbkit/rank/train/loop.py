@@ -38,22 +38,18 @@ class Loop:
 
 
 def _steps(job: Job, loader: Iterable[Any]) -> Generator[Any, None, None]:
+    """What the loader gives, seeded for each step; the time it takes is the loader's."""
     with job.running():
-        job.seed_data(own=False)
-        for batch in _read(loader):
+        with phase("data"):
+            job.seed_data(own=False)
+            batches = iter(loader)
+        end = object()
+        while True:
+            with phase("data"):
+                batch = next(batches, end)
+            if batch is end:
+                return
             yield batch
             job.at_boundary()
-            job.seed_data(own=False)
-
-
-def _read(loader: Iterable[Any]) -> Iterator[Any]:
-    """What the loader gives; the time it takes is the loader's."""
-    with phase("data"):
-        batches = iter(loader)
-    end = object()
-    while True:
-        with phase("data"):
-            batch = next(batches, end)
-        if batch is end:
-            return
-        yield batch
+            with phase("data"):
+                job.seed_data(own=False)

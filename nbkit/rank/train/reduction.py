@@ -54,6 +54,7 @@ class StepReduction:
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._work: dist.Work | None = None
+        self._numbers: StepNumbers | None = None
 
     def launch(
         self,
@@ -107,6 +108,12 @@ class StepReduction:
 
     def read(self) -> StepNumbers:
         """The numbers on the host; waits until they are there."""
+        # CPU ranks ask twice: before the update whether the loss is finite, and a step later for the record.
+        if self._numbers is None:
+            self._numbers = self._read()
+        return self._numbers
+
+    def _read(self) -> StepNumbers:
         values = self._underway.read().tolist()
         ranks = values[_SHARED:]
         weight = values[_WEIGHT]
@@ -121,3 +128,15 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[2::3]],
             whole=values[_CANARY] == ALIVE,
         )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `job.backward` gives."""
+
+    _reduction: StepReduction
+
+    @property
+    def loss(self) -> Tensor:
+        """Of the whole global batch, on the device, 0-dimensional, not waited for."""
+        return self._reduction.loss  # worked out for who asks: four operations, of which a Trainer needs none

@@ -254,9 +254,10 @@ class Trainer(Switchable):
         job = self.job
         step, epoch, offset = job.step, self._stream.epoch, self._stream.offset
         try:
-            self._rate.prepare(step)
-            job.seed_data(own=self._stream.own)
+            with phase("optimizer"):
+                self._rate.prepare(step)
             with phase("data"):
+                job.seed_data(own=self._stream.own)
                 shard = self._stream.next()
             job.backward(shard)
             if not settled(job):

@@ -14,7 +14,8 @@ from ranks import run_ranks
 
 from nbkit import forecast
 from nbkit.errors import TrainingError
-from nbkit.rank.train import recorder
+from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.train import recorder, reduction
 from nbkit.rank.train.job import prepare
 from nbkit.readings import bars, members_of, table
 from nbkit.recordfile import rank_files, read_since
@@ -54,6 +55,31 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
         warnings.simplefilter("always")
         trainer.fit(3)
     return trainer.step, [str(one.message) for one in heard if "no formula" in str(one.message)]
+
+
+def placed(world: Any, folder: str) -> list[tuple[str, str]]:
+    """(what a step does beside forward, backward and update, the state of the training thread), in a step's order."""
+    seen: list[tuple[str, str]] = []
+
+    def watch(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, clock.state))
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, told)
+
+    trainer = quiet(log_dir=folder, lr_schedule=lambda step: 1.0)
+    trainer.fit(2)
+    watch(trainer._rate, "prepare")
+    watch(trainer.job, "seed_data")
+    watch(trainer._stream, "next")
+    watch(trainer.job, "_backward")
+    watch(trainer.job.ledger, "check")
+    watch(reduction.StepReduction, "_read")
+    trainer.fit(1)
+    return seen
 
 
 def nowhere(world: Any, folder: str) -> str:
@@ -128,6 +154,18 @@ def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None
     assert [(term.op, term.axis) for term in said[0].traffic] == [("all_reduce", "dp")]
     assert measured["all_reduce", "dp"] == pytest.approx(said[0].traffic[0].bytes, abs=256)
     assert len(bars(steps, members_of(groups))) == 2
+
+
+def test_what_is_done_for_a_part_of_a_step_counts_as_that_part_and_its_numbers_are_read_once(tmp_path: Path) -> None:
+    assert run_ranks(placed, 2, str(tmp_path))[0] == [
+        ("prepare", "optimizer"),
+        ("seed_data", "data"),
+        ("next", "data"),
+        ("_backward", "backward"),
+        ("check", "backward"),
+        ("_read", "backward"),
+        ("check", "other"),  # for the record, at the end of the run
+    ]
 
 
 def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
