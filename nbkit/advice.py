@@ -45,8 +45,9 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
     if isinstance(loss, Late):
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
+        others = "The others wait" if len(of) > 2 else "The other rank waits"
         return (
-            f"The others wait {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}) "
+            f"{others} {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}) "
             f"for {who}, {_LONGER[loss.cause]}: {_CAUSES[loss.cause]}"
         )
     share = sum(getattr(bar, loss) for bar in of) / whole

@@ -22,13 +22,6 @@ _LOSS, _WEIGHT, _WEIGHTED, _REQUESTS, _TOKENS, _CANARY, _SHARED = 0, 1, 2, 3, 4,
 
 
 @dataclass(frozen=True)
-class Result:
-    """What `job.backward` gives. loss: of the whole global batch, on the device, 0-dimensional, not waited for."""
-
-    loss: Tensor
-
-
-@dataclass(frozen=True)
 class StepNumbers:
     """What all ranks know about a step.
 

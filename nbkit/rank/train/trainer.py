@@ -251,8 +251,7 @@ class Trainer(Switchable):
             self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
 
     def _update(self) -> None:
-        job = self.job
-        step, epoch, offset = job.step, self._stream.epoch, self._stream.offset
+        job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
             with phase("optimizer"):
                 self._rate.prepare(step)
