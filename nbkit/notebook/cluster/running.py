@@ -20,6 +20,7 @@ from nbkit.notebook.cluster.results import Results, group_by_text, value_of
 from nbkit.notebook.cluster.screen import Outbox, Screen
 
 ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the news of what happened to the peer
+TWIN_SECONDS = 0.3  # and a failure for equal ones: ranks that share cores come to their line one after the other
 KEEP_OUTPUT = 1 << 20  # characters per rank in Results.output; the file on disk has all
 
 
@@ -161,8 +162,8 @@ class Running:
         if root in self.records and len(self.records) < len(self.request.ranks) and not self.closing:
             cause = self.records[root].failure
             assert cause is not None
-            if time.time() - cause.moment < 0.05:
-                self.later(0.05, self._show_root)
+            if time.time() - cause.moment < TWIN_SECONDS:
+                self.later(TWIN_SECONDS / 6, self._show_root)
                 return
         self.shown_root = True
         self._show_all_lines()
