@@ -145,14 +145,12 @@ class Cluster:
         registry.save(self.entry)
         self.post.wire.wait_for(self.entry.n, 1.0)
         self._adopt()
-        self.post.wire.listen_to(self.post.wire.ranks, 5.0)
-        states = self.post.wire.ask(range(self.entry.n), "status")
+        self.post.read_deaths(self.entry.folder)
+        alive = [rank for rank in self.post.wire.ranks if rank not in self.post.deaths]
+        self.post.wire.listen_to(alive, 5.0)
+        states = self.post.wire.ask(alive, "status")
         self.post.request_number = max((state["requests"] for state in states.values()), default=0)
         self.generation.learn(states)
-        for rank in range(self.entry.n):
-            if rank not in self.post.wire.ranks:
-                self.post.on_gone(rank, self.entry.folder)
-                self.generation.spoil(f"rank {rank} has died")
         held = next((s for s in states.values() if s["cell"]), None)
         held = held or next((s["undelivered"] for s in states.values() if s["undelivered"]), None)
         if held:
@@ -166,7 +164,7 @@ class Cluster:
         self.ended = False
         self.post.on_death = self._after_death
         self.post.keep_in_touch(min(60.0, self.entry.ttl / 4))
-        self.post.watch(partial(presence.why_gone, self))
+        self.post.watch(partial(presence.why_gone, self), self.entry.folder)
 
     @staticmethod
     def list() -> ClusterList:

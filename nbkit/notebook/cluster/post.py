@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -109,8 +110,11 @@ class Post:
 
         self.wire.soon(tell)
 
-    def watch(self, gone: Callable[[], str]) -> None:
-        """Look every second whether the cluster is still there and ours; `gone` says why not, or ""."""
+    def watch(self, gone: Callable[[], str], folder: Path) -> None:
+        """Look every second whether the cluster is still there and ours; `gone` says why not, or "".
+
+        And whether a rank has died: zmq drops what is published while a connection is being made, news of deaths too.
+        """
 
         def look() -> None:
             if self.closed:
@@ -119,6 +123,7 @@ class Post:
                 for rank in {rank for running in self.cells.values() for rank in running.request.ranks}:
                     self._on_death(Death(rank, why, time.time()))
             else:
+                self.read_deaths(folder)
                 self.wire.later(WATCH_SECONDS, look)
 
         self.wire.soon(look)
@@ -151,12 +156,18 @@ class Post:
         """The hub has lost a rank. How it ended is told by the others, or else stands in the folder."""
 
         def read() -> None:
-            path = folder / f"rank{rank}.end.json"
-            how = json.loads(path.read_text())["how"] if path.exists() else "its process ended"
-            self._on_death(Death(rank, how, time.time()))
+            self.read_deaths(folder)
+            self._on_death(Death(rank, "its process ended", time.time()))
 
         if not self.closed:
             self.wire.later(DEATH_NEWS_SECONDS, read)
+
+    def read_deaths(self, folder: Path) -> None:
+        """What the parent of the ranks wrote of those that ended, before it told anybody."""
+        for path in folder.glob("rank*.end.json"):
+            with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
+                told = json.loads(path.read_text())
+                self._on_death(Death(told["rank"], told["how"], told["when"]))
 
     def _expect(self, running: Running) -> None:
         self.cells[running.request.id] = running

@@ -92,6 +92,17 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
     again.post.close()
 
 
+def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> None:
+    # As when a connection is being made: what is published meanwhile does not arrive.
+    client = cluster.post.wire.client
+    client._registration_callbacks.clear()
+    client.listener = None
+    handle = cluster.run("import time; time.sleep(600)", ranks=[1], detach=True)
+    os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match=r"Rank 1 died: SIGKILL"):
+        handle.wait(timeout=30)
+
+
 def test_attaching_twice_in_one_notebook_shows_everything_once(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
