@@ -20,6 +20,8 @@ def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late 
 
     A rank is not named for a little that it is late where every rank loses more to one and the same part.
     """
+    if not of:
+        return "compute"
     late = late_rank(of)
     if slow is not None and (late is None or slow.seconds > late.seconds):
         return slow
@@ -56,8 +58,9 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
     what, advice = _SPOKEN[loss], _ADVICE[loss]
     moved = [row for row in rows if row.op not in MESSAGES and row.bytes]
     if loss == "exposed" and moved:
-        what = f"exposed {moved[0].op.replace('_', '-')} on {moved[0].axis}"
-        advice = _EXPOSED.get(moved[0].axis, advice)
+        longest = max(moved, key=lambda row: row.blocked)  # what is hidden behind compute is not what costs
+        what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
+        advice = _EXPOSED.get(longest.axis, advice)
     return f"{share:.0%} of the step is {what}: {advice}"
 
 
@@ -68,7 +71,6 @@ _SPOKEN = {
     "data": "waiting for data",
     "optimizer": "the optimizer",
     "other": "in none of the measured parts",
-    "compute": "compute",
 }
 _LONGER = {
     "data": "whose waiting for data takes longer",

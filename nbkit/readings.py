@@ -41,7 +41,7 @@ class Row:
 
     seconds: mean duration of a call, peers that came late included; None when none was timed. algbw and busbw: bytes/s
     as nccl-tests define them (busbw: what each link carries). overlap: the share of that time in which this rank did
-    something else; None where nothing was timed.
+    something else; None where nothing was timed. blocked: seconds for which the ranks stood still for it.
     """
 
     op: str
@@ -52,6 +52,7 @@ class Row:
     algbw: float | None
     busbw: float | None
     overlap: float | None
+    blocked: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
             row.blocked - least[row.op, row.group]
             for row in record.traffic
             # Where the others' records are missing, nobody knows who was late.
-            if _collective(row) and here.get(row.group, 0) == len(members.get(row.group, ()))
+            if _collective(row) and row.group in members and here[row.group] == len(members[row.group])
         )
         parts = dict(record.parts)
         exposed = parts.pop("exposed", 0.0)
@@ -107,7 +108,10 @@ def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
 
 
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
-    """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing."""
+    """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
+
+    The parts of such a bar no longer add up to its seconds.
+    """
     return _over(steps, members, median)
 
 
@@ -152,6 +156,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
                 alg / seconds if timed and seconds > 0 else None,
                 bus / seconds if timed and seconds > 0 else None,
                 overlap,
+                sum(row.blocked for row in rows),
             )
         )
     for other in near:

@@ -50,12 +50,12 @@ def overview_of(path: Path) -> Path:
 
 
 def written(path: Path) -> tuple[float, float]:
-    """When a rank's file was last added to: its newest step (0 before the first), then anything; by Unix time.
+    """When a rank's overview last grew (0 before the first step), then its file; by Unix time.
 
-    A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little.
+    A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little. In a
+    long run the overview grows every 2, 4, 8, ... steps only.
     """
-    overview = overview_of(path)
-    return overview.stat().st_mtime if overview.exists() else 0.0, path.stat().st_mtime
+    return _changed(overview_of(path)), _changed(path)
 
 
 def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
@@ -121,6 +121,13 @@ def read_overview(path: Path) -> list[StepRecord]:
     except FileNotFoundError:
         return []
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # not there yet; or a new part takes its place at this moment
+        return 0.0
 
 
 def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:

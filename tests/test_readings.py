@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbkit import readings
@@ -57,7 +59,7 @@ def test_what_a_step_did_not_time_takes_as_long_as_in_the_one_before_that_did() 
     found = {one.op: one for one in table(now, ALL, near=before)}
 
     (timed,) = (one for one in table(before[1], ALL) if one.op == "all_reduce")
-    assert found["all_reduce"] == timed
+    assert found["all_reduce"] == replace(timed, blocked=untimed.blocked)
     assert found["all_gather"] == next(one for one in table(now, ALL) if one.op == "all_gather")
 
 
@@ -110,6 +112,12 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     rows = table({rank: StepRecord(1, traffic=(row("all_reduce", 100),)) for rank in range(N)}, ALL)
 
     assert reading(even, rows) == "42% of the step is exposed all-reduce on dp: try zero1 or a larger micro-batch"
+    # Of two, the one that was stood for, though the other one moved more bytes.
+    tensor = replace(row("all_reduce", 10, blocked=0.42), axis="tp", group="other")
+    both = table(
+        {rank: StepRecord(1, traffic=(row("all_reduce", 100, blocked=0.01), tensor)) for rank in range(N)}, ALL
+    )
+    assert reading(even, both).startswith("42% of the step is exposed all-reduce on tp")
     assert reading([Bar(0, 1.0, compute=0.97, other=0.03)]) == "97% of the step is compute."
     slow = [
         Bar(0, 1.0, optimizer=0.5, compute=0.5),

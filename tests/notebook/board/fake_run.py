@@ -110,7 +110,7 @@ class FakeRun:
         self.strategy, self.since = Strategy.parse(text, self.world), self.number
         mesh: Mesh = self.strategy.mesh
         self.groups = [
-            Group(f"{axis} {i} [{members[0]},..]", axis, members)
+            Group(f"{axis} {self.since}.{i} [{members[0]},..]", axis, members)
             for axis in ("dp", "tp", "pp")
             if mesh.degree(axis) > 1
             for i, members in enumerate(mesh.groups(axis))

@@ -134,6 +134,40 @@ def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board
         assert memory["formula"] == [memory["parameters"], memory["gradients"], memory["optimizer"]]
 
 
+def test_what_follows_a_switch_is_not_said_by_the_steps_before_it(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 4, "ddp", late=2)
+    for number in range(12):
+        if number == 10:
+            run.switch("dp=2 tp=2")
+            run.late = None
+        run.step()
+    run.close()
+    found = Run(tmp_path / "run")
+    found.refresh()
+
+    assert picture(found, 10)["late"]["rank"] == 2
+    for step in (11, 12):
+        shown = picture(found, step)
+        assert (shown["strategy"], shown["late"]) == ("dp=2 tp=2", None)
+        assert "rank 2" not in shown["reading"]
+    assert [late is not None and late.rank for late in found.late][-3:] == [2, False, False]
+
+
+def test_whoever_opens_a_long_run_knows_the_groups_of_its_last_switch(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 4, "ddp")
+    for number in range(1200):
+        if number == 20:
+            run.switch("dp=2 tp=2")
+        run.step()
+    run.close()
+    found = Run(tmp_path / "run")
+    found.refresh()
+
+    shown = picture(found, found.newest)
+    assert {row["axis"]: row["busbw"] > 0 for row in shown["table"]} == {"dp": True, "tp": True}
+    assert {(i, j) for i, j, _ in shown["traffic"]["modelled"]} >= {(0, 1), (2, 3), (0, 2), (1, 3)}
+
+
 def test_a_step_whose_calls_were_not_timed_shows_those_of_the_step_before_that_were(board: Board) -> None:
     shown = [ask(board, "step", run="small", step=step)["table"][0] for step in range(10, 16)]
 

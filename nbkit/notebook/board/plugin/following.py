@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nbkit.readings import Late, bars, late_rank, usual_bars
 from nbkit.recordfile import START, cursor_near_end, rank_files, read_head, read_since
 from nbkit.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
-__all__ = ["Run"]
+__all__ = ["Run", "strategy_of"]
 
 _STEPS = 64
 _DETAILS = 4
@@ -101,6 +102,13 @@ class Run:
             return None
         return next((one for one in reversed(those) if one.step <= step), those[0])
 
+    def near(self, step: int) -> list[dict[int, StepRecord]]:
+        """`step` and the few before it under its strategy, the oldest first, as far as they are in memory."""
+        if step not in self.steps:
+            return []
+        those = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
+        return [one for one in those if strategy_of(one) == strategy_of(those[-1])]
+
     def _find_ranks(self) -> None:
         if time.monotonic() - self._looked < _LOOK_FOR_RANKS_S:
             return
@@ -114,6 +122,9 @@ class Run:
             for record in read_head(path):
                 self._take(rank, record)
             self._cursors[rank] = cursor_near_end(path)
+            if self._cursors[rank] != START:  # groups that were made since the part began lie before it
+                for group in lookup.groups_of(path):
+                    self._take(rank, group)
         if first:
             self._read_history()
 
@@ -184,9 +195,13 @@ class Run:
             if self._passing:
                 continue
             self.timeline.add(point_of(here, bars(here, self.members)))
-            near = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
-            self.late.append(late_rank(usual_bars(near, self.members)))
+            self.late.append(late_rank(usual_bars(self.near(step), self.members)))
         _drop_oldest(self.steps, _STEPS)
+
+
+def strategy_of(steps: Mapping[int, StepRecord]) -> str:
+    """Under which one a step was made; "" where nobody has said so."""
+    return str(steps[min(steps)].numbers.get("strategy") or "") if steps else ""
 
 
 def _drop_oldest(of: dict[int, Any], at_most: int) -> None:

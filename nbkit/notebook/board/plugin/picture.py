@@ -11,14 +11,12 @@ from nbkit.advice import reading
 from nbkit.links import Link, links, slow_link
 from nbkit.notebook.board.plugin import moments
 from nbkit.notebook.board.plugin.condition import health
-from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin.following import Run, strategy_of
 from nbkit.notebook.board.plugin.timeline import PARTS
 from nbkit.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records import LISTEN_EVERY, StepRecord
 
 __all__ = ["lateness", "picture"]
-
-_USUAL_OF = 5
 
 
 def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
@@ -30,11 +28,12 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
     if not steps:
         return {"step": step, "ranks": []}
     first = steps[min(steps)]
-    strategy = str(first.numbers.get("strategy") or run.headers[min(run.headers)].strategy if run.headers else "")
-    # Not every step times its calls; those before do, and no switch lies between.
+    strategy = strategy_of(steps) or (run.headers[min(run.headers)].strategy if run.headers else "")
+    # Not every step times its calls; those before do.
     before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
-    of, rows = bars(steps, run.members), table(steps, run.members, near=before)
-    usual = _around(run, step) or of
+    alike = (one for one in before if strategy_of(one) == strategy_of(steps))
+    of, rows = bars(steps, run.members), table(steps, run.members, near=alike)
+    usual = usual_bars(run.near(step), run.members) or of  # a sentence on one step alone would change with each
     predicted = forecast.in_force(forecast.read(run.folder), step)
     return {
         "step": first.step,
@@ -81,12 +80,6 @@ def lateness(run: Run) -> dict[str, Any]:
 def short(value: Any) -> Any:
     """Five digits are more than anyone sees."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def _around(run: Run, step: int) -> list[Bar]:
-    """A sentence on one step alone would change with each."""
-    near = [run.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in run.steps]
-    return usual_bars(near, run.members)
 
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
