@@ -3,8 +3,8 @@
 A delay is taken once in each step: in a rank's loader, in its compute, or in a transfer between two ranks. The figure
 is by how much the part of the step where it must show is longer, median over three steps, than in those without it
 right before and after: what else the machine does slows all of them. Beside it: what is named of these three steps: of
-a delay on a rank, who is marked as late and why; of one in a link, what `largest_loss` names: that link, or the part of
-the step where all stand at it.
+a delay that only some ranks have, who is marked as late and why; of one that all stand at, or in a link between stages,
+what `largest_loss` names.
 
 The compute of these steps is known: its ranks sleep, which takes no core, and what the host does meanwhile hides behind
 it, as it does behind a device. Where ranks compute on cores that they share, one that is delayed leaves its core to the
@@ -83,10 +83,10 @@ class Recorded:
         self.details = _by_step(every, Detail)
 
     def told(self, steps: Sequence[int], delay: Delay) -> Link | Late | str:
-        """What the tab names of these steps: of a rank's delay, who is marked as late; of a link's, what the sentence
-        says costs the most, by the last one's moments."""
+        """What the tab names of these steps: who is marked as late; where all stand at a link, and of one between
+        stages, what the sentence says costs the most, by the last one's moments."""
         of = usual_bars([self.steps[step] for step in steps], self.members)
-        if delay.part in ("data", "compute"):
+        if delay.part != "link" and len(delay.ranks) < len(of):
             return late_rank(of) or "nobody"
         return largest_loss(of, slow=slow_link(self.links(steps[-1]), median(bar.seconds for bar in of)))
 
