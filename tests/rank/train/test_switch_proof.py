@@ -131,8 +131,8 @@ def ends(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def ask(id: str, strategy: str) -> None:
-        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy}))
         boundary.preparers["control"] = lambda control: boundary.Preparation()
+        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy}))
 
     def at(step: int, id: str, strategy: str) -> None:
         trainer._callbacks = (lambda trainer, record: record["step"] == step and ask(id, strategy),)
