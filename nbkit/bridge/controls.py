@@ -50,7 +50,7 @@ class Controls:
         boundary.handlers["control"] = self.serve
         boundary.preparers["control"] = self.prepare
 
-    def prepare(self, control: Control) -> threading.Event:
+    def prepare(self, control: Control) -> boundary.Preparation:
         """Before its boundary: begin what a switch needs and nobody has to be asked for. See nbkit.rank.train.ahead."""
         owner = boundary.training()
         job = getattr(owner, "job", owner)

@@ -23,7 +23,7 @@ from nbkit.bridge.spec import Spec
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank import watchdog, world
-from nbkit.rank.forming import forming
+from nbkit.rank.breakable import forming
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]

@@ -8,8 +8,6 @@ torch's tables keep the official names, so that `get_backend()` and torch's own 
 from __future__ import annotations
 
 import functools
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,75 +17,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from nbkit.errors import ClusterError
 from nbkit.rank import sockets
 from nbkit.rank.batched import install_batched
+from nbkit.rank.breakable import BreakableStore, forming
 from nbkit.rank.groups import FOREVER, Broken, DelegatingGroup, live
 
-__all__ = ["BreakableStore", "Forming", "forming", "install", "nccl_backend", "reform_group", "release", "shut_all"]
+__all__ = ["install", "nccl_backend", "reform_group", "release", "shut_all"]
 
 _DELEGATED = {"gloo", "nccl"}
 _original: Callable[..., Any] | None = None
-
-
-class Forming:
-    """What the process is forming right now, so that another thread can break it off."""
-
-    def __init__(self) -> None:
-        self.broken = ""  # why no group can be formed until the next generation
-        self.deadline: float | None = None  # monotonic seconds; None waits for ever, as user code expects
-        self.before: frozenset[int] | None = None  # sockets held when the present forming began
-        self.lock = threading.Lock()
-
-
-forming = Forming()
-
-
-class BreakableStore(Store):
-    """A store whose waits can be broken off by another thread, by Ctrl-C, and by a deadline of ours.
-
-    gloo meets through the store when a group is formed. Waiting in C++ there, a rank whose peer never comes
-    could not be released; and gloo has one time-out for forming and for every later operation.
-    """
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def set(self, key: str, value: Any) -> None:
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.inner.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        pause = 0.0005
-        while not self.inner.check(keys):
-            if forming.broken:
-                raise ClusterError("The forming of a process group was broken off.", numbers=forming.broken)
-            if forming.deadline is not None and time.monotonic() > forming.deadline:
-                raise ClusterError("A process group could not be formed in time.", numbers=f"waiting for {keys}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.inner.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.inner.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self.inner.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self.inner.num_keys()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inner.set_timeout(timeout)
 
 
 def install() -> None:
@@ -97,6 +35,14 @@ def install() -> None:
         return
     _original = c10d._new_process_group_helper
     c10d._new_process_group_helper = functools.wraps(_original)(_form)
+    name_of = c10d._process_group_name
+
+    @functools.wraps(name_of)
+    def name_in_order(*args: Any, **kwargs: Any) -> Any:
+        forming.join()  # torch names the next group by a count
+        return name_of(*args, **kwargs)
+
+    c10d._process_group_name = name_in_order
     default_timeout = c10d._get_default_timeout
 
     @functools.wraps(default_timeout)
@@ -259,6 +205,4 @@ def nccl_backend(group: DelegatingGroup) -> Any:
 
 def shut_all() -> int:
     """Shut the gloo connections of every group of this process, one in the making included; how many were shut."""
-    with forming.lock:
-        young = sockets.inodes() - forming.before if forming.before is not None else frozenset[int]()
-    return sockets.shut(young.union(*(group.sockets for group in live())))
+    return sockets.shut(forming.young().union(*(group.sockets for group in live())))

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from nbkit.rank import forming, groups, world
+from nbkit.rank import breakable, forming, groups, world
 
 __all__ = ["break_out", "descendants", "dump_on_signal", "end_descendants", "main_thread_stack", "where"]
 
@@ -39,7 +39,7 @@ def break_out(reason: str) -> None:
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
-    forming.forming.broken = forming.forming.broken or reason
+    breakable.forming.broken = breakable.forming.broken or reason
     forming.shut_all()
     if communicators := [backend for group in groups.live() if (backend := forming.nccl_backend(group)) is not None]:
         # Aborting may itself wait for the device; the caller may not.

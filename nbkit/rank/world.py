@@ -26,7 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank import entry
 from nbkit.rank.aftermath import clear_broken_steps
-from nbkit.rank.forming import BreakableStore, forming, install, reform_group, release
+from nbkit.rank.breakable import BreakableStore, forming
+from nbkit.rank.forming import install, reform_group, release
 from nbkit.rank.groups import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.place import Place, keep_local, open_listener
 
@@ -127,6 +128,7 @@ class World:
         if generation <= self.generation:
             raise UsageError("Generations only go up.", numbers=f"now {self.generation}, asked for {generation}")
         self.dirty = self.dirty or "being re-formed"
+        forming.stop("a new generation is formed")
         self.generation, self._num_formed = generation, 0
         self._prepare(address, port)
         with self._forming(timeout_s):
@@ -146,6 +148,7 @@ class World:
     def leave(self) -> None:
         """Leave in good order: all groups destroyed, the store dropped. Harmless twice."""
         global _current
+        forming.stop("this rank leaves the world")
         # Works and reducers in reference cycles hold groups; freed at interpreter exit they end in std::terminate.
         gc.collect()
         if dist.is_initialized():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from nbkit.mesh import AXES, Mesh
+from nbkit.rank.breakable import forming
 
-__all__ = ["Axes", "forget", "group_of", "groups_made", "shard_groups"]
+__all__ = ["Axes", "all_made", "forget", "group_of", "groups_along", "groups_made", "shard_groups"]
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -30,17 +33,27 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
     return own
 
 
+def all_made(every: list[tuple[int, ...]], axis: str) -> bool:
+    """Whether the groups `every` along `axis` are there: `group_of` then sends nothing."""
+    return all(len(ranks) == 1 or (axis, ranks) in _made for ranks in every)
+
+
 def groups_made() -> int:
-    """A number that ranks have in common which have made the same groups.
+    """A number that ranks have in common which have made the same groups, when none is being made.
 
     An interrupt may have reached one rank before a group was made and another after it.
     """
-    return zlib.crc32(repr(sorted(_made)).encode())
+    forming.join()
+    return zlib.crc32(repr((sorted(_made), c10d._world.group_count)).encode())
 
 
-def forget() -> None:
-    """Later strategies get groups of their own. On every rank, or they would wait for each other."""
+def forget(device: torch.device) -> None:
+    """Later strategies get groups of their own. Collective: torch names a group by a count that ranks must agree on."""
     _made.clear()
+    if dist.get_world_size() > 1:
+        count = torch.tensor(c10d._world.group_count, device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        c10d._world.group_count = int(count)
 
 
 def shard_groups(mesh: Mesh, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -50,6 +63,14 @@ def shard_groups(mesh: Mesh, shard: int) -> tuple[list[tuple[int, ...]], list[tu
         within += [ranks[i : i + shard] for i in range(0, len(ranks), shard)]
         across += [ranks[i::shard] for i in range(shard)]
     return within, across
+
+
+def groups_along(mesh: Mesh, shard: int | None) -> dict[str, list[tuple[int, ...]]]:
+    """axis -> its groups, of all ranks. Halves of dp only where they are not the whole of it, or one rank each."""
+    found = {axis: mesh.groups(axis) for axis in AXES}
+    if shard not in (None, 1, mesh.dp):
+        found["shard"], found["replicate"] = shard_groups(mesh, shard)
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,12 +86,9 @@ class Axes:
     def of(cls, mesh: Mesh, rank: int, *, shard: int | None = None) -> Axes:
         """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp)."""
         shard = mesh.dp if shard is None else shard
-        groups = {axis: group_of(axis, mesh.groups(axis), rank) for axis in AXES}
+        groups = {axis: group_of(axis, every, rank) for axis, every in groups_along(mesh, shard).items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
-        else:
-            within, across = shard_groups(mesh, shard)
-            groups["shard"], groups["replicate"] = group_of("shard", within, rank), group_of("replicate", across, rank)
         return cls(mesh, rank, shard, groups)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:

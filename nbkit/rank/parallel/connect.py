@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbkit.layout import Layout
-from nbkit.rank.parallel.axes import Axes, group_of
+from nbkit.rank.parallel.axes import Axes, all_made, group_of, groups_along
 from nbkit.rank.parallel.edges import Edges, edge_groups
 from nbkit.rank.parallel.outline import Outline
 from nbkit.strategy import Strategy
 
-__all__ = ["Connections", "connect"]
+__all__ = ["Connections", "connect", "connected"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,25 @@ def connect(strategy: Strategy, outline: Outline, rank: int) -> Connections:
     mesh = strategy.mesh
     axes = Axes.of(mesh, rank, shard=strategy.shard)
     ties = []
-    for where, names in _tied(strategy, outline):
-        group = group_of("pp", [tuple(line[stage] for stage in where) for line in mesh.groups("pp")], rank)
+    for every, names in _tied(strategy, outline):
+        group = group_of("pp", every, rank)
         own = tuple(name for name in names if name in outline.held[rank])
         if group is not None and own:
             ties.append((group, own))
     return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(outline))
 
 
-def _tied(strategy: Strategy, outline: Outline) -> list[tuple[tuple[int, ...], list[str]]]:
-    """(places along pp, names of the parameters that exactly those hold), where they are several."""
+def connected(strategy: Strategy, outline: Outline) -> bool:
+    """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
+    if strategy.pp > 1 and dist.get_backend() == "nccl":  # edges are not looked for
+        return False
+    tied = (every for every, _ in _tied(strategy, outline))
+    along = groups_along(strategy.mesh, strategy.shard)
+    return all(all_made(every, axis) for axis, every in along.items()) and all(all_made(every, "pp") for every in tied)
+
+
+def _tied(strategy: Strategy, outline: Outline) -> list[tuple[list[tuple[int, ...]], list[str]]]:
+    """(groups along pp, names of the parameters that exactly their stages hold), where those are several."""
     stages: dict[str, set[int]] = {}
     for rank, held in enumerate(outline.held):
         for name in held:
@@ -53,7 +62,9 @@ def _tied(strategy: Strategy, outline: Outline) -> list[tuple[tuple[int, ...], l
     for name in sorted(stages):
         if len(stages[name]) > 1:
             found.setdefault(tuple(sorted(stages[name])), []).append(name)
-    return sorted(found.items()) if strategy.pp > 1 else []
+    lines = strategy.mesh.groups("pp")
+    places = sorted(found.items()) if strategy.pp > 1 else []
+    return [([tuple(line[stage] for stage in where) for line in lines], names) for where, names in places]
 
 
 def _replication(outline: Outline) -> dict[str, int]:

@@ -15,7 +15,7 @@ from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
 from nbkit.rank.parallel.axes import forget, groups_made
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
-from nbkit.rank.parallel.connect import Connections, connect
+from nbkit.rank.parallel.connect import Connections, connect, connected
 from nbkit.rank.parallel.costs import measure_costs
 from nbkit.rank.parallel.edges import meet
 from nbkit.rank.parallel.experts import experts_in
@@ -100,6 +100,7 @@ class Blueprint:
         self.outlines = Outlines(self.skeleton, self.wishes)
         self.plans = Plans(self.outlines, rank)
         self._connected: dict[Strategy, Connections] = {}
+        self._warned: set[Strategy] = set()
         self._ready: Cut | None = None  # for the next side, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
@@ -159,12 +160,14 @@ class Blueprint:
         TrainingError, before that and on every rank alike, for what it cannot split.
         """
         if not alike:
-            forget()
+            forget(self.device)
             self._connected.clear()
-        if strategy not in self._connected:
+        if strategy not in self._warned:
             if strategy.zero or strategy.tp > 1:
                 self.template.check_elementwise(str(strategy))
+            self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.wishes)
+        if strategy not in self._connected:
             self._connected[strategy] = connect(strategy, self.outlines.of(strategy), self.rank)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
         meet(self._connected[strategy].edges, self.device)
@@ -176,17 +179,32 @@ class Blueprint:
             self._ready, self._changes = None, self._changes + 1
 
     def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
-        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if groups are there.
+        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if no group lacks.
 
         Raises as `plans.exchange` and `cut` do.
         """
-        began, changes = time.perf_counter(), self._changes
+        began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
-        if (connections := self._connected.get(new)) is not None:
-            ready = cut(self.skeleton, new, connections, wishes=self.wishes, device=self.device)
-            if changes == self._changes:
-                self._ready = ready
         self._beside = new, time.perf_counter() - began
+        if new in self._connected or connected(new, self.outlines.of(new)):
+            self.make_groups(new)
+
+    def connected(self, strategy: Strategy) -> bool:
+        """Whether its groups are there, and known to be."""
+        return strategy in self._connected
+
+    def make_groups(self, new: Strategy) -> None:
+        """The groups that are not there, and the module cut with them. Collective where one is made; in any thread.
+
+        Raises as `connect` does, and as `cut`.
+        """
+        began, changes = time.perf_counter(), self._changes
+        if new not in self._connected:
+            self._connected[new] = connect(new, self.outlines.of(new), self.rank)
+        ready = cut(self.skeleton, new, self._connected[new], wishes=self.wishes, device=self.device)
+        if changes == self._changes:
+            self._ready = ready
+        self._beside = new, self._beside[1] + time.perf_counter() - began
 
     def beside(self, new: Strategy) -> float:
         """Seconds that `make_ready` took for this switch, 0 without it."""

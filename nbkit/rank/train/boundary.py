@@ -2,7 +2,8 @@
 
 Requests reach each rank at its own time, from another thread, numbered 1, 2, 3, ... by their sender. A rank says in the
 reduction of a step whether it holds the next number, and has made ready what it can beside the training; when all do,
-all act after the same step. So no rank ever acts alone, and no collective is added for it.
+all act after the same step. What all ranks have to make at once (groups) they begin after the same step too, and act
+after a later one. So no rank ever acts alone, and no collective is added for it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,34 @@ import torch.distributed as dist
 
 from nbkit.errors import Stopped
 
-__all__ = ["Inbox", "handlers", "inbox", "preparers", "progress", "training"]
+__all__ = ["LACKS", "READY", "Inbox", "Preparation", "handlers", "inbox", "preparers", "progress", "training"]
+
+LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
+
+
+class Preparation:
+    """What is made for a request beside the training: here nothing."""
+
+    def alone(self) -> bool:
+        """Whether this rank has made what it can make by itself, or cannot."""
+        return True
+
+    def lacks(self) -> bool:
+        """Whether something is missing that all ranks have to make at once."""
+        return False
+
+    def together(self) -> None:
+        """Begin that, in a thread. Called on all ranks after the same step; `lacks` until it has ended, however."""
 
 
 @dataclass
 class _Request:
-    """ready: set when what is made beside the training for it is made, or cannot be; None until somebody began."""
+    """preparation: None until its turn has come. begun: what all ranks make at once."""
 
     kind: str
     payload: Any
-    ready: threading.Event | None = None
+    preparation: Preparation | None = None
+    begun: bool = False
 
 
 class Inbox:
@@ -42,19 +61,34 @@ class Inbox:
         with self._lock:
             if number > self.acted:
                 self._waiting[number] = _Request(kind, payload)
-        self.holds(self.acted + 1)
+        self.stage(self.acted + 1)
 
-    def holds(self, number: int) -> bool:
-        """Whether request `number`, which is the next one, has arrived here, and what is made for it is ready."""
+    def stage(self, number: int) -> int:
+        """How far this rank is with request `number`, which is the next one.
+
+        READY; LACKS, when all but what all ranks have to make at once is ready; 0 before that, or when it is not here.
+        """
         with self._lock:
             request = self._waiting.get(number)
             if request is None:
-                return False
-            if request.ready is None:
+                return 0
+            if request.preparation is None:
                 # Not before its turn has come: what another request leaves behind is not known yet.
-                prepare = preparers.get(request.kind, _at_once)
-                request.ready = prepare(request.payload)
-        return request.ready.is_set()
+                request.preparation = preparers.get(request.kind, lambda payload: Preparation())(request.payload)
+        if not request.preparation.alone():
+            return 0
+        return LACKS if request.preparation.lacks() else READY
+
+    def make_together(self, number: int, *, begin: bool) -> bool:
+        """Whether all ranks make something at once for request `number`, from now on if they `begin`."""
+        with self._lock:
+            request = self._waiting.get(number)
+        if request is None or request.preparation is None:
+            return False
+        if begin and not request.begun:
+            request.begun = True
+            request.preparation.together()
+        return request.begun
 
     def highest(self) -> int:
         """The highest number that arrived, or was acted on."""
@@ -77,21 +111,14 @@ class Inbox:
         return [(number, each.kind, each.payload) for number, each in zip(numbers, dropped, strict=True)]
 
 
-def _at_once(payload: Any) -> threading.Event:
-    """Nothing is to be made ready."""
-    ready = threading.Event()
-    ready.set()
-    return ready
-
-
 inbox = Inbox()
 
 # kind -> what to do with the payload, on every rank at the same boundary. "unserved" gets (number, kind, payload) of a
 # request that no boundary will serve any more, because the training ended first.
 handlers: dict[str, Callable[[Any], None]] = {}
 
-# kind -> begins, in a thread of its own, to make ready for the payload what sends nothing; the event is set at its end.
-preparers: dict[str, Callable[[Any], threading.Event]] = {}
+# kind -> begins, in a thread of its own, to make ready for the payload what this rank makes by itself.
+preparers: dict[str, Callable[[Any], Preparation]] = {}
 
 _training: Any = None
 _progress: dict[str, Any] = {}

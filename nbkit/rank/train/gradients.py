@@ -92,7 +92,8 @@ class Gradients:
     ) -> StepReduction:
         """Fill every parameter's gradient; the numbers of the step are under way in what it returns.
 
-        asked: 1 when this rank holds the request asked about; seconds: since the last step. Both are called at launch.
+        asked: how far this rank is with the request asked about (see boundary.Inbox); seconds: since the last step.
+        Both are called at launch.
         """
         side, micros = self.side, self.cut(shard)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
@@ -107,7 +108,7 @@ class Gradients:
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
                 weighted=sums.weighted,
-                requests=asked(),
+                stage=asked(),
                 tokens=sums.tokens if counts else 0,
                 seconds=seconds(),
                 fingerprint=shard.fingerprint,

@@ -88,9 +88,16 @@ class History:
         verdict.check_whole(numbers, pending)
         verdict.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
         verdict.check_streams(numbers, pending)
-        if numbers.requests == self._world_size:
+        if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
             self.agreed = pending.asked
         return numbers
+
+    def _waits(self, numbers: StepNumbers, asked: int) -> bool:
+        """Whether what all ranks make at once for the request `asked` is being made; they begin it here."""
+        if numbers.ready == self._world_size:
+            return False
+        # Where some ranks have it already, as an interrupt may leave them, it is made when the request is served.
+        return boundary.inbox.make_together(asked, begin=numbers.ready == 0)
 
     def torn(self) -> bool:
         """Whether a step was made with gradients that the ranks had not summed; if so, what is pending is dropped.

@@ -199,7 +199,7 @@ class Job(Switchable):
         seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
         reduction = self.gradients.backward(
-            shard, step=self.step, asked=lambda: int(boundary.inbox.holds(asked)), seconds=self.ledger.clock.lap
+            shard, step=self.step, asked=lambda: boundary.inbox.stage(asked), seconds=self.ledger.clock.lap
         )
         self._reduced = True
         strategy = self.strategy

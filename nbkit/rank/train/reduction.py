@@ -14,26 +14,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.rank.parallel.replicate import ALIVE
+from nbkit.rank.train.boundary import READY
 from nbkit.rank.train.underway import Underway
 
 __all__ = ["Result", "StepNumbers", "StepReduction"]
 
-_LOSS, _WEIGHT, _WEIGHTED, _REQUESTS, _TOKENS, _CANARY, _SHARED = 0, 1, 2, 3, 4, 5, 6
+_LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 
 
 @dataclass(frozen=True)
 class StepNumbers:
     """What all ranks know about a step.
 
-    loss: of the whole global batch. weighted: the loss function gave (sum, weight). requests: how many ranks hold the
-    request asked about. not_finite: ranks whose own loss or weight was NaN or infinite. seconds, fingerprints: one per
-    rank. whole: the gradients are sums over all ranks; a reduction that was broken off leaves them as they were.
+    loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
+    request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
+    not_finite: ranks whose own loss or weight was NaN or infinite. seconds, fingerprints: one per rank. whole: the
+    gradients are sums over all ranks; a reduction that was broken off leaves them as they were.
     """
 
     loss: float
     weight: float
     weighted: bool
-    requests: int
+    held: int
+    ready: int
     tokens: int
     seconds: list[float]
     not_finite: list[int]
@@ -55,17 +58,19 @@ class StepReduction:
         weight: Tensor | float,
         *,
         weighted: bool,
-        requests: int,
+        stage: int,
         tokens: int,
         seconds: float,
         fingerprint: int,
     ) -> None:
         """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
+        stage: of the request asked about (see boundary.Inbox).
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
         slots = [0.0] * (_SHARED + 3 * self.world_size)
-        slots[_WEIGHTED], slots[_REQUESTS], slots[_TOKENS] = weighted, requests, tokens
+        slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
+        slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + 3 * self.rank
         slots[at], slots[at + 2] = seconds, fingerprint
         vector = torch.tensor(slots, dtype=torch.float64, pin_memory=self.device.type == "cuda")
@@ -114,7 +119,8 @@ class StepReduction:
             loss=values[_LOSS] / weight if weight > 0 else 0.0,
             weight=weight,
             weighted=values[_WEIGHTED] > 0,
-            requests=round(values[_REQUESTS]),
+            held=round(values[_HELD]),
+            ready=round(values[_READY]),
             tokens=round(values[_TOKENS]),
             seconds=ranks[0::3],
             not_finite=[rank for rank, flag in enumerate(ranks[1::3]) if flag],

@@ -152,8 +152,8 @@ def test_a_number_acted_on_is_not_taken_again() -> None:
 
     assert inbox.take(1) == ("stop", None)
     inbox.post(1, "stop")
-    assert not inbox.holds(1)
-    assert inbox.holds(2) and inbox.highest() == 2
+    assert inbox.stage(1) == 0
+    assert inbox.stage(2) == boundary.READY and inbox.highest() == 2
     assert inbox.drop(2) == [(2, "cell", "x")]
 
 

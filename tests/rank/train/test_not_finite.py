@@ -54,7 +54,7 @@ def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(we
 
 def numbers(**changed: Any) -> StepNumbers:
     asked: dict[str, Any] = {
-        "loss": 1.0, "weight": 8.0, "weighted": False, "requests": 0, "tokens": 8, "seconds": [0.1] * 4,
+        "loss": 1.0, "weight": 8.0, "weighted": False, "held": 0, "ready": 0, "tokens": 8, "seconds": [0.1] * 4,
         "not_finite": [], "fingerprints": [0] * 4,
     }  # fmt: skip
     return StepNumbers(**(asked | changed))

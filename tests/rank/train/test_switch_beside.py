@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -105,6 +106,74 @@ def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() 
         assert late["ok"] and late["step"] == found[0][0]["step"] > 30
         assert broken["ok"] and broken["result"]["identical"]
         assert not refused["ok"] and refused["error"] == "StrategyError" and refused["strategy"] == "dp=2 zero=3"
+
+
+def first_visits(world: Any) -> dict[str, Any]:
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(1)
+    found: dict[str, Any] = {"verdicts": [], "made": []}
+    made: set[tuple[str, str]] = set()
+    new_group, fails = torch.distributed.new_group, False
+
+    def noting(ranks: list[int], **kwargs: Any) -> Any:
+        thread = threading.current_thread().name
+        made.add((kwargs["group_desc"], thread))
+        if fails and thread == "nbkit-groups":
+            raise RuntimeError("planted")
+        return new_group(ranks, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", noting)
+        patch.setattr(ahead, "GROUPS_SECONDS", 1.0)
+        planned = planned_in(patch)
+        for strategy in ("hsdp", "zero=1 shard=2", "dp=2 tp=2"):
+            fails = strategy == "dp=2 tp=2" and world.place.rank == 1
+            found["verdicts"].append(asked_for(trainer, controls, strategy))
+            found["made"].append(made.copy())
+            made.clear()
+    found["cut"] = [thread for what, thread in planned if what == "cut"]
+    found["losses"] = [record["loss"] for record in trainer.history]
+    return found
+
+
+def test_groups_are_made_beside_the_training_and_where_that_fails_by_the_switch() -> None:
+    every = run_ranks(first_visits, 4, timeout=200)
+    losses, _, _ = one_process(points(40), steps=len(every[0]["losses"]), optimizer=adam)
+    for found in every:
+        assert all(verdict["ok"] and verdict["result"]["identical"] for verdict in found["verdicts"])
+        hsdp, shared, failed = found["made"]
+        assert hsdp == {("shard", "nbkit-groups"), ("replicate", "nbkit-groups")} and not shared
+        assert {("dp", "MainThread"), ("tp", "MainThread")} <= failed
+        assert found["cut"] == ["nbkit-groups", "nbkit-ahead", "MainThread"]
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def groups_of_ones_own(world: Any) -> list[float]:
+    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer.fit(1)
+    new_group, sums = torch.distributed.new_group, []
+
+    def slowly(ranks: list[int], **kwargs: Any) -> Any:
+        if threading.current_thread().name == "nbkit-groups" and world.place.rank == 1:
+            time.sleep(0.2)
+        return new_group(ranks, **kwargs)
+
+    def meanwhile(step: int) -> None:
+        if any(thread.name == "nbkit-groups" for thread in threading.enumerate()) and not sums:
+            own = new_group([0, 1])
+            number = torch.tensor(1.0 + world.place.rank)
+            torch.distributed.all_reduce(number, group=own)
+            sums.append(float(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", slowly)
+        verdict = asked_for(trainer, controls, "tp", meanwhile=meanwhile)
+    trainer.fit(2)
+    return [*sums, float(verdict["ok"])]
+
+
+def test_a_group_that_the_user_makes_meanwhile_comes_after_ours_on_every_rank() -> None:
+    assert run_ranks(groups_of_ones_own, 2, timeout=100) == [[3.0, 1.0]] * 2
 
 
 def out_of_date(world: Any) -> dict[str, Any]:

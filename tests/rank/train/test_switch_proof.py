@@ -131,8 +131,8 @@ def ends(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def ask(id: str, strategy: str) -> None:
+        boundary.preparers["control"] = lambda control: boundary.Preparation()
         boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy}))
-        boundary.preparers["control"] = lambda control: _set()
 
     def at(step: int, id: str, strategy: str) -> None:
         trainer._callbacks = (lambda trainer, record: record["step"] == step and ask(id, strategy),)
@@ -172,12 +172,6 @@ def ends(world: Any) -> dict[str, Any]:
     trainer.fit(2)
     found["losses"] = losses_of(trainer)
     return found
-
-
-def _set() -> threading.Event:
-    ready = threading.Event()
-    ready.set()
-    return ready
 
 
 def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobody_compared() -> None:
