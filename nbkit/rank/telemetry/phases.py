@@ -62,7 +62,7 @@ class StepClock:
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
         self._thread = 0
-        self._cuda = False
+        self._cuda = self._lent = False
         self._complete = True
         self._base = 0
         self._stamp: Callable[[], Stamp] = now
@@ -71,7 +71,7 @@ class StepClock:
 
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
-        self._thread, self._cuda = threading.get_ident(), cuda
+        self._thread, self._cuda, self._lent = threading.get_ident(), cuda, False
         self._stamp = _event if cuda else now
         self.state = OTHER
         self._open(self._stamp())
@@ -112,6 +112,10 @@ class StepClock:
         """Be in `state` again."""
         if self.laps is None or state == self.state or not self._in_charge():
             return
+        if threading.get_ident() == self._thread:
+            # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward": what
+            # that thread waits for it must also come back from.
+            self._lent = self._cuda and state == "backward"
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps.append((state, self._stamp()))
         else:
@@ -136,8 +140,7 @@ class StepClock:
         self.laps, self.ops, self._complete, self._base = [(self.state, start)], [], True, now()
 
     def _in_charge(self) -> bool:
-        # On CUDA, autograd runs in a thread of its own while the training thread waits for it.
-        return threading.get_ident() == self._thread or (self._cuda and self.state == "backward")
+        return self._lent or threading.get_ident() == self._thread
 
 
 clock = StepClock()
