@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.bridge.controls import Control, Controls
+from nbkit.events import Switched
 from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.train import boundary, proof
 from nbkit.rank.train import switch as switching
+from nbkit.rank.train.clock import Clock
 from nbkit.rank.train.trainer import Trainer
 
 THROUGH = ("zero3", "tp=2", "pp=2 microbatches=2", "zero1", "ddp")
@@ -260,3 +264,33 @@ def narrow(world: Any) -> list[str]:
 
 def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first() -> None:
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
+
+
+class Behind:
+    """A GPU's stream on which something is still under way."""
+
+    def __init__(self) -> None:
+        self.left = 0.2
+
+    def synchronize(self) -> None:
+        time.sleep(self.left)
+        self.left = 0.0
+
+
+def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proofs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, job = Behind(), MagicMock(device=torch.device("cuda", 0), switches=[])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def identical() -> bool:
+        stream.synchronize()  # as reading a number does
+        return True
+
+    job.ledger.clock = clock = Clock()
+    comparison = MagicMock(identical=identical)
+    found = proof.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
+    assert found.settle(job)
+
+    assert job.switches[0].proof_s < 0.1
+    assert clock.lap() >= 0.2
