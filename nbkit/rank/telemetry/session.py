@@ -32,9 +32,9 @@ from nbkit.rank.telemetry.record import own_ns, ring
 from nbkit.rank.telemetry.writer import Mark, Writer
 from nbkit.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
 
-__all__ = ["Session", "record_path"]
+__all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
 
-_FIRST_IN_DETAIL = 3
+FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 _MEMORY_EVERY = 100
 
 
@@ -67,7 +67,7 @@ class Session:
     ) -> None:
         self.path = record_path(run_dir, rank)
         self._cuda = device is not None and device.type == "cuda"
-        self._detail_every, self._until = detail_every, _FIRST_IN_DETAIL
+        self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
         base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
@@ -108,7 +108,7 @@ class Session:
         elif isinstance(event, RunStopped):
             self.end()
         elif isinstance(event, Switched):
-            self.detail(_FIRST_IN_DETAIL)
+            self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
         """This thread makes steps from here on; for a loop of one's own, without events."""

@@ -24,7 +24,7 @@ from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.record import mode
 from nbkit.rank.telemetry.scalars import ScalarWriter
-from nbkit.rank.telemetry.session import Session
+from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.train.foresight import foresee
 from nbkit.records import StepRecord
 
@@ -86,6 +86,11 @@ class Recorder:
                     pass
                 except Exception as error:
                     warnings.warn(f"no formula for {job.strategy}: {type(error).__name__}: {error}", stacklevel=2)
+
+    def look_closely(self) -> None:
+        """Keep the first steps from here on moment by moment, as after every switch."""
+        if self._session is not None:
+            self._session.detail(FIRST_IN_DETAIL)
 
     def trace(self, steps: int, *, after: int) -> dict[str, Any]:
         """Keep the next `steps` steps moment by moment; which they are: {"first", "last"}. after: finished steps.

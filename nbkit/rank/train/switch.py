@@ -155,6 +155,8 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
         if verify and not at_once:
             comparison = Comparison(before, prepared.target, plan, rank=job.rank, device=job.device)
             job.proof = Proof(event, left, comparison, again=lambda: switch(job, new))
+            # Listeners hear of the switch after the first step under it, which is one of those looked at closely.
+            job.recorder.look_closely()
             return event
         del before, prepared
         if not keep:

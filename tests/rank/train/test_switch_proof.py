@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -17,6 +18,8 @@ from ranks import run_ranks
 from nbkit.bridge.controls import Control, Controls
 from nbkit.events import Switched
 from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.telemetry import session
+from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train import boundary, proof
 from nbkit.rank.train import switch as switching
 from nbkit.rank.train.clock import Clock
@@ -266,6 +269,32 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
 
 
+def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
+    """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
+    trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder), Controls()
+    trainer.job.recorder._session._detail_every = session.LISTEN_EVERY = 1 << 30
+    trainer.fit(4)
+    heard: dict[int, bool] = {}
+    prepare = trainer._rate.prepare
+
+    def begun(step: int) -> None:
+        heard[step] = clock.listening
+        prepare(step)
+
+    trainer._rate.prepare = begun  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switching, "roomy", lambda _: True)
+        threads = hashed_in(patch)
+        at = asked_for(trainer, controls, "zero1")["result"]["step"]
+    return threads == ["nbkit-proof"] * 2, {step - at: told for step, told in heard.items() if abs(step - at) < 2}
+
+
+def test_the_first_step_after_a_switch_is_looked_at_closely_though_it_is_told_of_later(tmp_path: Path) -> None:
+    for beside, heard in run_ranks(listened, 2, str(tmp_path), timeout=200):
+        assert beside
+        assert not heard[-1] and heard[0]
+
+
 class Behind:
     """A GPU's stream on which something is still under way."""
 
@@ -287,10 +316,10 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
         stream.synchronize()  # as reading a number does
         return True
 
-    job.ledger.clock = clock = Clock()
+    job.ledger.clock = of_steps = Clock()
     comparison = MagicMock(identical=identical)
     found = proof.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
     assert found.settle(job)
 
     assert job.switches[0].proof_s < 0.1
-    assert clock.lap() >= 0.2
+    assert of_steps.lap() >= 0.2
