@@ -44,7 +44,8 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.base_bytes = bytes_held(device)[0]
+        self.base_bytes, self._peak, _ = bytes_held(device)
+        self._device = device
         self._session: Session | None = None
         self._run_dir = Path()
         self._due = self._since = self._marked = 0
@@ -58,6 +59,11 @@ class Recorder:
     def recent(self) -> list[StepRecord]:
         """The newest steps of this rank as they were measured; none without a session."""
         return self._session.recent if self._session is not None else []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that this process has ever held: what torch and the kernel say counts from the last strategy on."""
+        return max(self._peak, bytes_held(self._device)[1])
 
     def __call__(self, event: Event) -> None:
         """Take an event: what a strategy needs is known two steps after it came into force."""
@@ -76,7 +82,8 @@ class Recorder:
             held = job.side.held.values()
             self._session.memory(memory_of(job.model, job.optimizer.inner, step=step, held=held, device=job.device))
             if step == self._due:
-                reset_peak(job.device)  # the next count says what this strategy takes
+                self._peak = self.peak_bytes
+                reset_peak(self._device)  # the next count says what this strategy takes
             if job.rank == 0 and self._foreseen != str(job.strategy):
                 self._foreseen = str(job.strategy)
                 # No formula is worth a training, and the other ranks make none and would wait.

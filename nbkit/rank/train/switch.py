@@ -125,7 +125,7 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
     prepared.exchange.run(before, prepared.target, device=job.device)
     with all_or_none(job, "moving the state", numbers=1) as said:
         prepared.side.data.refresh()
-        said.numbers = [int(not roomy(job.device))]
+        said.numbers = [int(not roomy(job))]
     proof = time.perf_counter()
     plan = prepared.exchange.plan
     at_once = verify and (keep or not beside or bool(said.largest[0]))

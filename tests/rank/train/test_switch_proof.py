@@ -260,7 +260,7 @@ def narrow(world: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
         if world.place.rank == 1:
-            patch.setattr(switching, "roomy", lambda device: False)
+            patch.setattr(switching, "roomy", lambda _: False)
         assert asked_for(trainer, controls, "zero3")["result"]["identical"]
     return threads
 
