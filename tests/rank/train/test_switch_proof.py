@@ -269,6 +269,42 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
 
 
+def one_after_another(world: Any) -> dict[str, Any]:
+    """Switches between the same two steps, each of which is to be proven beside the next one."""
+    trainer = quiet(optimizer=adam, data=points(40))
+    found: dict[str, Any] = {}
+
+    def well() -> None:
+        found["told"] = [trainer.switch(each, beside=True).identical for each in ("zero1", "tp=2")]
+        found["before"] = trainer.job.previous
+        found["undone"] = trainer.undo(beside=True).new
+
+    def ill() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if world.place.rank == 1:
+                patch.setattr(proof, "sums", full)
+            trainer.switch("ddp", beside=True)
+            trainer.try_out("zero2", 2)
+            found["tried"] = str(trainer.strategy), trainer.job.proof
+
+    trainer._callbacks = (lambda trainer, record: {2: well, 4: ill}.get(record["step"], lambda: None)(),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switching, "roomy", lambda _: True)
+        trainer.fit(6)
+    found["switches"] = [(each.new, each.identical) for each in trainer.job.switches]
+    return {**found, "losses": losses_of(trainer)}
+
+
+def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> None:
+    for found in run_ranks(one_after_another, 2, timeout=200):
+        assert found["told"] == [None, None]
+        assert (found["before"], found["undone"]) == ("dp=2 zero=1", "dp=2 zero=1")
+        assert found["tried"] == ("dp=2", None)
+        assert found["switches"] == [(strategy, True) for strategy in ("dp=2 zero=1", "tp=2", "dp=2 zero=1", "dp=2")]
+        losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
     """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
     trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder), Controls()
