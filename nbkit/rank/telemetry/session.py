@@ -92,7 +92,8 @@ class Session:
         writer.open(RecordFile(self.path, head))
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._queue.put, None)
-        threading.Thread(target=writer.run, name="nbkit-records", daemon=True).start()
+        self._thread = threading.Thread(target=writer.run, name="nbkit-records", daemon=True)
+        self._thread.start()
         self._health = Health(self._queue.put, gpu=_uuid(device), first=first_of_host)
         weakref.finalize(self, self._health.end)
 
@@ -140,10 +141,14 @@ class Session:
         return list(self._writer.recent)
 
     def flush(self) -> None:
-        """Wait until everything that is known is on disk, steps whose numbers have not come included."""
+        """Wait until everything that is known is on disk, steps whose numbers have not come included.
+
+        After `close` nothing more gets there.
+        """
         written = threading.Event()
         self._queue.put(written)
-        written.wait()
+        while self._thread.is_alive() and not written.wait(1.0):
+            pass
 
     def note(self, record: Record) -> None:
         """Have a record written as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,13 @@ def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, li
         assert [(row.op, row.axis, row.calls, row.bytes) for row in rows] == [("all_reduce", "dp", 1, 64 * 64 * 4)]
     first = next(one for one in written[0] if isinstance(one, records.Detail))
     assert first.step == 1
+
+
+def test_who_waits_for_the_disk_after_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+    session = Session(tmp_path, rank=0, world_size=1)
+    session.close()
+    waiting = threading.Thread(target=session.end, daemon=True)
+    waiting.start()
+    waiting.join(20)
+
+    assert not waiting.is_alive()
