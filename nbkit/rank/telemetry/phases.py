@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "phase"]
+__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "mark", "phase"]
 
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
@@ -72,7 +72,7 @@ class StepClock:
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
         self._thread, self._cuda, self._lent = threading.get_ident(), cuda, False
-        self._stamp = _event if cuda else now
+        self._stamp = mark if cuda else now
         self.state = OTHER
         self._open(self._stamp())
 
@@ -162,7 +162,8 @@ class phase:
         clock.back(self._outer)
 
 
-def _event() -> torch.cuda.Event:
+def mark() -> torch.cuda.Event:
+    """When the current stream comes to here, once it has."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -35,7 +35,6 @@ from nbkit.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Recor
 __all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
 
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
-_MEMORY_EVERY = 100
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -158,10 +157,6 @@ class Session:
         """Keep the next `steps` steps moment by moment, one that is being made included. From any thread."""
         self._until = max(self._until, self._made_steps + steps)
         self._look()
-
-    def memory_due(self, step: int) -> bool:
-        """Whether `memory(...)` is wanted in this step: the second, and every hundredth."""
-        return step == 2 or step % _MEMORY_EVERY == 0
 
     def memory(self, measured: MemoryRecord) -> None:
         """Take what memory.memory_of counted, after a backward pass and before the gradients are dropped."""

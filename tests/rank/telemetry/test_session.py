@@ -61,7 +61,7 @@ def train(world: World, folder: str) -> None:
             work = dist.all_reduce(model.weight.grad, group=dp, async_op=True)
             assert work is not None
             work.wait()
-        if session.memory_due(number):
+        if number == 2:
             session.memory(memory_of(model, optimizer, step=number))
         with phase("optimizer"):
             optimizer.step()

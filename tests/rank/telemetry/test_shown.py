@@ -57,7 +57,7 @@ def train(world: World, folder: str) -> None:
             with phase("backward"):
                 loss.backward()
                 dist.all_reduce(model.weight.grad, group=groups["dp"])
-            if listeners[0].memory_due(number):  # type: ignore[union-attr]
+            if number == 2:
                 listeners[0].memory(memory_of(model, step=number))  # type: ignore[union-attr]
         else:
             strategy = PIPELINE
