@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +27,19 @@ def written(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_this_machine_says_how_much_is_available_and_ranks_of_a_node_share_it() -> None:
-    whole, half = (room.left(CPU, ranks=ranks) for ranks in (1, 2))
+def test_this_machine_says_how_much_is_available() -> None:
+    found = room.of_machine()
 
-    assert whole is not None and half is not None
-    assert abs(whole - psutil.virtual_memory().available) < 0.2 * whole
-    assert abs(whole - 2 * half) < 0.2 * whole
+    assert found is not None and abs(found - psutil.virtual_memory().available) < 0.2 * found
+
+
+def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBKIT_MEMORY_LIMIT", raising=False)
+    for machine, group, two in ((8 * GB, None, 4 * GB), (8 * GB, 6 * GB, 3 * GB), (None, None, None)):
+        monkeypatch.setattr(room, "of_machine", lambda free=machine: free)
+        monkeypatch.setattr(room, "of_cgroups", lambda free=group: free)
+
+        assert room.left(CPU, ranks=2) == two
 
 
 def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Path) -> None:
@@ -79,9 +85,12 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
 
 
 def room_beside(job: Any, spare: int) -> bool:
-    """Whether a step has room where `spare` bytes are left."""
-    os.environ["NBKIT_MEMORY_LIMIT"] = str(bytes_held()[0] + spare)
-    return room.roomy(job)
+    """Whether a step has room where `spare` bytes are left, whatever else this machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for one in ("of_machine", "of_cgroups"):
+            patch.setattr(room, one, lambda: None)
+        patch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + spare))
+        return room.roomy(job)
 
 
 def with_limits(world: object) -> list[bool]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -49,10 +51,23 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever else this machine does: the proof is found beside a step."""
+
+    @functools.wraps(train)
+    def trained(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(switching, "roomy", lambda _: True)
+            return train(*args)
+
+    return trained
+
+
 def losses_of(trainer: Trainer) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
+@with_room
 def beside(world: Any) -> dict[str, Any]:
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
     trainer.fit(1)
@@ -91,6 +106,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
         assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
 
 
+@with_room
 def spoilt(world: Any) -> dict[str, Any]:
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
     trainer.fit(2)
@@ -131,6 +147,7 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 
+@with_room
 def ends(world: Any) -> dict[str, Any]:
     """A switch at the last boundary of a run, and one whose first step is broken off."""
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
@@ -233,6 +250,7 @@ def after_a_forward(fn: Any) -> Any:
     return waiting
 
 
+@with_room
 def changing(world: Any) -> list[Any]:
     found = []
     for clamping in (False, True):
@@ -269,6 +287,7 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
 
 
+@with_room
 def one_after_another(world: Any) -> dict[str, Any]:
     """Switches between the same two steps, each of which is to be proven beside the next one."""
     trainer = quiet(optimizer=adam, data=points(40))
@@ -288,9 +307,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
             found["tried"] = str(trainer.strategy), trainer.job.proof
 
     trainer._callbacks = (lambda trainer, record: {2: well, 4: ill}.get(record["step"], lambda: None)(),)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switching, "roomy", lambda _: True)
-        trainer.fit(6)
+    trainer.fit(6)
     found["switches"] = [(each.new, each.identical) for each in trainer.job.switches]
     return {**found, "losses": losses_of(trainer)}
 
@@ -305,6 +322,7 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 
+@with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
     """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
     trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder), Controls()
@@ -319,7 +337,6 @@ def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
 
     trainer._rate.prepare = begun  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switching, "roomy", lambda _: True)
         threads = hashed_in(patch)
         at = asked_for(trainer, controls, "zero1")["result"]["step"]
     return threads == ["nbkit-proof"] * 2, {step - at: told for step, told in heard.items() if abs(step - at) < 2}
