@@ -155,7 +155,8 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """One forward ("F"), backward ("B"), weight-gradient ("W"), send or receive of a micro-batch. Times in ns."""
+    """One forward ("F") or backward ("B") of a micro-batch, or one of a backward's halves: the gradient of the input
+    ("I"), those of the weights ("W"). Times in ns."""
 
     op: str
     stage: int

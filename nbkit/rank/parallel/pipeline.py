@@ -69,7 +69,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
         self._channels = Channels(group, device, edges)
-        # Groups of their own are of a device, whose stream waits for the reduction, and no host.
+        # Only NCCL has edges: there the device's stream waits for the loss's reduction, launched after the last
+        # operation, before it updates.
         self._barrier = Barrier(group) if group is not None and not edges else None
         self._lists: dict[tuple[int, bool], tuple[tuple[Op, ...], Routes]] = {}
 

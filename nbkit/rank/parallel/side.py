@@ -95,8 +95,8 @@ class Side:
 
         forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
         other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
-        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. In a pipeline no rank returns
-        before all have their gradients.
+        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. Of a pipeline on CPU ranks none
+        returns before all in it have their gradients.
         """
         if self.pipeline is not None and micros:
             self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "phase"]
+__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "mark", "phase"]
 
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
@@ -62,7 +62,7 @@ class StepClock:
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
         self._thread = 0
-        self._cuda = False
+        self._cuda = self._lent = False
         self._complete = True
         self._base = 0
         self._stamp: Callable[[], Stamp] = now
@@ -71,8 +71,8 @@ class StepClock:
 
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
-        self._thread, self._cuda = threading.get_ident(), cuda
-        self._stamp = _event if cuda else now
+        self._thread, self._cuda, self._lent = threading.get_ident(), cuda, False
+        self._stamp = mark if cuda else now
         self.state = OTHER
         self._open(self._stamp())
 
@@ -112,6 +112,10 @@ class StepClock:
         """Be in `state` again."""
         if self.laps is None or state == self.state or not self._in_charge():
             return
+        if threading.get_ident() == self._thread:
+            # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward": what
+            # that thread waits for it must also come back from.
+            self._lent = self._cuda and state == "backward"
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps.append((state, self._stamp()))
         else:
@@ -128,7 +132,7 @@ class StepClock:
             self._complete = False
 
     def on_op(self, kind: str, stage: int, micro: int, start_ns: int, stop_ns: int) -> None:
-        """A pipeline's forward, backward, weight-gradient, send or receive is done (ns of perf_counter)."""
+        """A pipeline's operation is done (ns of perf_counter): see nbkit.records.PipelineOp."""
         if self.laps is not None and len(self.ops) < _LAPS_AT_MOST:
             self.ops.append((kind, stage, micro, start_ns, stop_ns))
 
@@ -136,8 +140,7 @@ class StepClock:
         self.laps, self.ops, self._complete, self._base = [(self.state, start)], [], True, now()
 
     def _in_charge(self) -> bool:
-        # On CUDA, autograd runs in a thread of its own while the training thread waits for it.
-        return threading.get_ident() == self._thread or (self._cuda and self.state == "backward")
+        return self._lent or threading.get_ident() == self._thread
 
 
 clock = StepClock()
@@ -159,7 +162,8 @@ class phase:
         clock.back(self._outer)
 
 
-def _event() -> torch.cuda.Event:
+def mark() -> torch.cuda.Event:
+    """When the current stream comes to here, once it has."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -64,9 +64,9 @@ class Call:
     peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
     group (for messages: the pair) had issued with it. bytes: what this rank contributes. Times in ns of perf_counter:
     issued; waited: when the first wait() began; done: when it ended, None when nobody could tell; blocked: what this
-    rank stood still for it. outside: between the steps of a training, or without one. heard: False: it may be over long
-    before anyone waits for it, and nobody listens, so it has no `done`; also where wait() sees its end, since only the
-    longest are still under way then.
+    rank stood still for it. outside: between the steps of a training, or without one. heard: whether `done` may be
+    believed. Not of an asynchronous collective in a step that does not listen: wait() would see only the ends of those
+    still under way, the longest. Nor of a message that wait() found there already.
     """
 
     __slots__ = ("blocked", "bytes", "cuda", "done", "group", "heard", "issued", "number", "op", "outside", "peer",

@@ -32,10 +32,9 @@ from nbkit.rank.telemetry.record import own_ns, ring
 from nbkit.rank.telemetry.writer import Mark, Writer
 from nbkit.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
 
-__all__ = ["Session", "record_path"]
+__all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
 
-_FIRST_IN_DETAIL = 3
-_MEMORY_EVERY = 100
+FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -67,7 +66,7 @@ class Session:
     ) -> None:
         self.path = record_path(run_dir, rank)
         self._cuda = device is not None and device.type == "cuda"
-        self._detail_every, self._until = detail_every, _FIRST_IN_DETAIL
+        self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
         base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
@@ -92,7 +91,8 @@ class Session:
         writer.open(RecordFile(self.path, head))
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._queue.put, None)
-        threading.Thread(target=writer.run, name="nbkit-records", daemon=True).start()
+        self._thread = threading.Thread(target=writer.run, name="nbkit-records", daemon=True)
+        self._thread.start()
         self._health = Health(self._queue.put, gpu=_uuid(device), first=first_of_host)
         weakref.finalize(self, self._health.end)
 
@@ -108,7 +108,7 @@ class Session:
         elif isinstance(event, RunStopped):
             self.end()
         elif isinstance(event, Switched):
-            self.detail(_FIRST_IN_DETAIL)
+            self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
         """This thread makes steps from here on; for a loop of one's own, without events."""
@@ -140,10 +140,14 @@ class Session:
         return list(self._writer.recent)
 
     def flush(self) -> None:
-        """Wait until everything that is known is on disk, steps whose numbers have not come included."""
+        """Wait until everything that is known is on disk, steps whose numbers have not come included.
+
+        After `close` nothing more gets there.
+        """
         written = threading.Event()
         self._queue.put(written)
-        written.wait()
+        while self._thread.is_alive() and not written.wait(1.0):
+            pass
 
     def note(self, record: Record) -> None:
         """Have a record written as it is."""
@@ -153,10 +157,6 @@ class Session:
         """Keep the next `steps` steps moment by moment, one that is being made included. From any thread."""
         self._until = max(self._until, self._made_steps + steps)
         self._look()
-
-    def memory_due(self, step: int) -> bool:
-        """Whether `memory(...)` is wanted in this step: the second, and every hundredth."""
-        return step == 2 or step % _MEMORY_EVERY == 0
 
     def memory(self, measured: MemoryRecord) -> None:
         """Take what memory.memory_of counted, after a backward pass and before the gradients are dropped."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.telemetry.phases import clock, mark
 
 __all__ = ["CudaCall", "Timed"]
 
@@ -30,12 +30,12 @@ class CudaCall:
         self.seconds: float | None = None
         self.stalled: float | None = None
         self._work: Any = None
-        self._first = _mark()
+        self._first = mark()
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def ended_in_stream(self) -> None:
         """It was enqueued on the current stream itself, which therefore stands still from begin to end."""
-        self._stalls.append((self._first, _mark()))
+        self._stalls.append((self._first, mark()))
 
     def under_way(self, work: Any) -> None:
         """It runs on a stream of NCCL's, which measures it."""
@@ -43,7 +43,7 @@ class CudaCall:
 
     def stall(self, first: torch.cuda.Event) -> None:
         """The current stream was made to wait for it, from `first` on."""
-        self._stalls.append((first, _mark()))
+        self._stalls.append((first, mark()))
 
     def resolve(self) -> bool:
         """Read what has passed; whether that is everything. For the writing thread."""
@@ -89,7 +89,7 @@ class Timed(dist.Work):
     def wait(self, *timeout: Any) -> Any:
         call = self.call
         if call.cuda is not None:
-            first = _mark()
+            first = mark()
             outer = clock.switch(self.state)
             try:
                 return self.inner.wait(*timeout)
@@ -145,9 +145,3 @@ class Timed(dist.Work):
 
     def _get_duration(self) -> Any:
         return self.inner._get_duration()
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +26,7 @@ from nbkit.rank.parallel.inplace import InPlace
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
 from nbkit.rank.train.interrupts import held_back
+from nbkit.rank.train.left import Left
 from nbkit.rank.train.room import trim
 from nbkit.rank.train.together import News, agreed, all_or_none, planned, refused
 from nbkit.rank.train.told import Memory
@@ -39,14 +40,9 @@ __all__ = ["switch_in_place"]
 
 @dataclass
 class _Move:
-    """From the side in force, with its optimizer, to another one.
+    """From the side in force, with its optimizer, to another one."""
 
-    attributes: of the left side's module, which may be the user's own: that takes on those of whatever is in force.
-    """
-
-    left: Side
-    left_inner: torch.optim.Optimizer
-    attributes: dict[str, Any]
+    left: Left
     side: Side
     inner: torch.optim.Optimizer
     old: Emptying
@@ -116,10 +112,10 @@ def _switched(
 
 def _prepared(job: Job, new: Strategy, connections: Connections, memory: Memory) -> _Move:
     """The new side, hollow, and the exchange that fills it. Collective."""
-    left, left_inner = job.side, job.optimizer.inner
-    before = holdings.state(left, left_inner)
+    left = Left.of(job)
+    before = holdings.state(left.side, left.inner)
     with all_or_none(job, "building the new side"), hollow() as spaces:
-        side, inner = job.blueprint.side(new, connections, like=left_inner)
+        side, inner = job.blueprint.side(new, connections, like=left.inner)
         side.data.let_go()
         holdings.allocate(side, inner, memory.kinds, memory.numbers)
         target = Filling(holdings.state(side, inner), spaces)
@@ -128,9 +124,9 @@ def _prepared(job: Job, new: Strategy, connections: Connections, memory: Memory)
         own, said.numbers = planned(job, new, before, to, memory)
     plan = agreed(job, own, said.largest, before, to).plan
     with all_or_none(job, "planning the way"):
-        exchange, old = InPlace(plan, job.rank), Emptying(before, left.data.tensors())
+        exchange, old = InPlace(plan, job.rank), Emptying(before, left.side.data.tensors())
         exchange.check(old, target)
-    return _Move(left, left_inner, left.module.__dict__, side, inner, old, target, exchange)
+    return _Move(left, side, inner, old, target, exchange)
 
 
 def _carry_out(job: Job, move: _Move, before: str | None) -> float:
@@ -164,14 +160,13 @@ def _carry_out(job: Job, move: _Move, before: str | None) -> float:
 
 def _go_back(job: Job, move: _Move, error: SwitchError, before: str | None) -> None:
     """Everything has been led over, and cannot stay: the old side is in force again, filled as it was. Collective."""
-    if job.side is not move.left:
-        move.left.module.__dict__ = move.attributes
-        job.adopt(move.left, move.left_inner)
+    if job.side is not move.left.side:
+        move.left.take_over(job)
         job.feed.recut()
     move.side.close()
     move.side.data.let_go()
     move.exchange.run_back(move.old, move.new, device=job.device, why=error.what, freed=lambda: trim(job.device))
-    move.left.data.refresh()
+    move.left.side.data.refresh()
     if before is not None and _digest(job, move, move.old) != before:
         raise TrainingError(
             "The switch failed, and what came back is not what there was.",

@@ -136,7 +136,9 @@ class Job(Switchable):
 
     @property
     def previous(self) -> str | None:
-        """The strategy before the last switch."""
+        """The strategy before the last switch, proven or not. From any thread."""
+        if (proof := self.proof) is not None:
+            return proof.event.old
         return self.switches[-1].old if self.switches else None
 
     @property

@@ -39,8 +39,7 @@ class Left:
         """It is in force again, and the steps made since have not been; the other side is closed. Not collective."""
         job.optimizer.zero_grad()
         if (other := job.side) is not self.side:
-            self.side.module.__dict__ = self.attributes
-            job.adopt(self.side, self.inner)
+            self.take_over(job)
             other.close()
         # Whatever was broken off was the other side's: the weights that go on are whole.
         job.half_way = False
@@ -48,6 +47,11 @@ class Left:
         job.precision.load_state_dict(self.precision)
         job.feed.recut()
         job.feed.go_to(self.position)
+
+    def take_over(self, job: Job) -> None:
+        """The job computes with it again, and nothing else of it has changed."""
+        self.side.module.__dict__ = self.attributes
+        job.adopt(self.side, self.inner)
 
     def let_go(self) -> None:
         """Its memory is free: there is no way back any more."""

@@ -87,6 +87,9 @@ class Proof:
 
     def settle(self, job: Job) -> bool:
         """Whether the step that was begun goes on; else it begins again. Collective, before the optimizer steps."""
+        if job.device.type == "cuda":
+            # The host is ahead of it: what is left of the step would count as time of the proof, and not of the step.
+            torch.cuda.current_stream(job.device).synchronize()
         began = time.perf_counter()
         with job.ledger.clock.stopped():
             if self.comparison.identical():

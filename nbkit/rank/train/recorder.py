@@ -24,7 +24,7 @@ from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.record import mode
 from nbkit.rank.telemetry.scalars import ScalarWriter
-from nbkit.rank.telemetry.session import Session
+from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.train.foresight import foresee
 from nbkit.records import StepRecord
 
@@ -44,7 +44,8 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.base_bytes = bytes_held(device)[0]
+        self.base_bytes, self._peak, _ = bytes_held(device)
+        self._device = device
         self._session: Session | None = None
         self._run_dir = Path()
         self._due = self._since = self._marked = 0
@@ -58,6 +59,11 @@ class Recorder:
     def recent(self) -> list[StepRecord]:
         """The newest steps of this rank as they were measured; none without a session."""
         return self._session.recent if self._session is not None else []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that this process has ever held: what torch and the kernel say counts from the last strategy on."""
+        return max(self._peak, bytes_held(self._device)[1])
 
     def __call__(self, event: Event) -> None:
         """Take an event: what a strategy needs is known two steps after it came into force."""
@@ -76,7 +82,8 @@ class Recorder:
             held = job.side.held.values()
             self._session.memory(memory_of(job.model, job.optimizer.inner, step=step, held=held, device=job.device))
             if step == self._due:
-                reset_peak(job.device)  # the next count says what this strategy takes
+                self._peak = self.peak_bytes
+                reset_peak(self._device)  # the next count says what this strategy takes
             if job.rank == 0 and self._foreseen != str(job.strategy):
                 self._foreseen = str(job.strategy)
                 # No formula is worth a training, and the other ranks make none and would wait.
@@ -86,6 +93,11 @@ class Recorder:
                     pass
                 except Exception as error:
                     warnings.warn(f"no formula for {job.strategy}: {type(error).__name__}: {error}", stacklevel=2)
+
+    def look_closely(self) -> None:
+        """Keep the first steps from here on moment by moment, as after every switch."""
+        if self._session is not None:
+            self._session.detail(FIRST_IN_DETAIL)
 
     def trace(self, steps: int, *, after: int) -> dict[str, Any]:
         """Keep the next `steps` steps moment by moment; which they are: {"first", "last"}. after: finished steps.

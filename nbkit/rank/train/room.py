@@ -46,10 +46,10 @@ def crowded(job: Job, new: Strategy) -> bool:
     return not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free)
 
 
-def roomy(device: torch.device) -> bool:
+def roomy(job: Job) -> bool:
     """Whether this rank can make a step beside all that it holds now: it is left as much as it has ever held."""
-    free = left(device, ranks=World.join_from_env().place.local_world_size)
-    return free is None or free >= bytes_held(device)[1]
+    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
+    return free is None or free >= job.recorder.peak_bytes
 
 
 def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:

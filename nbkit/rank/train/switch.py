@@ -30,7 +30,7 @@ from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.inplace import switch_in_place
 from nbkit.rank.train.interrupts import held_back
 from nbkit.rank.train.left import Left
-from nbkit.rank.train.proof import Comparison, Proof
+from nbkit.rank.train.proof import Comparison, Proof, settled
 from nbkit.rank.train.room import roomy
 from nbkit.rank.train.together import News, agreed, all_or_none, news, planned, refused
 from nbkit.strategy import Strategy
@@ -48,6 +48,7 @@ class Switchable:
         """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps.
 
         beside: find the proof beside the next step where the Trainer makes it: what is returned is not proven then.
+        Only for who touches no weight before that step. A switch that waits for its proof is proven first.
         """
         job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
         with job.ledger.clock.stopped():
@@ -125,7 +126,7 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
     prepared.exchange.run(before, prepared.target, device=job.device)
     with all_or_none(job, "moving the state", numbers=1) as said:
         prepared.side.data.refresh()
-        said.numbers = [int(not roomy(job.device))]
+        said.numbers = [int(not roomy(job))]
     proof = time.perf_counter()
     plan = prepared.exchange.plan
     at_once = verify and (keep or not beside or bool(said.largest[0]))
@@ -155,6 +156,8 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
         if verify and not at_once:
             comparison = Comparison(before, prepared.target, plan, rank=job.rank, device=job.device)
             job.proof = Proof(event, left, comparison, again=lambda: switch(job, new))
+            # Listeners hear of the switch after the first step under it, which is one of those looked at closely.
+            job.recorder.look_closely()
             return event
         del before, prepared
         if not keep:
@@ -174,9 +177,10 @@ def _let_go(failed: BaseException) -> None:
 
 
 def between_steps(job: Job) -> None:
-    """The ranks stand between the same two steps, whatever was broken off before. Collective outside a training.
+    """The ranks stand between the same two steps, whatever was broken off before, under a strategy that is proven.
 
-    Raises TrainingError where gradients wait for the optimizer: another side would not have them.
+    Collective outside a training, or where a switch waits for its proof. Raises TrainingError where gradients wait for
+    the optimizer: another side would not have them.
     """
     ensure_one(job)
     if job._reduced and job.ledger.pending and not job.ledger.pending[-1].made:
@@ -185,6 +189,8 @@ def between_steps(job: Job) -> None:
             numbers=f"step {job.step + 1}",
             hint="switch after job.optimizer.step()",
         )
+    # Two proofs at a time would need two sides to go back to. No step was begun, so none begins again.
+    settled(job)
 
 
 def prepare_switch(job: Job, new: Strategy, known: News, before: Held) -> Prepared:

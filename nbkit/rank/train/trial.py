@@ -24,7 +24,7 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
     make_step: makes one step of the training, and nothing beside it; nobody is told of it. again: whether the data can
     be read again. Takes the memory of both sides, and raises SwitchError where there is none. Returns strategy, steps,
     and the median seconds of a step there (the first left out, which makes what later ones reuse) and here before.
-    Raises TrainingError when the data cannot.
+    Raises TrainingError for data that cannot be read again.
     """
     if not again:
         raise TrainingError(
@@ -48,7 +48,7 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
                 job.ledger.drop()
                 left.take_up(job)
                 del job.ledger.records[records:], job.switches[switches:]
-    gc.collect()
+            gc.collect()
     return {
         "strategy": event.new,
         "steps": steps,

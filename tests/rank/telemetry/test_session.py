@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from nbkit.rank.telemetry.session import Session, record_path
 from nbkit.rank.world import World
 
 N = 3
-DELAY = 0.03
+DELAY = 0.1
 EACH = 6
 PLAIN, LOADER, LATE_COMPUTE, LATE_LOADER, PIPELINE = range(5)
 TRACED = 17
@@ -60,7 +61,7 @@ def train(world: World, folder: str) -> None:
             work = dist.all_reduce(model.weight.grad, group=dp, async_op=True)
             assert work is not None
             work.wait()
-        if session.memory_due(number):
+        if number == 2:
             session.memory(memory_of(model, optimizer, step=number))
         with phase("optimizer"):
             optimizer.step()
@@ -95,17 +96,17 @@ def members(written: dict[int, list[records.Record]]) -> dict[str, tuple[int, ..
 
 
 def bars_of(written: dict[int, list[records.Record]], kind: int) -> list[readings.Bar]:
-    return readings.mean_bars(steps_of(written, kind), members(written))
+    return readings.usual_bars(steps_of(written, kind), members(written))
 
 
 def near(seconds: float) -> Any:
     # A sleep is never shorter; on a busy machine it is longer.
-    return pytest.approx(1.4 * seconds, rel=0.4)
+    return pytest.approx(1.5 * seconds, rel=0.45)
 
 
 def test_every_part_adds_up_to_the_step(written: dict[int, list[records.Record]]) -> None:
     for kind in range(5):
-        for bar in bars_of(written, kind):
+        for bar in (bar for step in steps_of(written, kind) for bar in readings.bars(step, members(written))):
             parts = (bar.compute, bar.exposed, bar.waiting, bar.bubble, bar.data, bar.optimizer, bar.other)
             assert sum(parts) == pytest.approx(bar.seconds, rel=1e-3)
 
@@ -127,10 +128,10 @@ def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[i
         assert late.seconds == near(DELAY)
         assert getattr(found[rank], cause) - min(getattr(bar, cause) for bar in found) == near(DELAY)
         assert [bar.waiting for bar in found if bar.rank != rank] == [near(DELAY)] * (N - 1)
-        assert found[rank].waiting < 0.3 * DELAY
+        assert found[rank].waiting < 0.4 * DELAY
         assert f"for rank {rank}" in reading(found)
         # Within three steps.
-        first = readings.late_rank(readings.mean_bars(steps_of(written, kind)[:3], members(written)))
+        first = readings.late_rank(readings.usual_bars(steps_of(written, kind)[:3], members(written)))
         assert first is not None and first.rank == rank
 
 
@@ -138,7 +139,7 @@ def test_waiting_in_the_pipeline_is_bubble(written: dict[int, list[records.Recor
     found = bars_of(written, PIPELINE)
 
     assert found[1].bubble == near(DELAY)
-    assert found[0].bubble < 0.3 * DELAY and found[2].bubble == 0
+    assert found[0].bubble < 0.4 * DELAY and found[2].bubble == 0
     matrix = readings.traffic_matrix(steps_of(written, PIPELINE)[0], members(written), N)
     assert matrix.sent == ((0, 20, 0), (0, 0, 0), (0, 0, 0))
     ring = 2 * 2 / 3 * 64 * 64 * 4
@@ -192,3 +193,13 @@ def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, li
         assert [(row.op, row.axis, row.calls, row.bytes) for row in rows] == [("all_reduce", "dp", 1, 64 * 64 * 4)]
     first = next(one for one in written[0] if isinstance(one, records.Detail))
     assert first.step == 1
+
+
+def test_who_waits_for_the_disk_after_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+    session = Session(tmp_path, rank=0, world_size=1)
+    session.close()
+    waiting = threading.Thread(target=session.end, daemon=True)
+    waiting.start()
+    waiting.join(20)
+
+    assert not waiting.is_alive()

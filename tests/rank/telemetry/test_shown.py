@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
 from nbkit.rank.world import World
-from nbkit.schedules import Schedule
+from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
 STEPS, SWITCH = 12, 8
@@ -53,11 +54,11 @@ def train(world: World, folder: str) -> None:
             strategy = "dp=2"
             with phase("forward"):
                 loss = model(torch.ones(4, SIZE)).sum()
-                time.sleep(0.02 * rank)
+                time.sleep(0.1 * rank)
             with phase("backward"):
                 loss.backward()
                 dist.all_reduce(model.weight.grad, group=groups["dp"])
-            if listeners[0].memory_due(number):  # type: ignore[union-attr]
+            if number == 2:
                 listeners[0].memory(memory_of(model, step=number))  # type: ignore[union-attr]
         else:
             strategy = PIPELINE
@@ -127,9 +128,15 @@ def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
     order = [[(op.kind, op.micro) for op in ops] for ops in Schedule.of("1f1b", 2, 4).ops]
     for drawn in (moments["planned"], moments["measured"]):
         assert [[(kind, micro) for kind, _, micro, *_ in row] for row in drawn] == order
-    # (p - 1) / (m + p - 1) of the time, if every stage costs the same.
-    assert moments["planned_bubble"] == pytest.approx(1 / 5, abs=0.05)
-    assert moments["measured_bubble"] > moments["planned_bubble"] - 0.02
+    # What an operation costs on a busy machine is not what it sleeps: the plan is one of what was measured.
+    cost = {
+        kind: [fmean(stop - start for op, _, _, start, stop in row if op == kind) for row in moments["measured"]]
+        for kind in "FB"
+    }
+    plan = simulate(Schedule.of("1f1b", 2, 4), forward=cost["F"], backward_input=cost["B"], backward_weight=0.0)
+    assert moments["planned_bubble"] == pytest.approx(plan.bubble, abs=2e-3) and plan.bubble > 0
+    busy = 4 * (sum(cost["F"]) + sum(cost["B"]))
+    assert moments["measured_bubble"] == pytest.approx(1 - busy / 2 / moments["measured_span"], abs=2e-3)
 
 
 def test_each_rank_has_scalars_of_its_own(run: Run) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import UsageError
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train import room
+from nbkit.rank.train.recorder import Recorder
 
 CPU = torch.device("cpu")
 GB = 1 << 30
@@ -24,12 +27,19 @@ def written(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_this_machine_says_how_much_is_available_and_ranks_of_a_node_share_it() -> None:
-    whole, half = (room.left(CPU, ranks=ranks) for ranks in (1, 2))
+def test_this_machine_says_how_much_is_available() -> None:
+    found = room.of_machine()
 
-    assert whole is not None and half is not None
-    assert abs(whole - psutil.virtual_memory().available) < 0.2 * whole
-    assert abs(whole - 2 * half) < 0.2 * whole
+    assert found is not None and abs(found - psutil.virtual_memory().available) < 0.2 * found
+
+
+def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBKIT_MEMORY_LIMIT", raising=False)
+    for machine, group, two in ((8 * GB, None, 4 * GB), (8 * GB, 6 * GB, 3 * GB), (None, None, None)):
+        monkeypatch.setattr(room, "of_machine", lambda free=machine: free)
+        monkeypatch.setattr(room, "of_cgroups", lambda free=group: free)
+
+        assert room.left(CPU, ranks=2) == two
 
 
 def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Path) -> None:
@@ -74,14 +84,34 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
         room.left(CPU, ranks=1)
 
 
+def room_beside(job: Any, spare: int) -> bool:
+    """Whether a step has room where `spare` bytes are left, whatever else this machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for one in ("of_machine", "of_cgroups"):
+            patch.setattr(room, one, lambda: None)
+        patch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + spare))
+        return room.roomy(job)
+
+
 def with_limits(world: object) -> list[bool]:
-    now, peak, _ = bytes_held()
-    found = []
-    for beside in (2 * peak, peak // 2):
-        os.environ["NBKIT_MEMORY_LIMIT"] = str(now + beside)
-        found.append(room.roomy(CPU))
-    return found
+    job: Any = SimpleNamespace(device=CPU, recorder=Recorder(CPU))
+    peak = bytes_held()[1]
+    return [room_beside(job, spare) for spare in (2 * peak, peak // 2)]
 
 
 def test_there_is_room_for_a_step_where_as_much_is_left_as_was_ever_held() -> None:
     assert run_ranks(with_limits, 1) == [[True, False]]
+
+
+def after_a_count(world: object, folder: str) -> list[bool]:
+    trainer = quiet(log_dir=folder)
+    torch.ones(512 << 18)  # 512 MB, which are free again
+    before = bytes_held()[1]
+    trainer.fit(3)
+    after = bytes_held()[1]
+    found = [room_beside(trainer.job, spare) for spare in (2 * before, (before + after) // 2)]
+    return [after < before - (256 << 20), *found]
+
+
+def test_a_count_of_the_memory_of_a_strategy_does_not_forget_what_was_held_before(tmp_path: Path) -> None:
+    assert run_ranks(after_a_count, 1, str(tmp_path)) == [[True, True, False]]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +18,13 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.bridge.controls import Control, Controls
+from nbkit.events import Switched
 from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.telemetry import session
+from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train import boundary, proof
 from nbkit.rank.train import switch as switching
+from nbkit.rank.train.clock import Clock
 from nbkit.rank.train.trainer import Trainer
 
 THROUGH = ("zero3", "tp=2", "pp=2 microbatches=2", "zero1", "ddp")
@@ -42,10 +51,23 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever else this machine does: the proof is found beside a step."""
+
+    @functools.wraps(train)
+    def trained(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(switching, "roomy", lambda _: True)
+            return train(*args)
+
+    return trained
+
+
 def losses_of(trainer: Trainer) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
+@with_room
 def beside(world: Any) -> dict[str, Any]:
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
     trainer.fit(1)
@@ -84,6 +106,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
         assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
 
 
+@with_room
 def spoilt(world: Any) -> dict[str, Any]:
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
     trainer.fit(2)
@@ -124,6 +147,7 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 
+@with_room
 def ends(world: Any) -> dict[str, Any]:
     """A switch at the last boundary of a run, and one whose first step is broken off."""
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
@@ -220,6 +244,7 @@ def after_a_forward(fn: Any) -> Any:
     return waiting
 
 
+@with_room
 def changing(world: Any) -> list[Any]:
     found = []
     for clamping in (False, True):
@@ -247,10 +272,101 @@ def narrow(world: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
         if world.place.rank == 1:
-            patch.setattr(switching, "roomy", lambda device: False)
+            patch.setattr(switching, "roomy", lambda _: False)
         assert asked_for(trainer, controls, "zero3")["result"]["identical"]
     return threads
 
 
 def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first() -> None:
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
+
+
+@with_room
+def one_after_another(world: Any) -> dict[str, Any]:
+    """Switches between the same two steps, each of which is to be proven beside the next one."""
+    trainer = quiet(optimizer=adam, data=points(40))
+    found: dict[str, Any] = {}
+
+    def well() -> None:
+        found["told"] = [trainer.switch(each, beside=True).identical for each in ("zero1", "tp=2")]
+        found["before"] = trainer.job.previous
+        found["undone"] = trainer.undo(beside=True).new
+
+    def ill() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if world.place.rank == 1:
+                patch.setattr(proof, "sums", full)
+            trainer.switch("ddp", beside=True)
+            trainer.try_out("zero2", 2)
+            found["tried"] = str(trainer.strategy), trainer.job.proof
+
+    trainer._callbacks = (lambda trainer, record: {2: well, 4: ill}.get(record["step"], lambda: None)(),)
+    trainer.fit(6)
+    found["switches"] = [(each.new, each.identical) for each in trainer.job.switches]
+    return {**found, "losses": losses_of(trainer)}
+
+
+def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> None:
+    for found in run_ranks(one_after_another, 2, timeout=200):
+        assert found["told"] == [None, None]
+        assert (found["before"], found["undone"]) == ("dp=2 zero=1", "dp=2 zero=1")
+        assert found["tried"] == ("dp=2", None)
+        assert found["switches"] == [(strategy, True) for strategy in ("dp=2 zero=1", "tp=2", "dp=2 zero=1", "dp=2")]
+        losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+@with_room
+def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
+    """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
+    trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder), Controls()
+    trainer.job.recorder._session._detail_every = session.LISTEN_EVERY = 1 << 30
+    trainer.fit(4)
+    heard: dict[int, bool] = {}
+    prepare = trainer._rate.prepare
+
+    def begun(step: int) -> None:
+        heard[step] = clock.listening
+        prepare(step)
+
+    trainer._rate.prepare = begun  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        threads = hashed_in(patch)
+        at = asked_for(trainer, controls, "zero1")["result"]["step"]
+    return threads == ["nbkit-proof"] * 2, {step - at: told for step, told in heard.items() if abs(step - at) < 2}
+
+
+def test_the_first_step_after_a_switch_is_looked_at_closely_though_it_is_told_of_later(tmp_path: Path) -> None:
+    for beside, heard in run_ranks(listened, 2, str(tmp_path), timeout=200):
+        assert beside
+        assert not heard[-1] and heard[0]
+
+
+class Behind:
+    """A GPU's stream on which something is still under way."""
+
+    def __init__(self) -> None:
+        self.left = 0.2
+
+    def synchronize(self) -> None:
+        time.sleep(self.left)
+        self.left = 0.0
+
+
+def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proofs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, job = Behind(), MagicMock(device=torch.device("cuda", 0), switches=[])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def identical() -> bool:
+        stream.synchronize()  # as reading a number does
+        return True
+
+    job.ledger.clock = of_steps = Clock()
+    comparison = MagicMock(identical=identical)
+    found = proof.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
+    assert found.settle(job)
+
+    assert job.switches[0].proof_s < 0.1
+    assert of_steps.lap() >= 0.2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from jobs import flat, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train.trial import try_out
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -66,6 +69,36 @@ def test_a_trial_changes_and_tells_nothing_even_when_it_is_interrupted(tmp_path:
         assert found["called"] == [1, 2] and found["events"] == []
         assert found["half"] == (False, 0, 2, "dp=2")
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+class Knowing(torch.nn.Linear):
+    """A model that is free only when cycles are looked for: it knows itself."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.itself = (self,)
+
+
+def failing(world: Any) -> int:
+    """How many tensors of a trial that failed are still there."""
+    trainer = quiet(model=Knowing, optimizer=adam)
+    trainer.fit(1)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def make_step() -> None:
+        held.extend(weakref.ref(tensor) for tensor in trainer.job.side.data.tensors())
+        raise TrainingError("planted")
+
+    gc.collect()
+    gc.disable()
+    with pytest.raises(TrainingError, match="planted"):
+        try_out(trainer.job, "zero1", 2, make_step, again=True)
+    assert held
+    return sum(tensor() is not None for tensor in held)
+
+
+def test_the_memory_of_a_trial_that_fails_is_free() -> None:
+    assert run_ranks(failing, 2) == [0, 0]
 
 
 def read_once(world: Any) -> list[Any]:

@@ -1,0 +1,110 @@
+"""On CUDA the phases of a step are the device's, and autograd works in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nbkit.rank.telemetry import phases
+from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.telemetry.record import Call, Seen
+from nbkit.rank.telemetry.timed import CudaCall, Timed
+
+MS = 1_000_000
+
+
+class Device:
+    """A GPU's time, in ms: what is enqueued takes some."""
+
+    ms = 0.0
+
+    @classmethod
+    def computes(cls, ms: float) -> None:
+        cls.ms += ms
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.ms = Device.ms
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.ms - self.ms
+
+
+class Slow:
+    """The work of a collective that the stream waits 5 ms for."""
+
+    def wait(self) -> None:
+        Device.computes(5)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.Step]]:
+    """The steps that this thread makes, as if on a GPU."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Device, "ms", 0.0)
+    steps: list[phases.Step] = []
+    monkeypatch.setattr(clock, "listeners", [steps.append])
+    clock.begin(cuda=True)
+    yield steps
+    clock.end()
+
+
+def in_another_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def waits() -> None:
+    group = Seen("dp 1 [0,1]", "dp", (0, 1))
+    call = Call("all_reduce", group, None, 0, 8)
+    call.cuda = CudaCall()
+    Timed(Slow(), call, group.blocked).wait()
+
+
+def laps(step: phases.Step) -> list[tuple[str, float]]:
+    return [(state, (stop - start) / MS) for state, start, stop in step.intervals()]
+
+
+def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phases.Step]) -> None:
+    def backward() -> None:
+        for _ in range(2):
+            Device.computes(20)
+            waits()
+        Device.computes(30)
+
+    with phase("forward"):
+        Device.computes(10)
+    with phase("backward"):
+        in_another_thread(backward)
+        waits()
+        Device.computes(1)
+    clock.step(1)
+
+    dp, again = [("backward", 20.0), ("wait dp", 5.0)], ("backward", 1.0)
+    assert laps(made[0]) == [("forward", 10.0), *dp, *dp, ("backward", 30.0), ("wait dp", 5.0), again]
+
+
+def test_outside_of_backward_no_other_thread_says_what_the_step_does(made: list[phases.Step]) -> None:
+    with phase("backward"):
+        with phase("forward"):
+            in_another_thread(waits)
+        Device.computes(20)
+    with phase("optimizer"):
+        in_another_thread(waits)
+    clock.step(1)
+
+    assert laps(made[0]) == [("forward", 5.0), ("backward", 20.0), ("optimizer", 5.0)]
