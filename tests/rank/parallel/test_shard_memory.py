@@ -34,15 +34,6 @@ class Stack(nn.Module):
         return x
 
 
-def at_rest() -> int:
-    """`num_bytes` when nothing is under way: gloo's threads let go of what they sent a moment after it has arrived."""
-    least = num_bytes()
-    for _ in range(5):
-        time.sleep(0.05)
-        least = min(least, num_bytes())
-    return least
-
-
 def num_bytes() -> int:
     """Of all storages that tensors of this process have."""
     gc.collect()
@@ -56,7 +47,7 @@ def num_bytes() -> int:
 
 def measured(world: Any, zero: int) -> dict[str, Any]:
     size = world.place.world_size
-    before = at_rest()
+    before = num_bytes()
     with torch.device("meta"):
         model = Stack()
     num_params = sum(p.numel() for p in model.parameters())
@@ -95,7 +86,8 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         axis.after_step()
     groups.listeners.clear()
     del output
-    held = at_rest() - before
+    time.sleep(0.5)  # gloo's threads let go of what they sent a moment after it has arrived
+    held = num_bytes() - before
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     return {
         "per parameter": held / num_params,
