@@ -51,7 +51,7 @@ class Controls:
         boundary.preparers["control"] = self.prepare
 
     def prepare(self, control: Control) -> boundary.Preparation:
-        """Before its boundary: begin what a switch needs and nobody has to be asked for. See nbkit.rank.train.ahead."""
+        """Before its boundary: begin what a switch needs beside the training. See nbkit.rank.train.ahead."""
         owner = boundary.training()
         job = getattr(owner, "job", owner)
         text = control.args.get("strategy") if control.do in ("switch", "try") else None

@@ -1,4 +1,4 @@
-"""What a process is forming right now: another thread can break it off, and the training goes on beside it."""
+"""The forming of process groups: beside the training if need be, and broken off by another thread."""
 
 from __future__ import annotations
 

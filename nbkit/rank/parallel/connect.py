@@ -13,7 +13,7 @@ from nbkit.rank.parallel.edges import Edges, edge_groups
 from nbkit.rank.parallel.outline import Outline
 from nbkit.strategy import Strategy
 
-__all__ = ["Connections", "connect", "connected"]
+__all__ = ["Connections", "connect", "served"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def connect(strategy: Strategy, outline: Outline, rank: int) -> Connections:
     return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(outline))
 
 
-def connected(strategy: Strategy, outline: Outline) -> bool:
+def served(strategy: Strategy, outline: Outline) -> bool:
     """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
     if strategy.pp > 1 and dist.get_backend() == "nccl":  # edges are not looked for
         return False

@@ -15,7 +15,7 @@ from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
 from nbkit.rank.parallel.axes import forget, groups_made
 from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
-from nbkit.rank.parallel.connect import Connections, connect, connected
+from nbkit.rank.parallel.connect import Connections, connect, served
 from nbkit.rank.parallel.costs import measure_costs
 from nbkit.rank.parallel.edges import meet
 from nbkit.rank.parallel.experts import experts_in
@@ -186,7 +186,7 @@ class Blueprint:
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         self._beside = new, time.perf_counter() - began
-        if new in self._connected or connected(new, self.outlines.of(new)):
+        if new in self._connected or served(new, self.outlines.of(new)):
             self.make_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
