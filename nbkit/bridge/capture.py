@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from nbkit.encoding import encodable
+
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
 LOG_LIMIT = 64 << 20  # bytes of one rank's replay log; older cells are dropped first
@@ -88,7 +90,7 @@ class Capture:
             with self.lock:
                 if self.stack:
                     body = msg_or_type["content"] if message else content
-                    setattr(self.stack[-1], "result" if kind == "execute_result" else "error", body)
+                    setattr(self.stack[-1], "result" if kind == "execute_result" else "error", encodable(body))
                     return None
         if kind in OUTPUT_TYPES:
             mark = self._keep(kind, msg_or_type["content"] if message else content)
@@ -96,11 +98,14 @@ class Capture:
                 msg_or_type["metadata"]["nbkit"] = mark
             else:
                 options["metadata"] = {**(options.get("metadata") or {}), "nbkit": mark}
-        return self._send(stream, msg_or_type, content, *rest, **options)
+        try:
+            return self._send(stream, msg_or_type, content, *rest, **options)
+        except UnicodeEncodeError:  # nothing has gone out; a message that is not sent would be waited for
+            return self._send(stream, encodable(msg_or_type), encodable(content), *rest, **options)
 
     def publish(self, kind: str, content: dict[str, Any], stream: Any) -> None:
         """Send a message of nbkit's own to every notebook that listens."""
-        self._send(stream, kind, content, metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
+        self.send(stream, kind, content, metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
 
     def missed(self, cell: str, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
         """Outputs of `cell` as they were sent, about `limit` bytes of them, and the cursor to go on from.
@@ -140,4 +145,6 @@ class Capture:
 
 
 def _open_private(path: Path) -> TextIO:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8", errors="replace")
+    return open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8", errors="backslashreplace"
+    )

@@ -19,9 +19,11 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nbkit import interrupts
 from nbkit.bridge import spec as specs
 from nbkit.bridge.controller import controller_of, end_schedulers
 from nbkit.bridge.link import Link
@@ -152,6 +154,8 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
+        elif event == "interrupt" and (other := self.children.get(message["rank"])):
+            interrupts.send(self.folder / "output", other.rank, message["cell"], partial(os.kill, other.pid))
         elif event == "end" and message["rank"] in self.children:
             log(f"rank {message['rank']} answers to nothing and is ended on request")
             kill_group(self.children[message["rank"]].pid)

@@ -53,6 +53,7 @@ class Requests:
             "follow": self.follow,
             "complete": self.complete,
             "seen": self.seen,
+            "interrupt": self.interrupt,
             "end": self.end,
         }
 
@@ -144,6 +145,11 @@ class Requests:
         self.runner.link.send(event="seen")
         if cell:
             self.delivered = cell
+        return {}
+
+    def interrupt(self, rank: int, cell: str) -> dict[str, Any]:
+        """Ask the parent to interrupt another rank, which does not answer, in a cell."""
+        self.runner.link.send(event="interrupt", rank=rank, cell=cell)
         return {}
 
     def end(self, rank: int) -> dict[str, Any]:

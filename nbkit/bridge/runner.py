@@ -24,9 +24,11 @@ from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 
+from nbkit import interrupts
 from nbkit.bridge.capture import Capture
 from nbkit.bridge.link import Link
 from nbkit.cells import CellRecord, CellRequest, Failure, Status
+from nbkit.encoding import encodable
 from nbkit.rank import groups, world
 from nbkit.rank.train.failing import PEER_GONE
 
@@ -177,6 +179,12 @@ class Runner:
     def _on_sigint(self, signum: int, frame: types.FrameType | None) -> None:
         # One that was meant for a live cell may come when that has ended; the training must not pay for it.
         target, self.target = self.target, None
+        meant = None if target else interrupts.meant_for(self.capture.folder, self.rank)
+        if meant is not None:
+            target = next((running for running in self.running if running.request.id == meant), None)
+            if target is None:
+                return
+            target.stopped = True
         if self.in_user_code and (target is None or not target.ended.is_set()):
             raise KeyboardInterrupt
 
@@ -204,8 +212,8 @@ class Runner:
             return None
         failure = Failure(
             ename=type(error).__name__,
-            evalue=str(error),
-            traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {error}",),
+            evalue=_said(error),
+            traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {_said(error)}",),
             moment=time.time(),
             line=self._line(error),
             where=groups.where().partition(", issued")[0],
@@ -236,6 +244,14 @@ def _status(failure: Failure | None, running: Running) -> Status:
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"
     return "interrupted" if failure.ename == "KeyboardInterrupt" else "error"
+
+
+def _said(error: BaseException) -> str:
+    """The text of an error, which its own code makes, as text that can be sent."""
+    try:
+        return str(encodable(str(error)))
+    except BaseException as another:
+        return f"(its text cannot be made: {type(another).__name__})"
 
 
 def _is_muted(source: str) -> bool:

@@ -279,7 +279,7 @@ class Cluster:
             self.entry.ranks[rank].end(9, group=True)
             return
         others = [other for other in range(self.entry.n) if other != rank]
-        self.post.wire.request(others[:1], "end", rank=rank)
+        self.post.wire.request(others, "end", rank=rank)  # one that answers is enough
 
     def _on_gone(self, rank: int) -> None:
         self.post.on_gone(rank, self.entry.folder)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Mapping
+from concurrent.futures import wait as wait_futures
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from nbkit.errors import CellStopped
 from nbkit.notebook.cluster.results import Results
 from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.cluster.stop import Presses
 from nbkit.notebook.cluster.waiting import TICK_SECONDS, begin_stop, wait_for
 
 if TYPE_CHECKING:
@@ -43,13 +46,18 @@ class CellHandle:
         """
         return wait_for(self._running, timeout)
 
-    def stop(self) -> Results:
-        """Stop the cell and wait for that; a training stops at a step boundary, its state intact."""
+    def stop(self, end_after: float | None = None) -> Results:
+        """Stop the cell and wait for that; a training stops at a step boundary, its state intact.
+
+        A rank that does not end is told of; the stop button, pressed then, ends it. end_after: seconds after that
+        warning in which nobody need press, for programs that nobody watches; its variables are lost.
+        """
         if not self._running.done.done():
-            stop = begin_stop(self._cluster, self._running)
-            while not self._running.done.done():
-                stop.tick()
-                time.sleep(TICK_SECONDS / 2)
+            stop = begin_stop(self._cluster, self._running, end_after=end_after)
+            with Presses(stop):
+                while not self._running.done.done():
+                    stop.tick()
+                    wait_futures([self._running.done], TICK_SECONDS / 2)
         return self._running.done.result()
 
     @property
@@ -68,11 +76,12 @@ class CellHandle:
     def _out_of_time(self, seconds: float) -> None:
         if self._running.done.done():
             return
-        stop = begin_stop(self._cluster, self._running, f"stopped after {seconds:g} s (--timeout)")
+        stop = begin_stop(self._cluster, self._running, seconds)
 
         def tick() -> None:
             if not self._running.done.done():
-                stop.tick()
+                with suppress(CellStopped):  # nobody waits here who could be given back
+                    stop.tick()
                 self._cluster.post.wire.later(TICK_SECONDS, tick)
 
         tick()

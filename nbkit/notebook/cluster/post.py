@@ -17,6 +17,7 @@ from typing import Any
 from nbkit.cells import LONG_SECONDS, CellRecord, ranks_text
 from nbkit.errors import CellRunning, ClusterError
 from nbkit.notebook.cluster.failure import Death
+from nbkit.notebook.cluster.fault import guard
 from nbkit.notebook.cluster.lines import label
 from nbkit.notebook.cluster.running import Running
 from nbkit.notebook.cluster.wire import Wire
@@ -74,7 +75,7 @@ class Post:
         futures = self.wire.call(running.request.ranks, "nbkit.bridge.calls:run_cell", running.request)
         self.latest = running
         for rank, future in futures.items():
-            future.add_done_callback(partial(self._on_answer, running, rank))
+            future.add_done_callback(partial(self._on_call_over, running, rank))
 
     def send_live(self, running: Running) -> None:
         """Send a live cell: its records come as messages, because no call of it is answered."""
@@ -105,8 +106,8 @@ class Post:
 
         def tell() -> None:
             if not self.closed:
+                self.wire.later(seconds, tell)  # first: what fails once is tried again
                 self.wire.request(self.wire.ranks[:1], "seen")
-                self.wire.later(seconds, tell)
 
         self.wire.soon(tell)
 
@@ -119,12 +120,16 @@ class Post:
         def look() -> None:
             if self.closed:
                 return
-            if why := gone():
+            try:
+                why = gone()
+            except Exception:  # what cannot be read now is read again
+                why = ""
+            if why:
                 for rank in {rank for running in self.cells.values() for rank in running.request.ranks}:
                     self._on_death(Death(rank, why, time.time()))
             else:
-                self.read_deaths(folder)
                 self.wire.later(WATCH_SECONDS, look)
+                self.read_deaths(folder)
 
         self.wire.soon(look)
 
@@ -140,17 +145,31 @@ class Post:
     def on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
         """One of nbkit's own messages."""
         if kind == "nbkit_record":
-            record = record_from(content["record"])
-            if running := self.cells.get(record.cell):
-                running.on_record(record)
+            self._on_live_record(mark["rank"], content["record"])
         elif kind == "nbkit_died":
             self._on_death(Death(content["rank"], content["how"], content["when"]))
         elif running := self.cells.get(mark["cell"]):
             if not running.followed:
-                running.on_output(kind, mark, content)
+                guard(running, f"output {mark['seq']} ({kind})", mark["rank"], running.on_output, kind, mark, content)
         elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
             # Of a thread that outlived its cell.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
+
+    def _on_live_record(self, rank: int, text: str) -> None:
+        try:
+            record = record_from(text)
+        except Exception as error:  # which cell it is of stands in it
+            for live in [live for live in self.cells.values() if live.live]:
+                live.on_fault("a record", rank, error, over=True)
+            return
+        if running := self.cells.get(record.cell):
+            self._on_record(running, record)
+
+    def _on_record(self, running: Running, record: CellRecord) -> None:
+        try:
+            running.on_record(record)
+        except Exception as error:
+            running.on_fault("the record", record.rank, error, over=True)
 
     def on_gone(self, rank: int, folder: Path) -> None:
         """The hub has lost a rank. How it ended is told by the others, or else stands in the folder."""
@@ -171,8 +190,9 @@ class Post:
 
     def _expect(self, running: Running) -> None:
         self.cells[running.request.id] = running
+        running.stop_ranks = partial(self.ask_to_stop, running, list(running.request.ranks))
         for death in self.deaths.values():
-            self.wire.soon(running.on_death, death)
+            self.wire.soon(guard, running, "the death", death.rank, running.on_death, death)
         running.done.add_done_callback(lambda _: self._on_end(running))
 
     def _on_end(self, running: Running) -> None:
@@ -180,15 +200,22 @@ class Post:
         if not self.closed and time.time() - running.sent > LONG_SECONDS:
             self.wire.request(self.wire.ranks, "seen", cell=running.request.id)
 
+    def _on_call_over(self, running: Running, rank: int, answer: Future[Any]) -> None:
+        try:
+            self._on_answer(running, rank, answer)
+        except Exception as error:
+            running.on_fault("the answer", rank, error, over=True)
+
     def _on_answer(self, running: Running, rank: int, answer: Future[Any]) -> None:
         error = answer.exception()
         record = answer.result() if error is None else error
         if error is not None:  # it had left when the cell was sent; how it ended is told in a moment
-            self.wire.soon(self.wire.later, 3 * DEATH_NEWS_SECONDS, partial(running.on_lost, rank, error))
+            lost = partial(guard, running, "the answer", rank, running.on_lost, rank, error)
+            self.wire.soon(self.wire.later, 3 * DEATH_NEWS_SECONDS, lost)
         elif isinstance(record, CellRecord):
             running.on_record(record)
             if running.arrived[rank] < record.outputs:
-                self.wire.later(LATE_SECONDS, self._fetch_late, running, rank)
+                self.wire.later(LATE_SECONDS, guard, running, "late output", rank, self._fetch_late, running, rank)
         elif "died while running" not in str(record):  # the news of a death come by themselves
             running.on_lost(rank, record if isinstance(record, BaseException) else RuntimeError(str(record)))
 
@@ -203,7 +230,7 @@ class Post:
         self.deaths[death.rank] = death
         self.on_death(death.rank, death.how)
         for running in list(self.cells.values()):
-            running.on_death(death)
+            guard(running, "the death", death.rank, running.on_death, death)
 
     def _follow(self, running: Running, rank: int, cursor: int) -> None:
         if running.done.done() or self.closed:
@@ -213,12 +240,20 @@ class Post:
             future.add_done_callback(lambda reply: self.wire.soon(self._on_followed, running, rank, reply))
 
     def _on_followed(self, running: Running, rank: int, reply: Future[Any]) -> None:
-        content = reply.result()["content"]
+        try:
+            content = reply.result()["content"]
+            if content["status"] != "ok":
+                raise ClusterError(content["why"])
+            record = record_from(content["record"]) if content["record"] is not None else None
+        except Exception as error:
+            running.on_fault("what was asked for", rank, error, over=True)
+            return
         for output in content["outputs"]:
-            running.on_output(output["kind"], output, output["content"])
-        if content["record"] is not None:
-            running.on_record(record_from(content["record"]))
-        if rank in running.waiting_for or running.arrived[rank] < running.records[rank].outputs:
+            what = f"output {output['seq']} ({output['kind']})"
+            guard(running, what, rank, running.on_output, output["kind"], output, output["content"])
+        if record is not None:
+            self._on_record(running, record)
+        if rank in running.waiting_for or (not running.fault and running.arrived[rank] < running.records[rank].outputs):
             pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
             self.wire.later(pause, self._follow, running, rank, content["cursor"])
 

@@ -11,13 +11,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from nbkit.cells import CellRecord, CellRequest, Failure, first_line, ranks_text
+from nbkit.errors import CellError
 from nbkit.notebook.cluster.failure import Death, cell_error, root_of, twins_of
+from nbkit.notebook.cluster.fault import fault, guard
 from nbkit.notebook.cluster.lines import Lines, label
 from nbkit.notebook.cluster.results import Results, group_by_text, value_of
 from nbkit.notebook.cluster.screen import Outbox, Screen
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.stop import Stop
 
 ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the news of what happened to the peer
 TWIN_SECONDS = 0.3  # and a failure for equal ones: ranks that share cores come to their line one after the other
@@ -39,9 +45,16 @@ class Running:
         *,
         live: bool = False,
     ) -> None:
-        self.request, self.later, self.names, self.live = request, later, names, live
+        self.request, self.names, self.live = request, names, live
+        self.later: Callable[[float, Callable[[], None]], Any] = lambda seconds, act: later(
+            seconds, partial(guard, self, "what was about to be shown", None, act)
+        )
         self.before_done: Callable[[], None] = lambda: None
-        self.outbox = Outbox(screen, later)
+        self.stop_ranks: Callable[[], object] = lambda: None
+        self.stop: Stop | None = None  # the one that is under way
+        self.fault: CellError | None = None  # why nothing that comes is handled any more
+        self.unshown: CellError | None = None  # the first thing that the screen did not take
+        self.outbox = Outbox(screen, self.later, self._on_unshown)
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
         self.deaths: dict[int, Death] = {}
@@ -62,7 +75,7 @@ class Running:
     def on_output(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
         """An output message of one rank. seq: its number in the cell, -1 for what a thread prints afterwards."""
         rank, seq = mark["rank"], mark["seq"]
-        if rank not in self.arrived or self.done.done() or 0 <= seq < self.arrived[rank]:
+        if rank not in self.arrived or self.done.done() or self.fault or 0 <= seq < self.arrived[rank]:
             return  # not ours, too late, or given to us before by a replay
         if seq >= 0:
             self.arrived[rank] = seq + 1
@@ -80,7 +93,9 @@ class Running:
         if record.rank in self.deaths or record.rank in self.records:
             return
         self.records[record.rank] = record
-        if record.status == "error":
+        if self.fault:
+            self._maybe_close()
+        elif record.status == "error":
             self._show_root()
         elif record.status == "released":
             self.later(ROOT_SECONDS, self._show_root)
@@ -97,19 +112,48 @@ class Running:
         if death.rank not in self.arrived or death.rank in self.records or death.rank in self.deaths:
             return
         self.deaths[death.rank] = death
-        self._show_root()
+        if not self.fault:
+            self._show_root()
         self._maybe_close()
 
     def on_lost(self, rank: int, error: BaseException) -> None:
         """The call itself failed, so no record will come."""
+        self.on_record(self._lost(rank, error))
+
+    def _lost(self, rank: int, error: BaseException) -> CellRecord:
         failure = Failure(type(error).__name__, str(error), (str(error),), time.time())
-        self.on_record(CellRecord(self.request.id, rank, 0, "error", 0.0, 0, failure=failure))
+        return CellRecord(self.request.id, rank, 0, "error", 0.0, 0, failure=failure)
+
+    def on_fault(self, what: str, rank: int | None, error: Exception, *, over: bool = False) -> None:
+        """Handling a message, or what it led to, has failed. Nothing more is shown, and the ranks are stopped.
+
+        The cell ends with this reason when its ranks are free. over: the part of `rank` is over.
+        """
+        if self.done.done():
+            return
+        if over and rank in self.waiting_for:
+            self.records[rank] = self._lost(rank, error)
+        if self.fault is None:
+            self.fault = fault(self.request, what, rank, error)
+            if self.waiting_for:
+                with suppress(Exception):
+                    self.say(f"{self.fault.what}. The cell is stopped.")
+                try:
+                    self.stop_ranks()
+                except Exception:  # nothing can be sent; nothing would come either
+                    self.finish(error=self.fault)
+                    return
+        self._maybe_close()
 
     # What it shows ----------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """A line of nbkit's own, in the cell's output."""
         self.outbox.stream("stderr", f"{text}\n")
+
+    def _on_unshown(self, kind: str, error: Exception) -> None:
+        """A screen that fails stops no rank (its notebook may be about to go), but is told in the end."""
+        self.unshown = self.unshown or fault(self.request, f"a message for the screen ({kind})", None, error)
 
     def _keep(self, rank: int, text: str) -> None:
         if self.kept[rank] < KEEP_OUTPUT:
@@ -188,22 +232,21 @@ class Running:
     # How it ends ------------------------------------------------------------------------------------------------
 
     def _maybe_close(self) -> None:
-        if self.closing:
+        if self.fault and not self.waiting_for and not self.done.done():
+            self.finish(error=self.fault)
+        if self.closing or self.fault:
             return
         for rank in self.request.ranks:
             record = self.records.get(rank)
             if rank not in self.deaths and (record is None or self.arrived[rank] < record.outputs):
                 return
         self.closing = True
-        try:
-            self._show_all_lines()
-            self._show_root()
-            self._show_values()
-            if self.reason:
-                self._drop_flood()
-            self.outbox.flushed(self._close)
-        except Exception as error:  # a screen that fails must not keep whoever waits
-            self.finish(error=error)
+        self._show_all_lines()
+        self._show_root()
+        self._show_values()
+        if self.reason:
+            self._drop_flood()
+        self.outbox.flushed(partial(guard, self, "the end of the cell", None, self._close))
 
     def _drop_flood(self) -> None:
         if lines := self.outbox.drop():
@@ -213,13 +256,18 @@ class Running:
         failed = bool(self.deaths) or any(record.failure for record in self.records.values())
         if failed and not self.reason:
             self.finish(error=cell_error(self.records, self.deaths, hint_names=self.names()))
+        elif self.unshown and not self.reason:
+            self.finish(error=self.unshown)
         else:
             self.finish(results=self.results("interrupted" if failed else "ok"))
 
     def finish(self, *, results: Results | None = None, error: Exception | None = None) -> None:
         """The cell is over. What has to know first, knows first: whoever waits may send the next cell at once."""
         self.ended = time.time()
-        self.before_done()
+        try:
+            self.before_done()
+        except Exception as failed:
+            error = error or fault(self.request, "the end of the cell", None, failed)
         with suppress(InvalidStateError):  # the cluster was stopped in the same moment
             if error is not None:
                 self.done.set_exception(error)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from nbkit.encoding import encodable
+
 BLOCK_CHARACTERS = 200_000
 
 
@@ -37,8 +39,11 @@ class KernelScreen:
         self.parent = kernel.get_parent("shell") if hasattr(kernel, "get_parent") else kernel._parent_header
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
-        kernel = self.kernel
-        kernel.session.send(kernel.iopub_socket, kind, content, parent=self.parent, ident=kernel._topic(kind))
+        kernel, options = self.kernel, {"parent": self.parent, "ident": self.kernel._topic(kind)}
+        try:
+            kernel.session.send(kernel.iopub_socket, kind, content, **options)
+        except UnicodeEncodeError:
+            kernel.session.send(kernel.iopub_socket, kind, encodable(content), **options)
 
     def stream(self, name: str, text: str) -> None:
         self._send("stream", {"name": name, "text": text})
@@ -60,7 +65,11 @@ class PlainScreen:
 
     def stream(self, name: str, text: str) -> None:
         out = sys.stderr if name == "stderr" else sys.stdout
-        out.write(text)
+        try:
+            out.write(text)
+        except UnicodeEncodeError:  # a terminal that is not in UTF-8, or what UTF-8 cannot hold
+            encoding = out.encoding or "ascii"
+            out.write(text.encode(encoding, "backslashreplace").decode(encoding))
         out.flush()
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
@@ -87,6 +96,12 @@ def _shell() -> Any:
     return get_ipython() if get_ipython else None
 
 
+def same_place(one: Screen, other: Screen) -> bool:
+    """Whether both show in the same place: the output area of one cell, or stdout."""
+    parents = [getattr(screen, "parent", {}).get("header", {}).get("msg_id") for screen in (one, other)]
+    return type(one) is type(other) and parents[0] == parents[1]
+
+
 class Pace:
     """How many bytes may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
 
@@ -111,11 +126,17 @@ PACE = Pace()  # one per kernel: the server counts all cells together
 class Outbox:
     """What is on its way to a screen, in order and in time.
 
-    later: runs a function on this thread in so many seconds. All calls come from one thread.
+    later: runs a function on this thread in so many seconds. All calls come from one thread. failed: is told what could
+    not be shown, and why; the rest goes on.
     """
 
-    def __init__(self, screen: Screen, later: Callable[[float, Callable[[], None]], Any]) -> None:
-        self.screen, self.later = screen, later
+    def __init__(
+        self,
+        screen: Screen,
+        later: Callable[[float, Callable[[], None]], Any],
+        failed: Callable[[str, Exception], None],
+    ) -> None:
+        self.screen, self.later, self.failed = screen, later, failed
         self.queue: deque[tuple[str, tuple[Any, ...]]] = deque()
         self.asleep = False
         self.when_empty: list[Callable[[], None]] = []
@@ -154,7 +175,10 @@ class Outbox:
     def _go(self) -> None:
         while not self.asleep and self.queue:
             kind, content = self.queue.popleft()
-            getattr(self.screen, kind)(*content)
+            try:
+                getattr(self.screen, kind)(*content)
+            except Exception as error:  # or nothing after it would be shown, and nobody told that the queue is empty
+                self.failed(kind, error)
             if self.screen.paced and kind == "stream":
                 wait = PACE.spend(len(json.dumps(content[1])) + 60)
                 if wait > 0:

@@ -7,16 +7,17 @@ period. So both.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait as wait_futures
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nbkit.errors import CellError, CellStopped, UsageError
+from nbkit.notebook.cluster import screen
 from nbkit.notebook.cluster.results import Results
 from nbkit.notebook.cluster.running import Running
-from nbkit.notebook.cluster.stop import Presses, Stop
+from nbkit.notebook.cluster.stop import END_AFTER_SECONDS, Presses, Stop
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
@@ -28,19 +29,18 @@ def wait_here(cluster: Cluster, running: Running, timeout: float | None = None) 
     """Block until the cell is over. Raises what it raised, CellStopped after an interrupt."""
     deadline = None if timeout is None else time.monotonic() + timeout
     stop: Stop | None = None
-    try:
-        while not running.done.done():
-            wait_futures([running.done], TICK_SECONDS)
-            if deadline is not None and time.monotonic() > deadline and not running.done.done():
-                stop = begin_stop(cluster, running, f"stopped after {timeout:g} s (--timeout)")
-                break
-    except KeyboardInterrupt:
-        stop = begin_stop(cluster, running)
-    if stop is not None:
-        with Presses() as presses:
+    with Presses() as presses:
+        try:
             while not running.done.done():
-                stop.tick(presses.count)
                 wait_futures([running.done], TICK_SECONDS)
+                if deadline is not None and time.monotonic() > deadline and not running.done.done():
+                    stop = presses.stop = begin_stop(cluster, running, timeout)
+                    break
+        except KeyboardInterrupt:
+            stop = presses.stop = begin_stop(cluster, running)
+        while stop is not None and not running.done.done():
+            stop.tick()
+            wait_futures([running.done], TICK_SECONDS)
     return outcome(running, stop)
 
 
@@ -70,14 +70,14 @@ async def wait_async(cluster: Cluster, running: Running, timeout: float | None =
         while not over.done():
             await asyncio.wait({over}, timeout=TICK_SECONDS)
             if deadline is not None and time.monotonic() > deadline and not over.done():
-                stop = begin_stop(cluster, running, f"stopped after {timeout:g} s (--timeout)")
+                stop = begin_stop(cluster, running, timeout)
                 break
     except asyncio.CancelledError:
         stop = begin_stop(cluster, running)
     if stop is not None:
-        with Presses() as presses:
+        with Presses(stop):
             while not running.done.done():
-                stop.tick(presses.count)
+                stop.tick()
                 await asyncio.sleep(TICK_SECONDS / 2)
     return outcome(running, stop)
 
@@ -96,9 +96,25 @@ def until_training(cluster: Cluster) -> Iterator[None]:
         yield
 
 
-def begin_stop(cluster: Cluster, running: Running, reason: str = "stopped") -> Stop:
-    """Ask the ranks to stop; the caller drives what follows."""
-    return Stop(running, partial(cluster.post.ask_to_stop, running), cluster.end_rank, reason)
+def begin_stop(
+    cluster: Cluster, running: Running, timeout: float | None = None, *, end_after: float | None = None
+) -> Stop:
+    """Ask the ranks to stop; the caller drives what follows. Of a cell that is being stopped: one press more.
+
+    timeout: the seconds of --timeout, if that is why. end_after: see Stop.
+    """
+    end_after = end_after if timeout is None else END_AFTER_SECONDS
+    if running.stop is None:
+        reason = "stopped" if timeout is None else f"stopped after {timeout:g} s (--timeout)"
+        running.stop = Stop(cluster, running, reason, end_after)
+    else:
+        if timeout is None:
+            running.stop.press()
+        if not running.stop.warned:  # what the warning says is kept to
+            running.stop.end_after = running.stop.end_after or end_after
+    if threading.current_thread() is threading.main_thread():  # other threads have no cell of their own
+        running.stop.show_on(screen.here())
+    return running.stop
 
 
 def outcome(running: Running, stop: Stop | None) -> Results:

@@ -41,6 +41,16 @@ class _Client(ipyparallel.Client):  # type: ignore[misc]
         elif self.listener is not None:
             self.listener(message["msg_type"], mark, message["content"])
 
+    def _dispatch_reply(self, frames: list[Any]) -> None:
+        try:
+            super()._dispatch_reply(frames)
+        except Exception as error:  # or whoever waits for this reply, which cannot be read, would wait for ever
+            _, parts = self.session.feed_identities(frames, copy=False)
+            answered = self._futures.get(self.session.unpack(parts[2].bytes)["msg_id"])
+            if answered is None or answered.done():
+                raise
+            answered.set_exception(error)
+
     def _inherited(self, frames: list[Any]) -> None:
         """ipyparallel's own handling: comms of widgets that live on a rank."""
         if b"comm_" in bytes(frames[0]) or any(b'"comm_' in bytes(part)[:400] for part in frames[:6]):

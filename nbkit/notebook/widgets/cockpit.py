@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import wait as wait_futures
 from typing import TYPE_CHECKING, Any
 
-from nbkit.errors import NbkitError
-from nbkit.notebook.cluster.handle import CellHandle
+from nbkit.errors import CellStopped, ClusterError, NbkitError
 from nbkit.notebook.cluster.presence import why_gone
 from nbkit.notebook.cluster.verdict import Verdict
+from nbkit.notebook.cluster.waiting import TICK_SECONDS, begin_stop
 from nbkit.notebook.widgets.state import Asked, Looked, Lost, News, State, Told, reduce
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Cockpit:
         assert cluster is not None
         training = cluster.training
         if do == "stop":
-            return _stopped(cluster)
+            return _stopped(cluster, lambda words: self._news(Asked(words)))
         acts: dict[str, Callable[..., Verdict]] = {
             "switch": training.switch,
             "try": training.try_out,
@@ -133,11 +134,22 @@ class Cockpit:
             return state
 
 
-def _stopped(cluster: Cluster) -> Verdict:
-    running = cluster.post.busy()
+def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
+    """Stop the cell that runs, and wait for that. tell: is given what the user has to know meanwhile."""
+    running, told = cluster.post.busy(), ""
     if running is not None:
         cluster.post.wire.soon(running.say, "stopped from the panel")
-        CellHandle(cluster, running).stop()
+        stop = begin_stop(cluster, running)
+        while not running.done.done():
+            try:
+                stop.tick()
+            except CellStopped as stopped:
+                raise ClusterError(str(stopped)) from None
+            if stop.words != told:
+                told = stop.words
+                tell(told)
+            wait_futures([running.done], TICK_SECONDS)
+        running.done.result()
     step = cluster.training.look().get("step", 0)
     return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
 

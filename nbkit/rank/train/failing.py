@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+from nbkit.encoding import encodable
 from nbkit.errors import NbkitError, NotFinite
 from nbkit.events import Failed
 from nbkit.rank import world
@@ -31,6 +32,6 @@ def failure_of(error: BaseException, *, step: int) -> Failed | None:
         return Failed(step, rank=int(told[1]), what=why)
     if why or isinstance(error, KeyboardInterrupt):
         return None
-    what = error.what if isinstance(error, NbkitError) else str(error).partition("\n")[0]
+    what = encodable(error.what if isinstance(error, NbkitError) else str(error).partition("\n")[0])
     own = here.place.rank if here is not None and not lost else None
     return Failed(step, rank=own, error=type(error).__name__, what=what)

@@ -295,18 +295,3 @@ def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(nbkit_home: obje
             cluster.run("1")
     finally:
         cluster.stop()
-
-
-def test_a_rank_that_answers_to_nothing_is_ended_alone(nbkit_home: object) -> None:
-    cluster = Cluster.start(2, cpu=True, name="deaf")
-    try:
-        # A C call that holds the GIL: neither signals nor requests are heard.
-        handle = cluster.run(
-            "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep(60)\nelse: import time; time.sleep(60)", detach=True
-        )
-        time.sleep(0.5)
-        handle.stop()
-        assert list(cluster.post.deaths) == [1]
-        assert cluster.run("rank", ranks=[0]).values == {0: 0}
-    finally:
-        cluster.stop()

@@ -75,6 +75,20 @@ def test_stop_ends_a_training_at_a_step_boundary_with_its_world_intact(two: Clus
     assert two.run("len(trainer.fit(3))").values == {0: 3, 1: 3}
 
 
+def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_on(
+    two: Cluster, training: CellHandle
+) -> None:
+    # `re` lets no other Python run, so the rank's own threads cannot interrupt it.
+    source = "if rank == 1:\n    import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
+    live = two.run(source, at_step=True, detach=True)
+    time.sleep(1.0)
+    live.stop()
+    assert live._running.records[1].failure.ename == "KeyboardInterrupt"
+    assert training.status == "running"
+    before = two.run("len(trainer.history)", at_step=True).values[0]
+    assert two.run("len(trainer.history)", at_step=True).values[0] > before
+
+
 def test_a_live_cell_waits_for_a_training_that_is_about_to_begin(two: Cluster) -> None:
     two.run(TRAINER)
     handle = two.run("time.sleep(1); trainer.fit(100_000)", detach=True)

@@ -103,3 +103,9 @@ def test_a_rank_that_was_released_names_the_one_it_waited_for() -> None:
     assert gone == Failed(4, rank=1, what="rank 1 died")
     assert stopped is None
     assert unknown == Failed(4, rank=None, error="RuntimeError", what="[/pair.cc] Connection closed by peer")
+
+
+def test_what_is_told_of_an_error_can_be_sent_and_stored_whatever_its_text_holds() -> None:
+    told = failure_of(ValueError("odd " + chr(0xD800)), step=1)  # half of a surrogate pair, which UTF-8 cannot hold
+
+    assert told is not None and told.what == r"odd \ud800"

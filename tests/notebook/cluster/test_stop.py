@@ -1,0 +1,264 @@
+"""Stop, pressed once, twice and too often, on ranks that answer, that hold their interpreter, and that never answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError, CellStopped
+
+# `re` holds the interpreter and looks for signals now and then; the sum holds it and never looks.
+REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
+C_CALL = "sum(range(10**11))"
+SWALLOWS = """
+import time
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    try: time.sleep(0.2)
+    except KeyboardInterrupt: pass
+"""
+
+
+def press(cluster: Cluster) -> None:
+    """What the stop button does to a kernel; not when the cell is over, or it would end the tests."""
+    if is_in_cell(cluster):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_pressed(cluster: Cluster, source: str, presses: Callable[[], object], **options: Any) -> BaseException:
+    """Run a cell, and the presses in a thread of their own as soon as it runs; what it raised."""
+    presser = threading.Thread(target=presses, daemon=True)
+    presser.start()
+    with pytest.raises((CellStopped, CellError)) as raised:
+        cluster.run(source, **options)
+    presser.join()
+    return raised.value
+
+
+def is_in_cell(cluster: Cluster) -> bool:
+    return cluster.post.busy() is not None
+
+
+def when(condition: Callable[[], object]) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+class Shown:
+    """What stands on stderr so far, for a thread that waits for it."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self.capture, self.text = capture, ""
+
+    def __contains__(self, words: str) -> bool:
+        self.text += self.capture.readouterr().err
+        return words in self.text
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
+    return Shown(capsys)
+
+
+@pytest.fixture(scope="module")
+def mortal(nbkit_home: object) -> Iterator[Cluster]:
+    """Ranks that may be lost: each test that ends one has its own, beside rank 0."""
+    cluster = Cluster.start(4, cpu=True, name="mortal", ttl=600)
+    cluster.run("kept = rank + 1")
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ladder with shorter times."""
+    for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS", "READ_SECONDS"):
+        monkeypatch.setattr(f"nbkit.notebook.cluster.stop.{name}", 0.7)
+
+
+@pytest.mark.parametrize("source", [SWALLOWS, REGEX], ids=["swallows interrupts for a while", "holds the interpreter"])
+def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
+    two: Cluster, shown: Shown, source: str
+) -> None:
+    two.run("kept = rank + 1")
+
+    def presses() -> None:
+        when(lambda: is_in_cell(two))
+        time.sleep(0.5)
+        for _ in range(4):
+            press(two)
+            time.sleep(0.15)
+
+    stopped = run_pressed(two, source, presses)
+
+    assert "variables live on" in str(stopped)
+    assert two.post.deaths == {}
+    assert two.run("x = torch.ones(1); dist.all_reduce(x); (kept, x.item())").values == {0: (1, 2.0), 1: (2, 2.0)}
+    assert "nobody is ended yet" in shown
+    assert "ended now" not in shown
+
+
+@pytest.mark.parametrize(
+    ("ranks", "held"),
+    [("rank == 1", REGEX), ("True", REGEX), ("rank == 1", "import ctypes; ctypes.PyDLL(None).sleep(60)")],
+    ids=["one rank in a regex", "all ranks", "one rank in a C call that a signal ends"],
+)
+def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
+    two: Cluster, shown: Shown, ranks: str, held: str
+) -> None:
+    two.run("kept = rank + 1")
+    handle = two.run(f"if {ranks}:\n    {held}\nelse:\n    import time; time.sleep(60)", detach=True)
+    time.sleep(0.5)
+
+    assert handle.stop().status == "interrupted"
+
+    assert {record.status for record in handle._running.records.values()} == {"interrupted"}
+    assert two.post.deaths == {}
+    assert "interrupted from outside now (SIGINT)" in shown
+    # No interrupt is left over for the cell that comes next.
+    assert two.run("import time; time.sleep(0.5); kept").values == {0: 1, 1: 2}
+    assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+
+
+def test_a_single_rank_that_holds_its_interpreter_is_reached_too(two: Cluster) -> None:
+    handle = two.run(REGEX, ranks="0", detach=True)
+    time.sleep(0.5)
+    assert handle.stop().status == "interrupted"
+    assert two.post.deaths == {}
+
+
+def test_where_the_processes_are_on_another_host_their_parent_interrupts(
+    two: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = two.run(f"if rank == 1:\n    {REGEX}\nelse:\n    import time; time.sleep(60)", detach=True)
+    time.sleep(0.5)
+    monkeypatch.setattr(two, "entry", replace(two.entry, host="elsewhere"))
+
+    assert handle.stop().status == "interrupted"
+
+    assert two.post.deaths == {}
+    assert {record.status for record in handle._running.records.values()} == {"interrupted"}
+
+
+def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
+    def presses() -> None:
+        when(lambda: is_in_cell(mortal))
+        time.sleep(0.5)
+        press(mortal)
+        time.sleep(0.3)
+        press(mortal)  # too early: nothing but an answer
+        when(lambda: "press stop again" in shown)
+        press(mortal)  # the warning has not stood long enough to be read
+        time.sleep(2.5)
+        assert mortal.post.deaths == {}
+        press(mortal)
+
+    source = f"if rank == 1: {C_CALL}\nelse:\n    import time; time.sleep(60)"
+    stopped = run_pressed(mortal, source, presses, ranks=[0, 1])
+
+    assert "Rank 1 had to be ended" in str(stopped)
+    assert list(mortal.post.deaths) == [1]
+    assert mortal.run("kept", ranks=[0]).values == {0: 1}
+    rungs = [
+        "nobody is ended yet",
+        "Rank 1 has not answered for ",
+        "interrupted from outside now (SIGINT)",
+        "Rank 1 has not ended, ",
+        "Rank 1 answers neither the request nor SIGINT: it computes in code",
+        "press stop again, 2 s from now or later: that ends rank 1, and its variables are lost.",
+        "Rank 1 is ended now; its variables are lost.",
+    ]
+    assert "Rank 1 is ended now" in shown
+    places = [shown.text.find(rung) for rung in rungs]
+    assert -1 not in places, shown.text
+    assert places == sorted(places)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two: Cluster, shown: Shown) -> None:
+    two.run("kept = rank + 1")
+    rank = two.entry.ranks[1]
+
+    def presses() -> None:
+        when(lambda: is_in_cell(two))
+        time.sleep(0.5)
+        rank.end(signal.SIGSTOP)
+        press(two)
+        when(lambda: "it is suspended (SIGSTOP)" in shown)
+        time.sleep(2)  # well beyond all that a warning waits for
+        rank.end(signal.SIGCONT)
+
+    stopped = run_pressed(two, "import time; time.sleep(60)", presses)
+
+    assert "variables live on" in str(stopped)
+    assert two.post.deaths == {}
+    assert two.run("kept").values == {0: 1, 1: 2}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_its_cell(
+    two: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.run("kept = rank + 1")
+    monkeypatch.setattr(two, "end_rank", lambda rank: None)  # as with a process that waits for a lost disk
+    rank = two.entry.ranks[1]
+
+    def presses() -> None:
+        when(lambda: is_in_cell(two))
+        time.sleep(0.5)
+        rank.end(signal.SIGSTOP)
+        press(two)
+        when(lambda: "press stop again" in shown)
+        time.sleep(1.2)
+        press(two)
+        when(lambda: "is ended now" in shown)
+        time.sleep(1.5)
+        press(two)
+
+    stopped = run_pressed(two, "import time; time.sleep(60)", presses)
+
+    assert "stopped waiting; cell" in str(stopped)
+    rank.end(signal.SIGCONT)
+    ended = two.wait()
+    assert ended is None or ended.status == "interrupted"
+    assert two.run("kept").values == {0: 1, 1: 2}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
+    mortal: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbkit.notebook.cluster.waiting.END_AFTER_SECONDS", 1.0)
+    with pytest.raises(CellError, match=r"stopped after 1 s \(--timeout\).*Rank 2 had to be ended"):
+        mortal.run(f"if rank == 2: {C_CALL}", ranks=[0, 2], timeout=1)
+    assert "If not over 1 s from now, or when you press stop: that ends rank 2" in shown
+    assert 2 in mortal.post.deaths
+    assert mortal.run("kept", ranks=[0]).values == {0: 1}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, shown: Shown) -> None:
+    handle = mortal.run(f"if rank == 3: {C_CALL}", ranks=[0, 3], detach=True)
+    time.sleep(0.5)
+    stops = [threading.Thread(target=handle.stop, daemon=True) for _ in range(2)]
+    stops[0].start()
+    when(lambda: "press stop again" in shown)
+    time.sleep(1.5)
+    assert 3 not in mortal.post.deaths
+    stops[1].start()
+    for stop in stops:
+        stop.join(timeout=30)
+    assert handle.status == "interrupted"
+    assert 3 in mortal.post.deaths
+    assert shown.text.count("has not ended") == 1
