@@ -81,7 +81,10 @@ def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_
     # `re` lets no other Python run, so the rank's own threads cannot interrupt it.
     source = "if rank == 1:\n    import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
     live = two.run(source, at_step=True, detach=True)
-    time.sleep(1.0)
+    deadline = time.monotonic() + 60
+    while 0 not in live._running.records and time.monotonic() < deadline:
+        time.sleep(0.02)  # rank 0 is through with it, so rank 1 has begun it too
+    time.sleep(0.3)
     live.stop()
     assert live._running.records[1].failure.ename == "KeyboardInterrupt"
     assert training.status == "running"
