@@ -17,6 +17,7 @@ from ipyparallel.engine.app import IPEngine
 from nbkit.bridge import calls
 from nbkit.bridge.capture import Capture
 from nbkit.bridge.link import Link
+from nbkit.bridge.progress_bars import draw_as_text
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.spec import Spec
@@ -38,6 +39,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         # Nothing is awaited above, so no message has been handled yet.
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
+        draw_as_text()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
         Requests(self.runner, self.stopping).install(self.kernel)

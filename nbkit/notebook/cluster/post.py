@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nbkit.cells import LONG_SECONDS, CellRecord, ranks_text
+from nbkit.cells import COMM_TYPES, LONG_SECONDS, CellRecord, ranks_text
 from nbkit.errors import CellRunning, ClusterError
+from nbkit.notebook.cluster.comms import Comms
 from nbkit.notebook.cluster.failure import Death
 from nbkit.notebook.cluster.lines import label
 from nbkit.notebook.cluster.running import Running
@@ -37,6 +38,7 @@ class Post:
         self.latest: Running | None = None
         self.deaths: dict[int, Death] = {}
         self.request_number = 0
+        self.comms = Comms(lambda *message: self.wire.soon(self.wire.relay, *message))
         self.closed = False
         self.on_death: Callable[[int, str], None] = lambda rank, how: None
 
@@ -133,6 +135,7 @@ class Post:
         for running in list(self.cells.values()):
             running.reason = running.reason or "the cluster was stopped"
             running.finish()
+        self.comms.close()
         self.wire.close()
 
     # In -------------------------------------------------------------------------------------------------------------
@@ -145,12 +148,23 @@ class Post:
                 running.on_record(record)
         elif kind == "nbkit_died":
             self._on_death(Death(content["rank"], content["how"], content["when"]))
+        elif kind in COMM_TYPES:
+            self._on_comm(kind, mark, content)
         elif running := self.cells.get(mark["cell"]):
             if not running.followed:
                 running.on_output(kind, mark, content)
         elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
             # Of a thread that outlived its cell.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
+
+    def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        """Of a widget on a rank. What is not counted is not kept there either, and comes in no other way."""
+        self.comms.on_message(mark["rank"], kind, content)
+        running = self.cells.get(mark["cell"])
+        if running is not None and not (running.followed and mark["seq"] >= 0):
+            running.on_output(kind, mark, content)
+        elif running is None and self.latest is not None:  # between two cells
+            self.latest.outbox.put("comm", kind, content)
 
     def on_gone(self, rank: int, folder: Path) -> None:
         """The hub has lost a rank. How it ended is told by the others, or else stands in the folder."""
@@ -215,6 +229,8 @@ class Post:
     def _on_followed(self, running: Running, rank: int, reply: Future[Any]) -> None:
         content = reply.result()["content"]
         for output in content["outputs"]:
+            if output["kind"] in COMM_TYPES:
+                self.comms.on_message(rank, output["kind"], output["content"])
             running.on_output(output["kind"], output, output["content"])
         if content["record"] is not None:
             running.on_record(record_from(content["record"]))

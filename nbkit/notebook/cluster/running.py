@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from nbkit.cells import CellRecord, CellRequest, Failure, first_line, ranks_text
+from nbkit.cells import COMM_TYPES, CellRecord, CellRequest, Failure, first_line, ranks_text
 from nbkit.notebook.cluster.failure import Death, cell_error, root_of, twins_of
 from nbkit.notebook.cluster.lines import Lines, label
 from nbkit.notebook.cluster.results import Results, group_by_text, value_of
@@ -70,6 +70,8 @@ class Running:
             self._keep(rank, content["text"])
             self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
             self._show_ready()
+        elif kind in COMM_TYPES:
+            self.outbox.put("comm", kind, content)
         else:
             self._show_rich(rank, kind, content)
         if rank in self.records and self.records[rank].status == "error":
