@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 Status = Literal["ok", "error", "interrupted", "released"]
 
+COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
+"""Messages between a widget and the pages that show it."""
+
 LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
 
 

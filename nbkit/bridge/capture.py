@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from nbkit.bridge.comms import Comms
+from nbkit.cells import COMM_TYPES
 from nbkit.encoding import encodable
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
@@ -48,6 +50,7 @@ class Capture:
         self._send: Callable[..., Any] = session.send
         self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
         self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+        self.comms = Comms(self._send, self._keep, self._mark)
         session.send = self.send
         for stream in (sys.stdout, sys.stderr):
             stream.flush_interval = FLUSH_SECONDS  # type: ignore[union-attr]
@@ -76,6 +79,7 @@ class Capture:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
         sys.stdout.flush()
         sys.stderr.flush()
+        self.comms.settle()
         with self.lock:
             self.stack.remove(capturing)
 
@@ -92,8 +96,13 @@ class Capture:
                     body = msg_or_type["content"] if message else content
                     setattr(self.stack[-1], "result" if kind == "execute_result" else "error", encodable(body))
                     return None
+        if kind in COMM_TYPES:
+            return self.comms.send(stream, kind, content, **options)
         if kind in OUTPUT_TYPES:
-            mark = self._keep(kind, msg_or_type["content"] if message else content)
+            body = msg_or_type["content"] if message else content
+            if self.comms.take(kind, body):
+                return self._write_text(kind, body)
+            mark = self._keep(kind, body)
             if message:
                 msg_or_type["metadata"]["nbkit"] = mark
             else:
@@ -125,16 +134,25 @@ class Capture:
 
     def _keep(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
-            now = self.stack[-1] if self.stack else None
-            mark = {"rank": self.rank, "cell": now.cell if now else self.last, "seq": now.count if now else -1}
-            if now:
-                now.count += 1
+            mark = self._mark()
+            if self.stack:
+                mark["seq"] = self.stack[-1].count
+                self.stack[-1].count += 1
             self._replay.write(json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
             self._replay.flush()
-            if kind == "stream":
+        self._write_text(kind, content)
+        return mark
+
+    def _mark(self) -> dict[str, Any]:
+        """Of a message that is not counted."""
+        stack = self.stack
+        return {"rank": self.rank, "cell": stack[-1].cell if stack else self.last, "seq": -1}
+
+    def _write_text(self, kind: str, content: dict[str, Any]) -> None:
+        if kind == "stream":
+            with self.lock:
                 self._text.write(content["text"])
                 self._text.flush()
-        return mark
 
     def _trim(self) -> None:
         """Before a cell and not after one: the last cell's outputs may still be asked for."""

@@ -17,6 +17,7 @@ from ipyparallel.engine.app import IPEngine
 from nbkit.bridge import calls
 from nbkit.bridge.capture import Capture
 from nbkit.bridge.link import Link
+from nbkit.bridge.progress_bars import draw_as_text
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.spec import Spec
@@ -38,6 +39,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         # Nothing is awaited above, so no message has been handled yet.
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
+        draw_as_text()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
         Requests(self.runner, self.stopping).install(self.kernel)
@@ -77,6 +79,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> N
 
     # libgomp read OMP_NUM_THREADS when the parent loaded it, so the environment alone would not do.
     torch.set_num_threads(pin.threads)
+    _draw_own_numbers()
     world.World.join(spec.place(rank), listen=listener, address=spec.address, port=spec.port)
     _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
     sys.argv = ["ipengine"]  # what user code sees; a script's own arguments never leak in
@@ -93,6 +96,18 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> N
         ]
     )
     os._exit(0)
+
+
+def _draw_own_numbers() -> None:
+    """Forks of one parent would all draw the same random numbers; processes that torchrun starts do not.
+
+    Python's own generator begins anew in every fork. A GPU's begins when this process first uses CUDA.
+    """
+    import torch
+
+    torch.default_generator.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
 
 
 def _verify_device(pinned: str, device: str) -> None:

@@ -27,6 +27,7 @@ from IPython.core.displayhook import DisplayHook
 from nbkit import interrupts
 from nbkit.bridge.capture import Capture
 from nbkit.bridge.link import Link
+from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.encoding import encodable
 from nbkit.rank import groups, world
@@ -59,6 +60,7 @@ class Runner:
         self.target: Running | None = None  # of the interrupt that is on its way
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
+        self.own = Shell(shell, Runner._execute.__code__)
         self._show_traceback = shell.showtraceback
         shell.showtraceback = self._showing_traceback
         # For good: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
@@ -208,7 +210,11 @@ class Runner:
 
     def _failure(self, result: Any, escaped: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         error = escaped or (result and (result.error_before_exec or result.error_in_exec))
-        if error is None:
+        if error is None or ends_well(error):
+            # What was shown and has ended nothing is output.
+            words = [*(shown["traceback"] if shown else ()), *([end_words(error)] if error else ())]
+            if words:
+                print("\n".join(words), file=sys.stderr)
             return None
         failure = Failure(
             ename=type(error).__name__,
@@ -243,7 +249,7 @@ def _status(failure: Failure | None, running: Running) -> Status:
         return "interrupted"
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"
-    return "interrupted" if failure.ename == "KeyboardInterrupt" else "error"
+    return "error"  # a KeyboardInterrupt of the user's own code, or of a signal, too: the others wait for this rank
 
 
 def _said(error: BaseException) -> str:

@@ -28,14 +28,22 @@ def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> i
 
 
 def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
-    """The ranks that failed in the same way as `root`, itself included."""
-    cause = records[root].failure
+    """The ranks that failed in the same way as `root`, itself included, and by themselves as it did.
+
+    A rank that is released fails too, often in the same line and with an error of the same name.
+    """
+    first = records[root]
+    return tuple(rank for rank, record in sorted(records.items()) if rank == root or _are_twins(first, record))
+
+
+def _are_twins(first: CellRecord, other: CellRecord) -> bool:
+    cause, failure = first.failure, other.failure
     assert cause is not None
-    return tuple(
-        rank
-        for rank, record in sorted(records.items())
-        if record.failure and (record.failure.ename, record.failure.line) == (cause.ename, cause.line)
-    )
+    if failure is None or (failure.ename, failure.line) != (cause.ename, cause.line):
+        return False
+    # One that is slower may be told to end before it comes to the same error: then it says the same.
+    late = other.status == "released" and failure.ename != "KeyboardInterrupt" and failure.evalue == cause.evalue
+    return other.status == first.status or late
 
 
 def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
@@ -62,7 +70,8 @@ def cell_error(
     if root is None:  # only errors about lost peers, and nobody who was lost
         root = min((r for r in records if records[r].failure), key=lambda r: _moment(records[r]))
     lines = "\n  ".join(secondary_lines(root, records))
-    ranks = tuple(sorted({*deaths, *(rank for rank, record in records.items() if record.failure)}))
+    by_itself = (rank for rank, record in records.items() if record.failure and record.status != "released")
+    ranks = tuple(sorted({root, *deaths, *by_itself}))
     if root in deaths:
         return RankDied(
             f"Rank {root} died: {deaths[root].how}.",
@@ -75,8 +84,10 @@ def cell_error(
     assert cause is not None
     same = twins_of(root, records)
     place = f", line {cause.line}" if cause.line else ""
+    text = _first_line(cause.evalue).removesuffix(".")
+    how = "interrupted the cell" if cause.ename == "KeyboardInterrupt" else "failed"
     return CellError(
-        f"{_ranks(same)} failed: {cause.ename}: {_first_line(cause.evalue).removesuffix('.')}{place}",
+        f"{_ranks(same)} {how}: {cause.ename}{text and ': '}{text}{place}",
         rank=root,
         ranks=ranks,
         traceback="\n".join(cause.traceback),

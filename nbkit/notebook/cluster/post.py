@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nbkit.cells import LONG_SECONDS, CellRecord, ranks_text
+from nbkit.cells import COMM_TYPES, LONG_SECONDS, CellRecord, ranks_text
 from nbkit.errors import CellRunning, ClusterError
+from nbkit.notebook.cluster.comms import Comms
 from nbkit.notebook.cluster.failure import Death
 from nbkit.notebook.cluster.fault import guard
 from nbkit.notebook.cluster.lines import label
@@ -38,6 +39,7 @@ class Post:
         self.latest: Running | None = None
         self.deaths: dict[int, Death] = {}
         self.request_number = 0
+        self.comms = Comms(lambda *message: self.wire.soon(self.wire.relay, *message))
         self.closed = False
         self.on_death: Callable[[int, str], None] = lambda rank, how: None
 
@@ -138,6 +140,7 @@ class Post:
         for running in list(self.cells.values()):
             running.reason = running.reason or "the cluster was stopped"
             running.finish()
+        self.comms.close()
         self.wire.close()
 
     # In -------------------------------------------------------------------------------------------------------------
@@ -148,6 +151,8 @@ class Post:
             self._on_live_record(mark["rank"], content["record"])
         elif kind == "nbkit_died":
             self._on_death(Death(content["rank"], content["how"], content["when"]))
+        elif kind in COMM_TYPES:
+            self._on_comm(kind, mark, content)
         elif running := self.cells.get(mark["cell"]):
             if not running.followed:
                 guard(running, f"output {mark['seq']} ({kind})", mark["rank"], running.on_output, kind, mark, content)
@@ -170,6 +175,15 @@ class Post:
             running.on_record(record)
         except Exception as error:
             running.on_fault("the record", record.rank, error, over=True)
+
+    def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        """Of a widget on a rank. What is not counted is not kept there either, and comes in no other way."""
+        self.comms.on_message(mark["rank"], kind, content)
+        running = self.cells.get(mark["cell"])
+        if running is not None and not (running.followed and mark["seq"] >= 0):
+            guard(running, f"a widget's message ({kind})", mark["rank"], running.on_output, kind, mark, content)
+        elif running is None and self.latest is not None:  # between two cells
+            self.latest.outbox.put("comm", kind, content)
 
     def on_gone(self, rank: int, folder: Path) -> None:
         """The hub has lost a rank. How it ended is told by the others, or else stands in the folder."""
@@ -249,6 +263,8 @@ class Post:
             running.on_fault("what was asked for", rank, error, over=True)
             return
         for output in content["outputs"]:
+            if output["kind"] in COMM_TYPES:
+                self.comms.on_message(rank, output["kind"], output["content"])
             what = f"output {output['seq']} ({output['kind']})"
             guard(running, what, rank, running.on_output, output["kind"], output, output["content"])
         if record is not None:

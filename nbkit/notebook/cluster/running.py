@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nbkit.cells import CellRecord, CellRequest, Failure, first_line, ranks_text
+from nbkit.cells import COMM_TYPES, CellRecord, CellRequest, Failure, first_line, ranks_text
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.failure import Death, cell_error, root_of, twins_of
 from nbkit.notebook.cluster.fault import fault, guard
@@ -83,6 +83,8 @@ class Running:
             self._keep(rank, content["text"])
             self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
             self._show_ready()
+        elif kind in COMM_TYPES:
+            self.outbox.put("comm", kind, content)
         else:
             self._show_rich(rank, kind, content)
         if rank in self.records and self.records[rank].status == "error":

@@ -6,6 +6,7 @@ what one kernel sends just below that, and nothing is ever sent twice.
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import time
@@ -27,6 +28,7 @@ class Screen(Protocol):
     def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...
     def update(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...
     def clear(self, wait: bool) -> None: ...
+    def comm(self, kind: str, content: dict[str, Any]) -> None: ...
 
 
 class KernelScreen:
@@ -57,6 +59,17 @@ class KernelScreen:
     def clear(self, wait: bool) -> None:
         self._send("clear_output", {"wait": wait})
 
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
+        """A message of a widget that lives on a rank, to the pages of this kernel."""
+        kernel, body = self.kernel, dict(content)
+        metadata, buffers = body.pop("metadata"), body.pop("buffers")
+        # From a rank's log they come as text.
+        buffers = [base64.b64decode(buffer) if isinstance(buffer, str) else buffer for buffer in buffers]
+        ident = f"comm-{body['comm_id']}".encode()
+        kernel.session.send(
+            kernel.iopub_socket, kind, body, parent=self.parent, ident=ident, metadata=metadata, buffers=buffers
+        )
+
 
 class PlainScreen:
     """stdout and stderr of this process; rich output as its text."""
@@ -79,6 +92,9 @@ class PlainScreen:
         self.display(data, metadata, transient)
 
     def clear(self, wait: bool) -> None:
+        return
+
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
         return
 
 

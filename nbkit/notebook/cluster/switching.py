@@ -187,3 +187,6 @@ class _Nowhere:
 
     def clear(self, wait: bool) -> None:
         return
+
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
+        return

@@ -1,7 +1,8 @@
 """The client of a cluster: calls and requests to ranks, and everything that comes back.
 
 The only file that touches private parts of ipyparallel's Client, each for a reason: its iopub handler drops
-what belongs to an earlier kernel and collects all text of a cell in one growing string; its public control
+what belongs to an earlier kernel, collects all text of a cell in one growing string, and shows widgets of an engine
+in whatever cell the kernel is asked for last; its public control
 requests are a fixed list; its apply packs the function once per engine; and it sends on raw sockets whose
 streams then miss the event that a reply has come (zmq's file descriptors are edge-triggered, and a send takes
 the edge), so that now and then a reply is never read. Here everything is sent through the streams.
@@ -9,7 +10,9 @@ the edge), so that now and then a reply is never read. Here everything is sent t
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed
 from concurrent.futures import wait as settle
@@ -19,6 +22,7 @@ from typing import Any
 import ipyparallel
 from ipyparallel import serialize
 
+from nbkit.cells import COMM_TYPES
 from nbkit.errors import ClusterError
 from nbkit.remote import Remote
 
@@ -32,14 +36,22 @@ class _Client(ipyparallel.Client):  # type: ignore[misc]
     listener: Listener | None = None
 
     def _dispatch_iopub(self, frames: list[Any]) -> None:
+        try:
+            self._hand_on(frames)
+        except Exception:
+            # Raised into zmq, it would be the last message of this session.
+            traceback.print_exc(file=sys.__stderr__)
+
+    def _hand_on(self, frames: list[Any]) -> None:
         _, parts = self.session.feed_identities(frames, copy=False)
         message = self.session.deserialize(parts, content=True, copy=False)
-        mark = message["metadata"].get("nbkit")
-        if mark is None:
-            if message["msg_type"] != "status":
-                self._inherited(frames)
-        elif self.listener is not None:
-            self.listener(message["msg_type"], mark, message["content"])
+        kind, content, mark = message["msg_type"], message["content"], message["metadata"].pop("nbkit", None)
+        if mark is None or self.listener is None:
+            return  # an engine's own, which nobody waits for
+        if kind in COMM_TYPES:
+            buffers = [bytes(buffer) for buffer in message["buffers"]]
+            content = {**content, "metadata": message["metadata"], "buffers": buffers}
+        self.listener(kind, mark, content)
 
     def _dispatch_reply(self, frames: list[Any]) -> None:
         try:
@@ -50,11 +62,6 @@ class _Client(ipyparallel.Client):  # type: ignore[misc]
             if answered is None or answered.done():
                 raise
             answered.set_exception(error)
-
-    def _inherited(self, frames: list[Any]) -> None:
-        """ipyparallel's own handling: comms of widgets that live on a rank."""
-        if b"comm_" in bytes(frames[0]) or any(b'"comm_' in bytes(part)[:400] for part in frames[:6]):
-            super()._dispatch_iopub(frames)
 
 
 class Wire:
@@ -146,6 +153,18 @@ class Wire:
         for table in (client.results, client.metadata, client._futures, client._output_futures):
             table.pop(message, None)
         client.history.clear()
+
+    def relay(self, rank: int, kind: str, content: dict[str, Any], metadata: Any, buffers: Any) -> None:
+        """Send a comm message of a page on to the rank where the widget lives; it is handled between two cells."""
+        if (engine := self.client._engines.get(rank)) is not None:
+            self.client._send(
+                self.client._mux_stream,
+                kind,
+                content=content,
+                metadata=metadata,
+                buffers=buffers,
+                ident=engine.encode(),
+            )
 
     def request(self, ranks: Iterable[int], do: str, **content: Any) -> dict[int, Future[Any]]:
         """Ask each rank something now, whatever it is doing; the futures hold whole reply messages."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.reading import alike
 from nbkit.rank.train.stream import shards
 
 __all__ = ["evaluate"]
@@ -22,7 +23,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
     """
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     axes = job.side.axes
-    with job.side.evaluating():
+    with job.side.evaluating(), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
         for shard in every:
             sums += job.gradients.evaluate(shard)

@@ -22,7 +22,7 @@ from nbkit.events import RunStarted, RunStopped, Switched
 from nbkit.rank.parallel.norm import clip
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.train import boundary, verdict
+from nbkit.rank.train import boundary, reading, verdict
 from nbkit.rank.train.agreement import become_one
 from nbkit.rank.train.batch import Shard, shard_of
 from nbkit.rank.train.blueprint import Blueprint, Model, Optimizer
@@ -256,7 +256,8 @@ class Job(Switchable):
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
-            yield
+            with reading.own_draws():
+                yield
             self.ledger.settle(act=True)
             settled(self)
             reason = "done"
@@ -287,8 +288,7 @@ class Job(Switchable):
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
-        axes = self.side.axes
-        seed_step(self.seed, self.step, self.world_size + 1 + axes.index("dp") if own else SHARED)
+        reading.seed(self.seed, self.step, self.world_size + 1 + self.side.axes.index("dp") if own else SHARED)
 
     def _after_step(self) -> None:
         self.side.data.after_step()

@@ -12,6 +12,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.train import verdict
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.precision import PRECISIONS
+from nbkit.rank.train.reading import alike
 from nbkit.rank.train.stream import is_map_style
 
 __all__ = ["Setup", "example_of", "warn_without_effect"]
@@ -70,7 +71,7 @@ def example_of(data: Any, collate: Callable[[list[Any]], Any]) -> Any:
     """Two rows to find the model's blocks with; None where reading them would use up the data."""
     if not is_map_style(data) or not len(data):
         return None
-    with suppress(Exception):
+    with suppress(Exception), alike():
         # Whatever is wrong with the data is said, in full, where it is read to train.
         return collate([data[i] for i in range(min(2, len(data)))])
     return None

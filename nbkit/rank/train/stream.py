@@ -19,6 +19,7 @@ import torch
 from nbkit.errors import TrainingError
 from nbkit.rank.train.batch import Shard, bounds, fingerprint, rows_of
 from nbkit.rank.train.randomness import ITERATED, mixed
+from nbkit.rank.train.reading import Compared, content
 
 __all__ = ["IterableStream", "MapStream", "Stream", "is_map_style", "open_stream", "shards"]
 
@@ -76,6 +77,7 @@ class MapStream:
         self.data, self.batch_size, self.rank, self.ranks = data, batch_size, rank, ranks
         self.seed, self.shuffle, self.drop_last, self.collate = seed, shuffle, drop_last, collate
         self.length = len(data)
+        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 2), collate).data))
         self.seek(0, 0)
 
     def seek(self, epoch: int, offset: int) -> None:
@@ -91,6 +93,7 @@ class MapStream:
 
     def next(self) -> Shard:
         """This rank's rows of the next global batch."""
+        self._compared.check(self.ranks)
         left = self.length - self.offset
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)
@@ -98,7 +101,7 @@ class MapStream:
         total = min(self.batch_size, left)
         chosen = self._order[self.offset : self.offset + total]
         indices = chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen)
-        # Data, seed or batch_size that differ between ranks show here, without a look at the samples.
+        # Lengths, seeds or batch sizes that differ between ranks show here.
         mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
         self.offset += total
         shard = _fetched(self.data, indices, bounds(total, self.ranks, self.rank), self.collate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nbkit.errors import TrainingError
 from nbkit.rank.train.interrupts import held_back
 from nbkit.rank.train.left import Left
+from nbkit.rank.train.reading import own_draws
 from nbkit.rank.train.switch import between_steps, switch
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
     job.ledger.settle()
     left, records, switches = Left.of(job), len(job.ledger.records), len(job.switches)
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
-    with job.ledger.silent():
+    with job.ledger.silent(), own_draws():
         try:
             event = switch(job, text, keep=True)
             job.ledger.clock.restart()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbkit.notebook.cluster.lines import FOLD_SECONDS, Lines
+from nbkit.notebook.cluster.lines import FOLD_SECONDS, UP, Lines
 
 
 def shown(lines: Lines, now: float, *, final: bool = False) -> str:
@@ -101,7 +101,56 @@ def test_the_last_state_of_a_bar_stays() -> None:
     text = shown(lines, 1.0)
     lines.feed(1.2, 0, "stderr", "\r100%\n")
     text += shown(lines, 1.2)
+    assert _terminal(text) == ["[0] 100%"]  # it may be one of several bars, and move on
+    wait = lines.due(1.21)
+    assert wait is not None
+    text += shown(lines, 1.21 + wait)
     assert _terminal(text) == ["[0] 100%", ""]
+
+
+def test_bars_below_each_other_are_one_moving_line() -> None:
+    """As tqdm draws them: down to the inner bar and back up at each step of it."""
+    lines = Lines([0, 1])
+    text, now = "", 0.0
+    for epoch in range(3):
+        for rank in range(2):
+            lines.feed(now, rank, "stderr", f"\repoch {epoch}")
+        for step in range(4):
+            now += 0.2
+            for rank in range(2):
+                lines.feed(now, rank, "stderr", "\n")
+                lines.feed(now, rank, "stderr", f"\rbatch {step}")
+                text += shown(lines, now)
+                lines.feed(now, rank, "stderr", UP)
+            text += shown(lines, now + 0.15)
+            assert _terminal(text) == [f"[0-1] epoch {epoch}  batch {step}"]
+        for rank in range(2):  # leave=False
+            lines.feed(now, rank, "stderr", f"\n\r       \r{UP}")
+    for rank in range(2):
+        lines.feed(now, rank, "stderr", "\repoch 3\n")
+        lines.feed(now, rank, "stdout", "over\n")
+    text += shown(lines, now + 1)
+    assert _terminal(text) == ["[0-1] epoch 3", "[0-1] over", ""]
+
+
+def test_bars_below_each_other_that_stay_are_lines_when_the_cell_ends() -> None:
+    lines = Lines([0])
+    lines.feed(0.0, 0, "stderr", f"\router 50%\n\rinner 10%{UP}")
+    assert shown(lines, 1.0) == "[0] outer 50%  inner 10%"
+    assert _terminal("[0] outer 50%  inner 10%" + shown(lines, 2.0, final=True)) == [
+        "[0] outer 50%",
+        "[0] inner 10%",
+        "",
+    ]
+
+
+def test_a_bar_that_loses_its_line_above_finds_one_again() -> None:
+    lines = Lines([0])
+    lines.feed(0.0, 0, "stderr", "\router\n")
+    before = shown(lines, 1.0)  # the rest comes late
+    lines.feed(2.0, 0, "stderr", f"\rinner{UP}")
+    lines.feed(2.0, 0, "stderr", "\router again")
+    assert _terminal(before + shown(lines, 2.0)) == ["[0] outer", "[0] outer again  inner"]
 
 
 def test_text_without_a_newline_is_shown_when_the_cell_ends() -> None:

@@ -18,6 +18,7 @@ from nbkit.notebook.widgets.text import lines_of, plain
 from nbkit.recordfile import old_part
 
 TRAIN = """
+torch.manual_seed(0)
 trainer = nbkit.Trainer(
     model=lambda: torch.nn.Linear(6, 3), loss=torch.nn.functional.cross_entropy, progress=False, batch_size=8,
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),

@@ -1,0 +1,65 @@
+"""Comms of widgets that live on ranks, in the notebook's kernel: what a page says to a widget is sent on to its rank.
+
+What a widget says to its pages goes the other way, in order with the outputs of its cell: see screen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+TARGET = "nbkit.rank"  # no page asks this kernel for the state of what lives on a rank, which may be busy
+
+Relay = Callable[[int, str, dict[str, Any], Any, Any], None]  # (rank, message type, content, metadata, buffers)
+
+
+class Comms:
+    """Those of one cluster. relay: sends a message to a rank; called in whatever thread the kernel hears the page."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._open: set[str] = set()
+
+    def on_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        """Know of a comm that a rank opens or closes."""
+        manager = _manager()
+        if manager is None or kind == "comm_msg":
+            return
+        comm = content["comm_id"]
+        if kind == "comm_open":
+            self._open.add(comm)
+            manager.register_comm(_on_a_rank(comm, partial(self._relay, rank)))
+        else:
+            self._open.discard(comm)
+            manager.comms.pop(comm, None)
+
+    def close(self) -> None:
+        """The ranks are gone, or another notebook's."""
+        manager = _manager()
+        while self._open and manager is not None:
+            manager.comms.pop(self._open.pop(), None)
+
+
+def _manager() -> Any:
+    """The kernel's; None where there is no kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(getattr(shell, "kernel", None), "comm_manager", None)
+
+
+def _on_a_rank(comm: str, send: Callable[..., None]) -> Any:
+    """What the kernel takes for the comm: sends on what comes from the page, and nothing to the page itself."""
+    from comm.base_comm import BaseComm
+
+    class OnARank(BaseComm):
+        def publish_msg(self, *args: Any, **options: Any) -> None:
+            return
+
+        def handle_msg(self, msg: Any) -> None:
+            send(msg["header"]["msg_type"], msg["content"], msg.get("metadata"), msg.get("buffers"))
+
+        handle_close = handle_msg
+
+    return OnARank(target_name=TARGET, comm_id=comm, primary=False)

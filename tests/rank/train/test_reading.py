@@ -1,0 +1,91 @@
+"""What is drawn when data is read, and what is said where ranks hold other data."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from jobs import points, quiet
+from ranks import run_ranks
+from torch.utils.data import default_collate
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train.reading import content
+
+
+class Augmented:
+    """Row i of fixed data, with noise that is drawn when it is read."""
+
+    def __init__(self, draw: Any) -> None:
+        self.rows, self.draw = points(16), draw
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        value, target = self.rows[i]
+        return value + self.draw(), target
+
+
+def own_rows(world: Any) -> list[Any]:
+    torch.default_generator.seed()
+    data = [(torch.randn(6), torch.tensor(0)) for _ in range(16)]
+    with pytest.warns(UserWarning, match="Rank 1 holds other data than rank 0"):
+        alone = quiet(data=data)
+    alone.fit(1)
+    with pytest.warns(UserWarning):
+        together = quiet(data=data, strategy="tp")
+    with pytest.raises(TrainingError) as raised:
+        together.fit(1)
+    return [str(raised.value), together.step]
+
+
+def own_noise(world: Any) -> list[int]:
+    torch.default_generator.seed()
+    own = numpy.random.default_rng()
+    drawn = (lambda: torch.randn(6), lambda: float(numpy.random.rand()), random.random, lambda: float(own.random()))
+    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    data = [Augmented(draw) for draw in drawn]
+    found = [content(lambda each=each: default_collate([each[0], each[-1]])) for each in data]
+    after = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    assert (before[0], before[2]) == (after[0], after[2]) and torch.equal(before[1], after[1])
+    return [*found, len(quiet(data=data[0]).fit(2))]
+
+
+def noise_of_a_step(world: Any) -> list[Any]:
+    numpy.random.seed(world.place.rank)
+    random.seed(world.place.rank)
+    drawn: list[float] = []
+
+    def draw() -> float:
+        drawn.append(float(numpy.random.rand()) + random.random())
+        return drawn[-1]
+
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    trainer = quiet(data=Augmented(draw), strategy="tp")
+    trainer.fit(2)
+    trainer.evaluate(Augmented(draw))
+    return [drawn, before == (random.getstate(), numpy.random.get_state()[1].tolist())]
+
+
+def test_ranks_that_read_the_same_rows_draw_the_same_and_leave_the_users_numbers_alone() -> None:
+    first, second = run_ranks(noise_of_a_step, 2)
+
+    assert first == second and first[1]
+    assert len({*first[0]}) > 16
+
+
+def test_ranks_whose_data_was_made_without_a_seed_are_told_and_never_work_on_the_same_rows() -> None:
+    for found, steps in run_ranks(own_rows, 2):
+        assert "other data than rank 0" in found and "2 of them work on each row together" in found
+        assert "torch.manual_seed(0)" in found and steps == 0
+
+
+def test_data_that_draws_when_it_is_read_is_the_same_data_on_all_ranks() -> None:
+    first, second = run_ranks(own_noise, 2)
+
+    assert first == second
+    assert 0 not in first[:3] and first[3] == 0 and first[4] == 2
