@@ -71,9 +71,10 @@ class Controls:
             if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
-        if getattr(job, "proof", None) is not None:
-            # Of the switch just made, which the next step proves: nothing else acts before that.
-            job.proof.listeners.append(lambda event, error: self._proven(control, owner, event, error))
+        goes_on = boundary.training() is not None and not hold.is_held()
+        if control.do in ("switch", "undo") and goes_on and getattr(job, "fallback", None) is not None:
+            # The first step under the new strategy says what came of it: nothing else acts before that.
+            job.fallback.listeners.append(lambda event, error: self._proven(control, owner, event, error))
             return
         self._tell(control, owner, result=result)
         if control.do == "pause":
@@ -136,7 +137,8 @@ class Controls:
             "id": control.id,
             "do": control.do,
             "args": dict(control.args),
-            "step": owner.step if owner is not None else 0,
+            # A switch is told when the step after it has been made.
+            "step": (result or {}).get("step", owner.step) if owner is not None else 0,
             "strategy": str(owner.strategy) if owner is not None else "",
             "ok": error is None,
             "error": type(error).__name__ if error is not None else "",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nbkit.rank import breakable, forming, groups, world
 
-__all__ = ["break_out", "descendants", "dump_on_signal", "end_descendants", "main_thread_stack", "where"]
+__all__ = ["break_out", "descendants", "dump_on_signal", "end_descendants", "main_thread_stack", "wake", "where"]
 
 _ABORT_SECONDS = 2.0
 
@@ -33,12 +33,19 @@ def break_out(reason: str) -> None:
     """Release this process from whatever operation of a process group it waits in, and from the forming of one.
 
     The waiting call raises an error; the world is marked dirty with `reason` and is of use again after
-    `World.reform`. gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only). nccl: the
-    communicators are aborted; a rank whose peers never come to the first use of a communicator is not released.
-    Returns within about 2 s; harmless when repeated or when nothing waits.
+    `World.reform`. Returns within about 2 s; harmless when repeated or when nothing waits.
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
+    wake(reason)
+
+
+def wake(reason: str) -> None:
+    """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
+
+    gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only). nccl: the communicators are
+    aborted; a rank whose peers never come to the first use of a communicator is not released.
+    """
     breakable.forming.broken = breakable.forming.broken or reason
     forming.shut_all()
     if communicators := [backend for group in groups.live() if (backend := forming.nccl_backend(group)) is not None]:

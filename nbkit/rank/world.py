@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, place: Place, *, generation: int = 1) -> None:
         self.place = place
-        self.generation = generation
+        self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
         self.dirty = ""
         self._store: Store | None = None
         self._num_formed = 0  # default groups formed in this generation; the same on all ranks
@@ -129,7 +129,7 @@ class World:
             raise UsageError("Generations only go up.", numbers=f"now {self.generation}, asked for {generation}")
         self.dirty = self.dirty or "being re-formed"
         forming.stop("a new generation is formed")
-        self.generation, self._num_formed = generation, 0
+        self.generation, self.key, self._num_formed = generation, f"gen{generation}", 0
         self._prepare(address, port)
         with self._forming(timeout_s):
             self._meet(listen, address, port, timeout_s)
@@ -226,7 +226,7 @@ class World:
                 )
                 continue
             members = hashlib.sha256(str(group.members).encode()).hexdigest()[:16]
-            reform_group(group, PrefixStore(f"gen{self.generation}/{members}", self._require_store()))
+            reform_group(group, PrefixStore(f"{self.key}/{members}", self._require_store()))
         self._check()
 
     def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], int]:
@@ -234,7 +234,7 @@ class World:
 
         Returns the groups, index == rank, and the highest count of groups that torch made on any rank.
         """
-        store = BreakableStore(PrefixStore(f"gen{self.generation}/groups", self._require_store()))
+        store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
         mine = {"groups": [_key(group) for group in groups], "count": c10d._world.group_count}
         store.set(str(self.place.rank), json.dumps(mine))
         told = [json.loads(store.get(str(rank))) for rank in range(self.place.world_size)]
@@ -247,7 +247,7 @@ class World:
 
     def _next_store(self) -> Store:
         self._num_formed += 1
-        return PrefixStore(f"gen{self.generation}/default{self._num_formed}", self._require_store())
+        return PrefixStore(f"{self.key}/default{self._num_formed}", self._require_store())
 
     def _require_store(self) -> Store:
         if self._store is None:

@@ -97,6 +97,64 @@ def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     assert "(True, ['dp=2 zero=3', 'tp=2'])" in history.text
 
 
+FRAGILE = """%%distributed
+class Fragile(torch.nn.Module):
+    def forward(self, x):
+        if fragile is not None and rank == 1 and str(fragile.strategy) == "dp=2 zero=3":
+            raise ValueError("wants the whole weight")
+        return x
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), Fragile(), torch.nn.Linear(16, 3))
+
+def made():
+    draw = torch.Generator().manual_seed(3)
+    data = [(torch.randn(6, generator=draw), torch.tensor(i % 3)) for i in range(64)]
+    return nbkit.Trainer(
+        model=build, loss=torch.nn.functional.cross_entropy, data=data, batch_size=8, log_dir=None, progress=False,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+fragile = None
+fragile = made()"""
+
+
+def test_a_strategy_whose_first_step_fails_is_taken_back_and_training_goes_on(kernel: Kernel) -> None:
+    assert kernel.run(FRAGILE).status == "ok"
+    training = kernel.send("%%distributed --detach\nrecords = fragile.fit(1_000_000)")
+    kernel.collect(training)
+    reached = (
+        "import time\nfrom nbkit.notebook.cluster.cluster import current\n"
+        "while current().training.look()['step'] < {}: time.sleep(0.05)"
+    )
+    kernel.run(reached.format(3))
+
+    refused = kernel.run("%strategy zero3")
+    assert refused.status == "error" and "Traceback" not in refused.text
+    assert "SwitchError: dp=2 → dp=2 zero=3 was taken back after step" in refused.text
+    assert "the first step under it failed, and training goes on under dp=2" in refused.text
+    assert "rank 1: ValueError: wants the whole weight" in refused.text
+    asked = "taken = current().training.look()['step']; print(taken)"
+    kernel.run(reached.format(int(kernel.run(asked).text) + 20))
+    assert "running" in kernel.run("handle.status").text
+    switched = kernel.run("%strategy zero1").text
+    assert "dp=2 → dp=2 zero=1 after step" in switched and "state identical" in switched
+    assert "interrupted" in kernel.run("handle.stop().status").text
+    assert "UserWarning: dp=2 → dp=2 zero=3 was taken back after step" in kernel.late(training, 0.0).text
+
+    compared = kernel.run(
+        "%%rank 0\nunder = [r['loss'] for r in fragile.history if r['strategy'] == 'dp=2']\n"
+        "len(under) > 20, [r['taken_back'] for r in fragile.history if 'taken_back' in r]"
+    )
+    assert "(True, ['dp=2 zero=3: rank 1: ValueError: wants the whole weight'])" in compared.text
+    never = kernel.run(
+        "%%distributed\nsteps = sum(r['strategy'] == 'dp=2' for r in fragile.history)\nfragile, old = None, fragile\n"
+        "never = made()\nnever.fit(steps)\n"
+        "[r['loss'] for r in never.history] == [r['loss'] for r in old.history[:steps]]"
+    )
+    assert never.status == "ok" and never.text.count("True") >= 1 and "False" not in never.text
+    assert "formed anew" not in refused.text + compared.text + never.text
+
+
 def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nimport time; time.sleep(6)")
 

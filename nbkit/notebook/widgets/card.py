@@ -170,7 +170,9 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
     figures = [steps, f"loss {loss}" if loss else "", f"{figure(tokens)} tokens/s{mean}" if figure(tokens) else ""]
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")
-    if ended and failed:
+    how = next((event.get("reason") for event in reversed(snapshot["events"]) if event["kind"] == "run_stopped"), "")
+    # A switch that failed, or was taken back, has ended nothing.
+    if ended and failed and how not in ("done", "stopped"):
         reading = f"ended by an error: {failure(failed[-1])}"
     return strategy, " · ".join(word for word in figures if word), reading
 

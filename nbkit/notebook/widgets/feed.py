@@ -71,8 +71,8 @@ class Feed:
             quiet = self._file is None or time.time() - _changed(self._file) > _LIVE_S
             if last is not None and last["kind"] == "run_stopped":
                 stands = f"ended: {last.get('reason', '')}"
-            elif quiet and self.curve.events and self.curve.events[-1]["kind"] == "failure":
-                stands = f"ended: {self.curve.events[-1].get('what', '')}"  # this rank could not tell any more
+            elif quiet and self.curve.events and _ends(event := self.curve.events[-1]):
+                stands = f"ended: {event.get('what', '')}"  # this rank could not tell any more
             else:
                 stands = "quiet" if quiet else "running"
             return {
@@ -137,6 +137,11 @@ class Feed:
             self.curve.take_step(record)
         elif isinstance(record, EventRecord):
             self.curve.take_event(record)
+
+
+def _ends(event: dict[str, Any]) -> bool:
+    """Whether a training ends with it; it goes on after a switch that failed."""
+    return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
 def _changed(path: Path) -> float:

@@ -42,23 +42,25 @@ def become_one(job: Job) -> None:
     Raises TrainingError, on every rank, when no step is whole on the ranks that finished it: all of them were
     interrupted within it, or a part of the state is nowhere else; or when they are under different strategies.
     """
-    mine = [job.step, job.broken_off, job.half_way, zlib.crc32(str(job.strategy).encode())]
+    mine = [job.step, job.broken_off, job.half_way, zlib.crc32(str(job.strategy).encode()), job.fallback is not None]
     everyone = [mine]
     if job.world_size > 1:
         told = torch.tensor(mine, dtype=torch.int64, device=job.device)
         gathered = [torch.empty_like(told) for _ in range(job.world_size)]
         dist.all_gather(gathered, told)
         everyone = [one.tolist() for one in gathered]
-    if len({strategy for *_, strategy in everyone}) > 1:
+    if len({strategy for *_, strategy, _ in everyone}) > 1:
         raise TrainingError(
             "An interrupted switch left the ranks under different strategies.",
             numbers=f"rank {job.rank}: {job.strategy}",
             hint="build the Trainer again, and trainer.load(path) of a checkpoint",
         )
+    if not all(way_back for *_, way_back in everyone):
+        job.fallback = None  # some have made the first step under this strategy, or do not know of it
     steps = [step for step, *_ in everyone]
-    if len(set(steps)) == 1 and not any(broken or half for _, broken, half, _ in everyone):
+    if len(set(steps)) == 1 and not any(broken or half for _, broken, half, *_ in everyone):
         return
-    whole = [rank for rank, (_, _, half, _) in enumerate(everyone) if not half]
+    whole = [rank for rank, (_, _, half, *_) in enumerate(everyone) if not half]
     if not whole:
         raise TrainingError(
             "Every rank was interrupted within a step: no rank has whole weights.",

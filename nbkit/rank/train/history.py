@@ -39,6 +39,7 @@ class History:
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
+        self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
         self._world_size = world_size
         self._first = self._total = 0
@@ -54,6 +55,7 @@ class History:
         """The optimizer has taken the newest step."""
         if self.pending and not self.pending[-1].made:
             self.pending[-1].made = True
+            self.pending[-1].remarks, self.remarks = self.remarks, {}
             self.step += 1
 
     def settle(self, *, keep: int = 0, act: bool = False) -> None:
@@ -109,6 +111,11 @@ class History:
         if torn:
             self.pending.clear()
         return torn
+
+    def forget(self, step: int) -> None:
+        """The steps after `step` have not been made."""
+        while self.pending and self.pending[-1].step > step:
+            self.pending.pop()
 
     def drop(self) -> None:
         """Forget the steps whose numbers are under way, and whatever was wrong with them."""

@@ -25,6 +25,7 @@ from nbkit.rank.parallel.hollow import Emptying, Filling, hollow
 from nbkit.rank.parallel.inplace import InPlace
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import holdings
+from nbkit.rank.train.fallback import took_up
 from nbkit.rank.train.interrupts import held_back
 from nbkit.rank.train.left import Left
 from nbkit.rank.train.room import trim
@@ -73,7 +74,7 @@ def switch_in_place(job: Job, new: Strategy, known: News, *, verify: bool, began
 def _switched(
     job: Job, new: Strategy, connections: Connections, memory: Memory, *, verify: bool, began: float, beside: float
 ) -> Switched:
-    left, old = job.side, str(job.strategy)
+    left, old = job.side, job.strategy
     left.data.let_go()
     trim(job.device)
     try:
@@ -87,7 +88,7 @@ def _switched(
             left.close()
             event = Switched(
                 job.step,
-                old=old,
+                old=str(old),
                 new=str(new),
                 moved_bytes=move.exchange.plan.total_bytes,
                 beside_s=beside,
@@ -98,6 +99,7 @@ def _switched(
                 in_place=True,
             )
             # With the side, or an undo leads ranks to different strategies.
+            took_up(job, event, old)
             job.switches.append(event)
     except SwitchError as error:
         try:

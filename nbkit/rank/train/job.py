@@ -26,6 +26,7 @@ from nbkit.rank.train import boundary, reading, verdict
 from nbkit.rank.train.agreement import become_one
 from nbkit.rank.train.batch import Shard, shard_of
 from nbkit.rank.train.blueprint import Blueprint, Model, Optimizer
+from nbkit.rank.train.fallback import Fallback, first_step
 from nbkit.rank.train.feed import Feed
 from nbkit.rank.train.gradients import Gradients
 from nbkit.rank.train.handle import OptimizerHandle
@@ -107,11 +108,11 @@ class Job(Switchable):
         self.ledger = History(world_size=self.world_size)
         # Where this rank stands after an interrupt: a step was begun and not finished; the weights are half updated.
         self.broken_off = self.half_way = False
-        self.feed = Feed()
+        self.feed, self._loop = Feed(), Loop()
         self.switches: list[Switched] = []
         self.proof: Proof | None = None  # of the last switch, until a step has been made under it
+        self.fallback: Fallback | None = None  # likewise
         self._reduced = self._running = False
-        self._loop = Loop()
         self.run_dir: Path | None = None
         note(self)
 
@@ -183,20 +184,20 @@ class Job(Switchable):
             self.ledger.settle(keep=1)
         try:
             # What is around it too: rows, seeds, whether the loss is finite.
-            with phase("backward"):
-                return self._backward(batch)
+            with first_step(self) as first, phase("backward"):
+                result = self._backward(batch)
         except BaseException as error:
             self.broken_off = not isinstance(error, NotFinite)
             self.optimizer.zero_grad()
             # The body of a loop over `batches` was left, and its generator is not told.
             self._loop.leave(self.ledger.ended_by, error)
             raise
+        return self.backward(first.again(batch)) if first.taken_back else result
 
     def _backward(self, batch: Any) -> Result:
         axes = self.side.axes
-        if not isinstance(batch, Shard):
-            batch = shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"))
-        shard: Shard = batch
+        rows = {"ranks": axes.size("dp"), "rank": axes.index("dp")}
+        shard = batch if isinstance(batch, Shard) else shard_of(batch, **rows)
         # Ranks that work on the same rows draw the same.
         seed_step(self.seed, self.step, axes.index("dp"))
         asked = boundary.inbox.acted + 1
@@ -247,8 +248,8 @@ class Job(Switchable):
                 numbers=f"it has made {boundary.training().step} steps",
                 hint="wait, or stop it",
             )
+        become_one(self)  # a step of zero 3 that was broken off shows whole parameters until then
         verdict.check_parameters(self.optimizer, self.model, known=self._known, held=self.side.held.values())
-        become_one(self)
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.

@@ -23,7 +23,7 @@ class Pending:
     """A step whose numbers are under way.
 
     mesh, strategy: those the step was made under. asked: the number of the request its reduction asked about.
-    made: the optimizer took the step.
+    made: the optimizer took the step. remarks: what words there are to the record.
     """
 
     step: int
@@ -35,6 +35,7 @@ class Pending:
     mesh: Mesh
     strategy: str
     extra: dict[str, float | Underway] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False
 
     def add(self, numbers: Mapping[str, float | Tensor]) -> None:
@@ -66,4 +67,5 @@ class Pending:
             "samples": self.samples,
             "tokens": numbers.tokens,
             **{name: arrived(value) for name, value in self.extra.items()},
+            **self.remarks,
         }

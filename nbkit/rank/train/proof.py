@@ -4,7 +4,8 @@ A thread of each rank hashes what the old side and the new one hold, while the n
 backward passes, which change no weight; before the optimizer changes any, one all-reduce adds the sums up. Where they
 differ the old side, which has been kept, is in force again, and the switch is made once more, compared at once: a model
 that changes its weights in its forward passes looks like a mistake here. The step is made again by whatever is in force
-then. On a GPU the thread computes on a stream of its own.
+then. Where they do not, the old side is kept until the step has been made: see fallback.py. On a GPU the thread
+computes on a stream of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
 
 __all__ = ["Comparison", "Proof", "give_up", "settled"]
-
-Told = Callable[[Switched | None, BaseException | None], None]
-"""What came of it: the switch, with what the proof found, or what the ranks raised."""
 
 
 class Comparison:
@@ -71,68 +69,81 @@ class Comparison:
         half = len(self._keys)
         return not failed and found[:half] == found[half:]
 
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+        self._thread.join()
+
 
 @dataclass
 class Proof:
-    """A switch that is in force, and not proven yet. again: makes it once more, and compares before anything else.
-
-    listeners: are told what comes of it.
+    """A switch that is in force, while there is its old side. again: makes it once more, and compares before anything
+    else. comparison: None when it has been found that the states are the same.
     """
 
     event: Switched
     left: Left
-    comparison: Comparison
+    comparison: Comparison | None
     again: Callable[[], Switched]
-    listeners: list[Told] = field(default_factory=list)
 
     def settle(self, job: Job) -> bool:
         """Whether the step that was begun goes on; else it begins again. Collective, before the optimizer steps."""
+        if self.comparison is None:
+            return True
         if job.device.type == "cuda":
             # The host is ahead of it: what is left of the step would count as time of the proof, and not of the step.
             torch.cuda.current_stream(job.device).synchronize()
         began = time.perf_counter()
         with job.ledger.clock.stopped():
-            if self.comparison.identical():
-                self.stays(job, True, began)
+            identical = self.comparison.identical()
+            if job.fallback is not None:
+                job.fallback.check()
+            if identical:
+                self.comparison = None
+                self.event = replace(self.event, identical=True, proof_s=time.perf_counter() - began)
                 return True
             with held_back():
                 job.proof = None
                 self.left.take_up(job)
                 del self.comparison, self.left
+                asked, job.fallback = job.fallback, None
             gc.collect()
             try:
-                self._tell(self.again(), None)
+                self.again()
             except BaseException as error:
-                self._tell(None, error)
+                if asked is not None:
+                    asked.tell(error)
                 if not isinstance(error, SwitchError):
                     raise
+            else:
+                if asked is not None and job.fallback is not None:
+                    job.fallback.listeners += asked.listeners
         return False
 
-    def stays(self, job: Job, identical: bool | None, since: float) -> None:
-        """There is no way back any more. since: when training began to wait for the proof."""
+    def stays(self, job: Job) -> None:
+        """There is no old side any more, and everybody hears of the switch."""
         with held_back():
-            job.proof = None
-            del self.comparison
+            job.proof = self.comparison = None
             self.left.let_go()
-            event = replace(self.event, identical=identical, proof_s=time.perf_counter() - since)
-            job.switches.append(event)
-        job.ledger.emit(event)
-        self._tell(event, None)
-
-    def _tell(self, event: Switched | None, error: BaseException | None) -> None:
-        for told in self.listeners:
-            told(event, error)
+            job.switches.append(self.event)
+            if job.fallback is not None:
+                job.fallback.event = self.event
+        job.ledger.emit(self.event)
 
 
-def settled(job: Job) -> bool:
-    """Whether the step that was begun goes on, as it does where nothing waits for proof: see `Proof.settle`."""
-    return job.proof is None or job.proof.settle(job)
+def settled(job: Job) -> None:
+    """Between two steps: nothing waits for proof any more, and who asked for the last switch is told. Collective."""
+    if job.proof is None or job.proof.settle(job):
+        give_up(job)
 
 
 def give_up(job: Job) -> None:
-    """The step that was to prove a switch was broken off: nobody will know, and it stays. Not collective."""
+    """What is not compared will not be: the last switch stays, and who asked for it is told. Not collective."""
     if job.proof is not None:
-        job.proof.stays(job, None, time.perf_counter())
+        job.proof.stays(job)
+    if job.fallback is not None:
+        job.fallback.tell()
+    if job.broken_off:
+        job.fallback = None
 
 
 def _changes(key: str) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +16,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.wrapper import marked_parts, unwrap
 from nbkit.rank.train.dropout import unfollow
 
-__all__ = ["ITERATED", "SHARED", "build", "mixed", "seed_step", "seeded"]
+__all__ = ["ITERATED", "SHARED", "Drawn", "build", "mixed", "seed_step", "seeded"]
 
 # In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
@@ -37,6 +41,26 @@ def mixed(seed: int, step: int, rank: int) -> int:
 def seeded(device: torch.device) -> AbstractContextManager[None]:
     """Inside, torch may be seeded at will; after it, its generators are as before."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the generators of Python and numpy stand: no step seeds them, and models and data may draw from them."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def so_far(cls) -> Drawn:
+        """Now."""
+        numpy = sys.modules.get("numpy")
+        return cls(random.getstate(), numpy.random.get_state() if numpy is not None else None)
+
+    def restore(self) -> None:
+        """What has been drawn since is drawn again."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torch.device) -> nn.Module:

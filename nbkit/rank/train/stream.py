@@ -130,16 +130,23 @@ class IterableStream:
         self._samples: Iterator[Any] | None = None
         self._started = False
         self._drawn = torch.empty(0)
+        # Of data that cannot begin again: where the newest batch begins and ends, its samples; those to be given again.
+        self._newest: tuple[list[tuple[int, int]], list[Any]] | None = None
+        self._again: list[Any] | None = None
         self.goes_back = not isinstance(data, Iterator)
 
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
 
-        Raises TrainingError when the data is an iterator that has been read and cannot begin again.
+        Raises TrainingError when the data is an iterator that has been read and cannot begin again: it goes back by the
+        newest batch only.
         """
         if (epoch, offset) != (self.epoch, self.offset):
-            self._check_can_start()
-            self._samples = None
+            if (newest := self._newest) is not None and (epoch, offset) in newest[0]:
+                self._again = newest[1] if (epoch, offset) == newest[0][0] else None
+            else:
+                self._check_can_start()
+                self._samples = None
         self.epoch, self.offset = epoch, offset
 
     def _open(self) -> Iterator[Any]:
@@ -168,6 +175,8 @@ class IterableStream:
             )
         first, total = self.offset, len(samples)
         self.offset += total
+        if not self.goes_back:
+            self._newest = [(self.epoch, first), (self.epoch, self.offset)], samples
         start, stop = bounds(total, self.ranks, self.rank)
         return Shard(
             data=self.collate(samples[start:stop]) if stop > start else None,
@@ -186,6 +195,9 @@ class IterableStream:
             )
 
     def _read(self) -> list[Any]:
+        if self._again is not None:
+            samples, self._again = self._again, None
+            return samples
         try:
             with torch.random.fork_rng(devices=[]):
                 if self._samples is None:

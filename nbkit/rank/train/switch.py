@@ -2,18 +2,16 @@
 
 Between two steps: tell each other the little that does not follow from the strategies, build the new side (groups,
 module, memory), move exactly the boxes that are missing, check that every box is filled, and only then compute with it.
-An error on any rank before that lets go of the new side on all of them, and the old strategy trains on. What needs no
-message is made beside the training, where there is one: see ahead.py. Where memory does not hold both sides, see
-inplace.py.
+An error on any rank before that lets go of the new side on all of them, and the old strategy trains on; one in the
+first step under the new one leads back: see fallback.py. What needs no message is made beside the training, where there
+is one: see ahead.py. Where memory does not hold both sides, see inplace.py.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +24,8 @@ from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.train import boundary, hold, holdings
 from nbkit.rank.train.agreement import ensure_one
+from nbkit.rank.train.fallback import took_up
+from nbkit.rank.train.guard import let_go
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.inplace import switch_in_place
 from nbkit.rank.train.interrupts import held_back
@@ -47,6 +47,7 @@ class Switchable:
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy: see nbkit.rank.train.switch. Collective, between two steps.
 
+        Where the first step under it fails, the old one is in force again: see nbkit.rank.train.fallback.
         beside: find the proof beside the next step where the Trainer makes it: what is returned is not proven then.
         Only for who touches no weight before that step. A switch that waits for its proof is proven first.
         """
@@ -102,7 +103,7 @@ def switch(
     try:
         return _switched(job, new, verify=verify, keep=keep, beside=beside)
     except SwitchError as error:
-        _let_go(error)
+        let_go(error)
         raise
 
 
@@ -153,6 +154,8 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
             proof_s=proven - proof,
             identical=identical,
         )
+        if not keep:
+            took_up(job, event, old)
         if verify and not at_once:
             comparison = Comparison(before, prepared.target, plan, rank=job.rank, device=job.device)
             job.proof = Proof(event, left, comparison, again=lambda: switch(job, new))
@@ -165,15 +168,6 @@ def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool
         job.switches.append(event)
     job.ledger.emit(event)
     return event
-
-
-def _let_go(failed: BaseException) -> None:
-    """Of what was built: the frames that it failed in hold it, and cycles do, and the next steps want the memory."""
-    link: BaseException | None = failed
-    while link is not None:
-        clear_frames(link.__traceback__)
-        link = link.__cause__
-    gc.collect()
 
 
 def between_steps(job: Job) -> None:

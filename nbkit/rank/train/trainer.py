@@ -19,6 +19,7 @@ from nbkit.rank.train.agreement import ensure_one
 from nbkit.rank.train.arithmetic import Arithmetic
 from nbkit.rank.train.blueprint import Model, Optimizer
 from nbkit.rank.train.evaluate import evaluate
+from nbkit.rank.train.fallback import first_step
 from nbkit.rank.train.feed import Feed
 from nbkit.rank.train.generate import generate
 from nbkit.rank.train.history import Records
@@ -26,7 +27,6 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.proof import settled
 from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
@@ -56,8 +56,7 @@ class Trainer(Switchable):
     directory (None: no records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving
     line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how
     tensor parallelism splits it; both only where nbkit does not find out by itself. checkpoint: recompute activations
-    in the backward pass.
-    offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
+    in the backward pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where sound.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -118,10 +117,9 @@ class Trainer(Switchable):
             collate=collate,
         )
         self._rate = Rate(self.job.optimizer, lr_schedule)
-        self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
-        self._eval_data, self._eval_every = eval_data, eval_every
-        self._save_every, self._save_path = save_every, save_path
-        self._callbacks = tuple(callbacks)
+        self._eval_data, self._eval_every, self._collate = eval_data, eval_every, collate
+        self._save_every, self._save_path, self._clip_norm = save_every, save_path, clip_norm
+        self._log_every, self._callbacks = log_every, tuple(callbacks)
         self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
@@ -253,20 +251,22 @@ class Trainer(Switchable):
     def _update(self) -> None:
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
-            with phase("optimizer"):
-                self._rate.prepare(step)
-            with phase("data"):
-                job.seed_data(own=self._stream.own)
-                shard = self._stream.next()
-            job.backward(shard)
-            if not settled(job):
-                return self._update()  # under the strategy that is in force now
-            if self._clip_norm is not None:
-                job.clip(self._clip_norm)
-            elif (step + 1) % self._log_every == 0:
-                job.grad_norm()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+            with first_step(job) as first:
+                with phase("optimizer"):
+                    self._rate.prepare(step)
+                with phase("data"):
+                    job.seed_data(own=self._stream.own)
+                    shard = self._stream.next()
+                job.backward(shard)
+                if self._clip_norm is not None:
+                    job.clip(self._clip_norm)
+                elif (step + 1) % self._log_every == 0:
+                    job.grad_norm()
+                first.prove()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            if first.taken_back:
+                self._update()
         except BaseException as error:
             # A batch whose loss is not finite is passed over; any other that made no step is read again.
             if job.step == step and not isinstance(error, NotFinite):

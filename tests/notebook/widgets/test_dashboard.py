@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import sys
 from array import array
@@ -14,6 +15,7 @@ import pytest
 
 from nbkit.commands import main
 from nbkit.errors import UsageError
+from nbkit.notebook.widgets.card import card_text
 from nbkit.notebook.widgets.curve import COLUMNS, Curve, packed
 from nbkit.notebook.widgets.dashboard import Dashboard
 from nbkit.notebook.widgets.feed import Feed
@@ -283,3 +285,24 @@ def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
     run.event("failure", rank=1, error="ValueError", what="odd")  # again, in the next run
     assert [event["kind"] for event in feed.snapshot()["events"]].count("failure") == 2
+
+
+def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
+    feed = Feed(run.folder)
+    what = "dp=4 → dp=4 zero=3 was taken back after step 20: the first step under it failed"
+    run.event("run_started", strategy="dp=4", arithmetic="", total=0)
+    run.step()
+    run.event("failure", rank=1, error="SwitchError", what=what)
+    said = plain(lines_of(feed.snapshot()))
+    assert f"rank 1: SwitchError: {what}" in said
+    for path in run.folder.rglob("*.jsonl"):
+        os.utime(path, (0, 0))  # nothing has come for long
+    assert feed.state()["stands"] == "quiet"
+    run.step()
+    run.event("run_stopped", reason="done")
+    assert "taken back" not in card_text(feed.snapshot(), ended=True)
+    run.event("run_started", strategy="dp=4", arithmetic="", total=0)
+    run.step()
+    run.event("failure", rank=1, error="ValueError", what="odd")
+    run.event("run_stopped", reason="ValueError")
+    assert "ended by an error: rank 1: ValueError: odd" in card_text(feed.snapshot(), ended=True)

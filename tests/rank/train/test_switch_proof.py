@@ -368,5 +368,5 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
     found = proof.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
     assert found.settle(job)
 
-    assert job.switches[0].proof_s < 0.1
+    assert found.event.proof_s < 0.1
     assert of_steps.lap() >= 0.2

@@ -1,0 +1,94 @@
+"""One rank fails within a step: the others are woken from what they wait in, all meet, and their groups work again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import next_generation, run_ranks
+
+from nbkit.errors import ClusterError
+from nbkit.rank import watchdog
+from nbkit.rank.alarm import Alarm, Heard
+from nbkit.rank.groups import DelegatingGroup
+
+
+def total(group: Any = None) -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one, group=group)
+    return one.item()
+
+
+def fails(alarm: Alarm, wait: Any, *, failing: bool) -> list[str]:
+    alarm.begin()
+    said = ""
+    try:
+        if failing:
+            said = "no"
+            alarm.ring()
+        else:
+            wait()
+    except RuntimeError as error:
+        said = "woken" if alarm.heard and alarm.rung() else f"not woken: {error}"
+    alarm.end()
+    told = alarm.meet(said)
+    alarm.mend()
+    return told
+
+
+def woken(world: Any) -> Any:
+    rank = world.place.rank
+    pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    told = [
+        fails(Alarm("a"), lambda: total(everyone), failing=rank == 2),
+        fails(Alarm("a"), lambda: dist.recv(torch.ones(1), 1), failing=rank == 1),
+    ]
+    sums = [total(), total(everyone), total(pair) if rank < 2 else 2.0, total(dist.new_group([0, 1, 2]))]
+    # The next generation is formed as ever.
+    next_generation(world)
+    sums += [total(), total(everyone)]
+    told.append(fails(Alarm("a"), total, failing=rank == 0))
+    return told, [*sums, total()], world.dirty, isinstance(dist.group.WORLD, DelegatingGroup)
+
+
+def test_whoever_waits_for_a_rank_that_has_failed_is_woken_and_the_same_groups_work_again() -> None:
+    for told, sums, dirty, delegating in run_ranks(woken, 3, generations=2):
+        assert told == [["woken", "woken", "no"], ["woken", "no", "woken"], ["no", "woken", "woken"]]
+        assert sums == [3.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0] and dirty == "" and delegating
+
+
+def alone(world: Any) -> list[Any]:
+    alarm = Alarm("a")
+    alarm.begin()
+    alarm.check()
+    alarm.ring()
+    alarm.end()
+    return [alarm.meet("me"), alarm.rung(), alarm.heard, alarm.mend()]
+
+
+def test_a_world_of_one_has_nobody_to_tell() -> None:
+    assert run_ranks(alone, 1) == [[["me"], False, False, None]]
+
+
+def left(world: Any) -> str:
+    """Rank 1 never comes; rank 0 is broken out, as by Stop or when a rank has died."""
+    if world.place.rank == 1:
+        return ""
+    alarm = Alarm("a")
+    alarm.begin()
+    threading.Timer(0.5, watchdog.break_out, ("rank 1 died",)).start()
+    alarm.ring()
+    alarm.end()
+    with pytest.raises(ClusterError) as error:
+        alarm.meet("me")
+    alarm.heard = True
+    with pytest.raises(Heard):
+        alarm.check()
+    return f"{error.value.what} {error.value.numbers} {Alarm.possible()}"
+
+
+def test_nobody_waits_for_a_rank_that_is_gone() -> None:
+    assert run_ranks(left, 2) == ["The ranks do not come together. rank 1 died False", ""]

@@ -1,0 +1,588 @@
+"""A first step under a new strategy that fails leads back to the old one, on all ranks, and no step is lost."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from jobs import asked_for, mean_loss, points, quiet
+from ranks import next_generation, run_ranks
+from torch import Tensor, nn
+
+from nbkit.bridge.controls import Control, Controls
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.events import Event, Failed, Switched
+from nbkit.rank import watchdog, world
+from nbkit.rank.train import blueprint, boundary, fallback
+from nbkit.rank.train import switch as switching
+from nbkit.rank.train import together as joining
+from nbkit.rank.train.batch import shard_of
+from nbkit.rank.train.job import Job, prepare
+from nbkit.rank.train.newest import newest
+from nbkit.rank.train.trainer import Trainer
+
+STEPS = 12
+ZERO3, TP, PP = "dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=2"
+
+
+class Plan:
+    """Where something fails: under a strategy, on some ranks, in "forward", "backward" or "optimizer"."""
+
+    def __init__(self, under: str, where: str, ranks: tuple[int, ...], error: type[BaseException] = ValueError) -> None:
+        self.under, self.where, self.ranks, self.error = under, where, ranks, error
+
+
+plans: list[Plan] = []
+
+
+def passes(where: str) -> None:
+    if (owner := newest()) is None:
+        return
+    job: Job = getattr(owner, "job", owner)
+    for plan in plans:
+        if plan.where == where and job.rank in plan.ranks and plan.under in ("any", str(job.strategy)):
+            raise plan.error(f"planted in {where}")
+
+
+class Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        passes("backward")
+        return grad
+
+
+class Fragile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        passes("forward")
+        return Passing.apply(x)
+
+
+class Drawing(nn.Module):
+    """What a step that is made twice would do twice: it draws, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x * (1 + 0.01 * random.random() + 0.001 * self.calls)
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), Drawing(), Fragile(), nn.Linear(16, 3))
+
+
+def in_stages() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), Fragile(), nn.Linear(16, 3))
+
+
+class Adam(torch.optim.AdamW):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+
+    def step(self, closure: Any = None) -> None:
+        passes("optimizer")
+        super().step()
+
+
+def trainer_of(model: Any = drawing, **changed: Any) -> Trainer:
+    plans.clear()
+    random.seed(5)
+    return quiet(**({"model": model, "optimizer": Adam, "data": points(40), "clip_norm": 1.0} | changed))
+
+
+def losses_of(owner: Trainer | Job) -> list[float]:
+    return [record["loss"] for record in owner.history]
+
+
+def memory(patch: pytest.MonkeyPatch, room: str) -> None:
+    """room: for "both" sides and a step, for both "sides" alone, or for "one"."""
+    patch.setattr(switching, "roomy", lambda _: room == "both")
+    patch.setattr(joining, "crowded", lambda *_: room == "one")
+
+
+def heard_by(owner: Trainer | Job) -> list[Event]:
+    job: Job = getattr(owner, "job", owner)
+    events: list[Event] = []
+    job.ledger.listeners.append(lambda event: events.append(event) if event.kind in ("switch", "failure") else None)
+    return events
+
+
+def fails_while_it_trains(room: str, strategy: str, plan: Plan, model: Any = drawing) -> dict[str, Any]:
+    """Asked for as by a click; then the same again, and one that is well."""
+    trainer, controls = trainer_of(model), Controls()
+    events = heard_by(trainer)
+    trainer.fit(2)
+    plans.append(plan)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        memory(patch, room)
+        said = asked_for(trainer, controls, strategy)
+        after = str(trainer.strategy), len(trainer.job.switches), trainer.job.previous
+        told, noted = list(events), [record for record in trainer.history if "taken_back" in record]
+        trainer.fit(STEPS - trainer.step)
+        losses = losses_of(trainer)
+        again = asked_for(trainer, controls, strategy + "   ")
+        plans.clear()
+        well = asked_for(trainer, controls, "zero2")
+    return {
+        "said": said,
+        "after": after,
+        "told": told,
+        "noted": [(record["step"], record["strategy"], record["taken_back"]) for record in noted],
+        "warned": [str(each.message) for each in warned],
+        "losses": losses,
+        "again": again["what"],
+        "well": (well["ok"], well["strategy"], trainer.job.previous),
+    }
+
+
+FAILING = [
+    ("zero3", Plan(ZERO3, "forward", (0, 1))),
+    ("zero3", Plan(ZERO3, "forward", (1,))),
+    ("zero3", Plan(ZERO3, "backward", (0,))),
+    ("zero1", Plan("dp=2 zero=1", "backward", (1,), torch.OutOfMemoryError)),
+    ("tp", Plan(TP, "forward", (1,))),
+]
+
+
+def while_it_trains(world: Any, room: str) -> dict[str, Any]:
+    never = trainer_of()
+    never.fit(STEPS)
+    # The optimizer changes the weights: only an old side that is kept is whole then.
+    failing = FAILING + [("zero1", Plan("dp=2 zero=1", "optimizer", (1,), torch.OutOfMemoryError))] * (room == "both")
+    return {
+        "never": losses_of(never),
+        "found": [(strategy, plan, fails_while_it_trains(room, strategy, plan)) for strategy, plan in failing],
+    }
+
+
+@pytest.mark.parametrize("room", ["both", "sides", "one"])
+def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_those_of_a_run_never_switched(
+    room: str,
+) -> None:
+    for rank in run_ranks(while_it_trains, 2, room, timeout=170):
+        for strategy, plan, found in rank["found"]:
+            said, step = found["said"], found["said"]["step"]
+            what = f"{plan.error.__name__}: planted in {plan.where}"
+            # Of two that fail the first may wake the other one, which then has not failed by itself.
+            told = [failure.rank for failure in found["told"] if isinstance(failure, Failed)]
+            assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
+            whose = what if told == [None] else f"rank {told[0]}: {what}"
+            words = f"dp=2 → {plan.under} was taken back after step {step}: the first step under it failed, "
+            words += "and training goes on under dp=2."
+            assert (said["ok"], said["error"], said["strategy"]) == (False, "SwitchError", "dp=2")
+            assert (said["what"], said["numbers"]) == (words, whose)
+            assert found["after"] == ("dp=2", 0, None)
+            assert found["losses"] == rank["never"], (strategy, plan.where, plan.ranks)
+            assert found["noted"] == [(step + 1, "dp=2", f"{plan.under}: {whose}")]
+            failure = found["told"][-1]
+            assert isinstance(failure, Failed) and (failure.step, failure.error) == (step, "SwitchError")
+            assert failure.what == f"{words} {whose}"
+            # Where memory held both, nobody had heard of the switch.
+            switched = [(each.old, each.new) for each in found["told"] if isinstance(each, Switched)]
+            assert switched == ([] if room == "both" else [("dp=2", plan.under), (plan.under, "dp=2")])
+            assert len(found["warned"]) in (0, 2)
+            assert "was taken back" in found["again"] and found["well"] == (True, "dp=2 zero=2", "dp=2")
+
+
+def within_a_stage(world: Any) -> dict[str, Any]:
+    never = trainer_of(in_stages)
+    never.fit(STEPS)
+    found = []
+    for where in ("forward", "backward"):
+        for room in ("both", "one"):
+            # The rank that holds the layer fails; the other waits for what it sends.
+            found.append(fails_while_it_trains(room, "pp microbatches=2", Plan(PP, where, (0, 1)), in_stages))
+    return {"never": losses_of(never), "found": found}
+
+
+def test_a_stage_that_fails_leads_its_pipeline_back() -> None:
+    for rank in run_ranks(within_a_stage, 2, timeout=170):
+        for found in rank["found"]:
+            assert found["losses"] == rank["never"]
+            assert found["said"]["numbers"].startswith("rank 1: ValueError: planted in ")
+            assert found["well"] == (True, "dp=2 zero=2", "dp=2")
+
+
+def four(world: Any) -> dict[str, Any]:
+    found = []
+    for room in ("both", "one"):
+        trainer, controls = trainer_of(in_stages, strategy="zero1 tp=2"), Controls()
+        trainer.fit(2)
+        plans.append(Plan("dp=2 tp=2 zero=3", "backward", (3,)))
+        with pytest.MonkeyPatch.context() as patch:
+            memory(patch, room)
+            said = asked_for(trainer, controls, "zero3 tp=2")
+            plans.append(Plan(f"dp=2 {PP}".replace("microbatches=2", "microbatches=4"), "forward", (0, 1, 2, 3)))
+            staged = asked_for(trainer, controls, "dp=2 pp=2")
+        trainer.fit(2)
+        found.append((said["numbers"], staged["numbers"], losses_of(trainer)))
+    never = trainer_of(in_stages, strategy="zero1 tp=2")
+    never.fit(max(len(losses) for _, _, losses in found))
+    return {"never": losses_of(never), "found": found, "strategy": str(trainer.strategy)}
+
+
+def test_four_ranks_are_led_back_by_one_of_them() -> None:
+    for rank in run_ranks(four, 4, timeout=170):
+        for said, staged, losses in rank["found"]:
+            assert said == "rank 3: ValueError: planted in backward"
+            assert "ValueError: planted in forward" in staged  # of rank 2, 3, or both: who fails first wakes the other
+            assert losses == rank["never"][: len(losses)]
+        assert rank["strategy"] == "dp=2 tp=2 zero=1"
+
+
+def called(world: Any) -> dict[str, Any]:
+    never = trainer_of()
+    never.fit(STEPS)
+    trainer = trainer_of()
+    events = heard_by(trainer)
+    trainer.fit(3)
+    plans.extend([Plan(ZERO3, "backward", (1,)), Plan(TP, "forward", (0,))])
+    at_once = trainer.switch("zero3")
+    trainer.fit(2)
+    first = str(trainer.strategy), len(trainer.job.switches), [(e.kind, e.step) for e in events]
+    # Under none of them a step has been made: it is the one before both that is gone back to.
+    trainer.switch("zero3")
+    trainer.switch("tp")
+    trainer.fit(2)
+    second = str(trainer.strategy), len(trainer.job.switches)
+    # There and back again by hand: nothing is left to be led back to.
+    trainer.switch("tp")
+    trainer.undo()
+    nothing = trainer.job.fallback
+    plans.clear()
+    trainer.switch("zero3")
+    trainer.fit(1)
+    plans.append(Plan(TP, "forward", (0,)))
+    trainer.switch("tp")
+    trainer.fit(1)
+    third = str(trainer.strategy), [each.new for each in trainer.job.switches], trainer.job.previous
+    trainer.undo()
+    trainer.fit(STEPS - trainer.step)
+    return {
+        "never": losses_of(never),
+        "losses": losses_of(trainer),
+        "identical": at_once.identical,
+        "told": (first, second, nothing, third),
+        "noted": [(record["step"], record["taken_back"]) for record in trainer.history if "taken_back" in record],
+    }
+
+
+def test_a_switch_that_was_called_between_two_fits_is_taken_back_by_the_second() -> None:
+    for found in run_ranks(called, 2, timeout=120):
+        assert found["losses"] == pytest.approx(found["never"], rel=1e-5)
+        assert found["losses"][:7] == found["never"][:7]  # under the same strategy, to the last bit
+        first, second, nothing, third = found["told"]
+        assert found["identical"] and first == ("dp=2", 0, [("switch", 3), ("switch", 3), ("failure", 3)])
+        assert second == ("dp=2", 0) and nothing is None
+        assert third == (ZERO3, [TP, "dp=2", ZERO3], "dp=2")
+        assert [step for step, _ in found["noted"]] == [4, 6, 9]
+        assert found["noted"][1][1] == f"{TP}: rank 0: ValueError: planted in forward"
+
+
+def by_hand(world: Any, strategy: str | None, as_shards: bool) -> dict[str, Any]:
+    """A loop of one's own; strategy: switched to before the fourth step, and its first backward fails on rank 1."""
+    plans.clear()
+    random.seed(5)
+    job = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7)
+    loader = torch.utils.data.DataLoader(points(64), batch_size=8, shuffle=True)
+    steps: list[Any] = []
+    for number, batch in enumerate(job.batches(loader)):
+        if strategy is not None and number == 3:
+            plans.append(Plan("any", "backward", (1,)))
+            plans[-1].under = str(job.switch(strategy).new)
+        given = batch
+        if as_shards:
+            axes = job.side.axes
+            given = shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"))
+        try:
+            job.backward(given)
+        except TrainingError as error:
+            steps.append(error.what)
+            job.backward(batch)
+        job.clip(1.0)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.log(number=number)
+    return {"steps": steps, "losses": losses_of(job), "now": str(job.strategy), "records": job.history}
+
+
+def in_loops(world: Any) -> dict[str, Any]:
+    return {
+        "never": by_hand(world, None, False),
+        "zero3": by_hand(world, "zero3", False),
+        "cut alike": by_hand(world, "zero3", True),
+        "cut otherwise": by_hand(world, "tp", True),
+    }
+
+
+def test_a_loop_of_ones_own_makes_the_same_batch_again_within_backward() -> None:
+    for found in run_ranks(in_loops, 2, timeout=120):
+        never = found.pop("never")["losses"]
+        for name, loop in found.items():
+            assert loop["losses"] == never and loop["now"] == "dp=2", name
+            assert [record["number"] for record in loop["records"]] == list(range(8))
+            assert [record["step"] for record in loop["records"] if "taken_back" in record] == [4]
+        assert found["zero3"]["steps"] == found["cut alike"]["steps"] == []
+        (what,) = found["cut otherwise"]["steps"]
+        assert what == "The rows of this batch were cut for tp=2, which was taken back."
+
+
+def asked_in_a_loop(world: Any) -> dict[str, Any]:
+    plans.clear()
+    random.seed(5)
+    job, controls = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7), Controls()
+    boundary.preparers["control"] = lambda control: boundary.Preparation()
+    plans.append(Plan(ZERO3, "backward", (1,)))
+    loader = torch.utils.data.DataLoader(points(64), batch_size=8, shuffle=True)
+    for number, batch in enumerate(job.batches(loader)):
+        if number == 2:
+            boundary.inbox.post(1 + boundary.inbox.acted, "control", Control("a", "switch", {"strategy": "zero3"}))
+        job.backward(batch)
+        job.clip(1.0)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return {"losses": losses_of(job), "said": controls.verdict("a")["verdict"], "never": by_hand(world, None, False)}
+
+
+def test_a_switch_that_is_asked_for_in_a_loop_of_ones_own_is_answered_when_its_first_backward_is_through() -> None:
+    for found in run_ranks(asked_in_a_loop, 2, timeout=120):
+        assert found["losses"] == found["never"]["losses"]
+        assert not found["said"]["ok"] and found["said"]["numbers"] == "rank 1: ValueError: planted in backward"
+
+
+def ones_own(world: Any) -> list[Any]:
+    """What fails under the old strategy too, what is no failure, and a way back that fails."""
+    found: list[Any] = []
+    never = trainer_of(in_stages)
+    never.fit(STEPS)
+
+    def switched(room: str = "sides") -> Trainer:
+        trainer = trainer_of(in_stages)
+        trainer.fit(2)
+        with pytest.MonkeyPatch.context() as patch:
+            memory(patch, room)
+            trainer.switch("zero3")
+        return trainer
+
+    trainer = switched()
+    plans.append(Plan("any", "forward", (0, 1)))
+    with pytest.raises(ValueError, match="planted in forward") as error, warnings.catch_warnings(record=True):
+        trainer.fit(3)
+    found.append((error.value.__cause__, error.value.__context__, str(trainer.strategy), trainer.step))
+    plans.clear()
+    trainer.fit(STEPS - 2)
+    found.append(losses_of(trainer) == losses_of(never))
+
+    trainer = switched()
+    plans.append(Plan(ZERO3, "forward", (0, 1), KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(3)
+    found.append((str(trainer.strategy), trainer.step, trainer.job.fallback))
+    plans.clear()
+    trainer.fit(STEPS - 2)
+    found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
+
+    trainer = switched()
+    plans.append(Plan(ZERO3, "optimizer", (0, 1)))
+    with pytest.raises(ValueError, match="planted in optimizer") as error:
+        trainer.fit(3)
+    found.append(("the optimizer had begun" in str(error.value.__notes__), str(trainer.strategy)))
+
+    trainer = switched()
+    plans.append(Plan(ZERO3, "backward", (1,)))
+    with pytest.MonkeyPatch.context() as patch:
+        if world.place.rank == 0:
+            patch.setattr(blueprint.Blueprint, "side", broken)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            trainer.fit(3)
+    found.append((type(error.value).__name__, type(error.value.__cause__).__name__, error.value.__notes__))
+    found.append((str(trainer.strategy), trainer.job.fallback, world.dirty))
+    plans.clear()
+    trainer.fit(STEPS - 2)
+    found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
+    return found
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no room to go back")
+
+
+def test_what_is_no_fault_of_the_strategy_is_raised_as_ever() -> None:
+    for rank, found in enumerate(run_ranks(ones_own, 2, timeout=120)):
+        bug, as_ever, interrupt, after_it, optimizer, lost, left, goes_on = found
+        assert bug == (None, None, "dp=2", 2) and as_ever
+        assert interrupt == (ZERO3, 2, None) and after_it
+        assert optimizer == (True, ZERO3)
+        assert lost[:2] == (("RuntimeError", "ValueError")[rank], "SwitchError")
+        assert "There was no way back to dp=2" in lost[2][0] and "no room to go back" in lost[2][0]
+        assert left == (ZERO3, None, "") and goes_on
+
+
+def broken_from_outside(world: Any) -> list[Any]:
+    """A rank is broken out as by Stop, or as when another one has died: nobody waits for the others to come."""
+    trainer = trainer_of()
+    trainer.fit(2)
+    trainer.switch("zero3")
+    threading.Timer(1.0, watchdog.break_out, ("the cell was stopped while it waited",)).start()
+    plans.append(Plan(ZERO3, "forward", (world.place.rank,), (Waiting, ValueError)[world.place.rank]))
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        trainer.fit(2)
+    dirty = world.dirty
+    next_generation(world)
+    plans.clear()
+    trainer.fit(2)
+    return [dirty, str(trainer.strategy), trainer.step, losses_of(trainer)]
+
+
+class Waiting(KeyboardInterrupt):
+    """As Stop does: the collectives are broken, then the code is interrupted."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        deadline = time.monotonic() + 30
+        while not world.current().dirty and time.monotonic() < deadline:  # type: ignore[union-attr]
+            time.sleep(0.01)
+
+
+def test_who_is_broken_out_from_outside_waits_for_nobody() -> None:
+    rank0, rank1 = run_ranks(broken_from_outside, 2, timeout=60, generations=2)
+    assert rank0[0] == rank1[0] == "the cell was stopped while it waited"
+    assert rank0[1:3] == rank1[1:3] == [ZERO3, 4] and rank0[3] == rank1[3]
+
+
+def once(world: Any) -> dict[str, Any]:
+    """Data that cannot begin again."""
+    never = trainer_of(data=iter(points(200)))
+    never.fit(STEPS)
+    trainer = trainer_of(data=iter(points(200)))
+    trainer.fit(2)
+    for strategy, where in (("zero3", "forward"), ("tp", "backward")):
+        plans.append(Plan(str(trainer.switch(strategy).new), where, (1,)))
+        trainer.fit(1)
+    trainer.fit(STEPS - 4)
+    return {"never": losses_of(never), "losses": losses_of(trainer), "now": str(trainer.strategy)}
+
+
+def test_data_that_cannot_be_read_twice_loses_no_batch() -> None:
+    for found in run_ranks(once, 2, timeout=120):
+        assert found["losses"] == found["never"] and found["now"] == "dp=2"
+
+
+def tried(world: Any) -> dict[str, Any]:
+    never = trainer_of()
+    never.fit(STEPS)
+    trainer, controls = trainer_of(), Controls()
+    trainer.fit(2)
+    plans.append(Plan(ZERO3, "backward", (1,)))
+    with pytest.raises(SwitchError) as refused:
+        trainer.try_out("zero3", steps=3)
+    trainer.switch("zero1")
+    with pytest.raises(SwitchError):
+        trainer.try_out("zero3", steps=3)
+    there = trainer.job.fallback is not None and str(trainer.job.fallback.old), str(trainer.strategy)
+    plans.append(Plan("dp=2 zero=1", "forward", (0,)))
+    trainer.fit(2)
+    asks(trainer, trainer.step + 1, Control("try", "try", {"strategy": "zero3", "steps": 3}))
+    trainer.fit(STEPS - trainer.step)
+    return {
+        "never": losses_of(never),
+        "losses": losses_of(trainer),
+        "refused": (refused.value.what, refused.value.numbers),
+        "there": there,
+        "said": controls.verdict("try")["verdict"],
+        "dirty": trainer.job.broken_off,
+    }
+
+
+def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes_on() -> None:
+    for found in run_ranks(tried, 2, timeout=120):
+        assert found["losses"] == found["never"] and not found["dirty"]
+        words = f"{ZERO3} was not measured: its first step failed, and training goes on under dp=2."
+        assert found["refused"] == (words, "rank 1: ValueError: planted in backward")
+        assert found["there"] == ("dp=2", "dp=2 zero=1")
+        assert not found["said"]["ok"] and found["said"]["what"] == words
+
+
+def kept(world: Any) -> list[int]:
+    """How many tensors of the side that failed are left when training goes on."""
+    found = []
+    for room in ("both", "sides", "one"):
+        trainer, controls = trainer_of(), Controls()
+        trainer.fit(2)
+        held: list[weakref.ref[Tensor]] = []
+        failing = fallback.FirstStep._go_back
+
+        def going(self: Any, *args: Any, held: Any = held, trainer: Any = trainer, failing: Any = failing) -> None:
+            held.extend(weakref.ref(tensor) for tensor in trainer.job.side.data.tensors())
+            failing(self, *args)
+
+        plans.append(Plan(ZERO3, "backward", (0, 1)))
+        gc.collect()
+        gc.disable()
+        with pytest.MonkeyPatch.context() as patch:
+            memory(patch, room)
+            patch.setattr(fallback.FirstStep, "_go_back", going)
+            asked_for(trainer, controls, "zero3")
+        gc.enable()
+        assert held
+        found.append(sum(tensor() is not None for tensor in held))
+    return found
+
+
+def test_the_memory_of_a_side_that_failed_is_free() -> None:
+    assert run_ranks(kept, 2, timeout=120) == [[0, 0, 0]] * 2
+
+
+def paused(world: Any) -> dict[str, Any]:
+    """In a pause the verdict cannot wait for a step; what comes of that is told where the training runs."""
+    never = trainer_of()
+    never.fit(STEPS)
+    trainer, controls = trainer_of(), Controls()
+    trainer.fit(2)
+    plans.append(Plan(ZERO3, "forward", (1,)))
+    pause, switch = Control("pause", "pause", {}), Control("switch", "switch", {"strategy": "zero3"})
+    asks(trainer, 4, pause, switch, Control("resume", "resume", {}))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(STEPS - trainer.step)
+    said = {id: controls.verdict(id)["verdict"]["ok"] for id in ("pause", "switch", "resume")}
+    return {
+        "never": losses_of(never),
+        "losses": losses_of(trainer),
+        "said": said,
+        "warned": [str(each.message) for each in warned],
+        "now": str(trainer.strategy),
+    }
+
+
+def asks(trainer: Trainer, step: int, *controls: Control) -> None:
+    """Of all ranks, when they have made `step`."""
+
+    def ask(trainer: Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            for number, control in enumerate(controls, boundary.inbox.acted + 1):
+                boundary.inbox.post(number, "control", control)
+
+    trainer._callbacks = (ask,)
+
+
+def test_a_switch_in_a_pause_is_answered_at_once_and_taken_back_when_training_goes_on() -> None:
+    for rank, found in enumerate(run_ranks(paused, 2, timeout=120)):
+        assert found["losses"] == found["never"] and found["now"] == "dp=2"
+        assert found["said"] == {"pause": True, "switch": True, "resume": True}
+        assert [f"{ZERO3} was taken back after step" in each for each in found["warned"]] == [True] * (rank == 0)
