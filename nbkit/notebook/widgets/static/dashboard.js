@@ -94,6 +94,13 @@ export function view(el, story, ask) {
     if (event.target.className === "trace" && ask) trace();
     if (along || pick) draw();
   });
+  for (const kind of ["keydown", "keyup"]) {
+    root.addEventListener(kind, (event) => {
+      // Enter with Shift, Ctrl or Alt runs a cell where we are shown, and no button again that was clicked before.
+      const other = event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.repeat;
+      if ((event.key === "Enter" || event.key === " ") && event.target.tagName === "BUTTON" && other) event.preventDefault();
+    });
+  }
   const trace = () => {
     const before = story.traced;
     ask({ ask: "trace" });
