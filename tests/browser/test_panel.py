@@ -208,6 +208,9 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
 ) -> None:
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.headline.startswith("training"), "it does not train")
+    # The steps of the training before count, and so does the step that this one ends with.
+    goal = re.search(r"step [\d,]+ of 1,000,(\d+)", panel.headline)
+    assert goal is not None and 0 < int(goal[1]) <= panel.step, panel.headline
     page.reload(idle=False)
     panel.root.wait_for(timeout=SECONDS * 1000)
     before = panel.step

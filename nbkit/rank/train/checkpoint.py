@@ -162,7 +162,8 @@ def restore(job: Job, saved: Saved) -> None:
         hint=_WHOLE,
     )
     side.data.refresh()
-    job.step, job.seed = about["step"], about["seed"]
+    before, job.step, job.seed = job.step, about["step"], about["seed"]
+    job.ledger.moved(before)
     job.gradients.reseed(job.seed)
     job.ledger.records[:] = about["history"]
     job.precision.load_state_dict(about.get("precision", {}))
