@@ -70,11 +70,12 @@ class LrChanged(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """State was written to, or read from, `path`."""
+    """State was written to, or read from, `path`. action: "saved" or "loaded". before: finished steps before a load."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str = ""
     action: str = "saved"
+    before: int = 0
 
 
 @dataclass(frozen=True)

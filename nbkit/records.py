@@ -284,7 +284,7 @@ def from_line(line: str | bytes) -> Record | None:
         if "members" in values:
             values["members"] = tuple(values["members"])
         return kind(**{name: value for name, value in values.items() if name in known})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -58,6 +58,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_new_fields_ignored() -> N
     assert records.from_line('{"kind":"step","st') is None
     assert records.from_line('{"kind":"hologram"}') is None
     assert records.from_line("[]") is None
+    assert records.from_line("[" * 100_000) is None
     assert records.from_line('{"kind":"memory","step":1,"colour":2}') == records.MemoryRecord(1)
 
 

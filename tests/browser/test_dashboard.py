@@ -91,8 +91,11 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> No
     page.wait_for_output(NUMBER["fit"], "tokens/s on average")
     assert page.output(NUMBER["fit"]).count("tok/s") == 1  # the moving line lies below the card, and nowhere else
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
+    ended = wait_for_step(page, 1)
     page.run(NUMBER["detached"])
-    before = wait_for_step(page, 1)
+    before = wait_for_step(page, ended + 1)
+    # The steps of the training before count, and so does the step that this one ends with.
+    page.wait_for_output(NUMBER["dashboard"], f" of {100_000 + ended:,} · loss ")
     assert "of 2 ranks: " in page.run(NUMBER["trace"])
     page.reload()
     page.page.wait_for_selector(SHOWN, timeout=60_000)

@@ -148,6 +148,33 @@ def test_a_pause_holds_and_lets_go(panel: PanelOnPage) -> None:
     panel.wait(lambda: panel.step > held, "it did not go on")
 
 
+def test_the_keys_that_run_and_edit_cells_switch_nothing(page: Any, panel: PanelOnPage) -> None:
+    before, prompts = panel.strategy, [page.prompt(number) for number in range(len(CELLS))]
+    told = panel.told
+    panel.choose("tp=4")
+
+    for keys in ("Shift+Enter", "Control+Enter", "Alt+Enter", "Meta+Enter", "Enter"):
+        page.page.keyboard.press(keys)
+    # The plain one has gone on to Apply, where those of a notebook press nothing either.
+    assert page.page.evaluate("document.activeElement.textContent") == "Apply"
+    for keys in ("Shift+Enter", "Control+Enter", "Alt+Enter", "Meta+Enter", "Shift+Space"):
+        page.page.keyboard.press(keys)
+
+    steps = panel.step
+    panel.wait(lambda: panel.step > steps + 3, "no more steps")  # a switch would have been made by now
+    assert (panel.strategy, panel.told) == (before, told)
+    assert [page.prompt(number) for number in range(len(CELLS))] == prompts
+    page.page.keyboard.press("Enter")
+    panel.wait(lambda: panel.strategy == "tp=4", "Enter on Apply did not apply")
+
+
+def test_its_buttons_are_written_in_its_own_font(panel: PanelOnPage) -> None:
+    own = panel.root.evaluate("panel => getComputedStyle(panel).fontFamily")
+    for label in ("Apply", "Undo", "Pause", "Checkpoint", "Stop"):
+        button = panel.root.get_by_role("button", name=label, exact=True)
+        assert button.evaluate("button => getComputedStyle(button).fontFamily") == own, label
+
+
 def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: PanelOnPage) -> None:
     panel.root.locator("input").fill("dp=3")
     panel.wait(lambda: "the world has 4" in panel.root.inner_text(), "it does not say why")
@@ -181,6 +208,9 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
 ) -> None:
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.headline.startswith("training"), "it does not train")
+    # The steps of the training before count, and so does the step that this one ends with.
+    goal = re.search(r"step [\d,]+ of 1,000,(\d+)", panel.headline)
+    assert goal is not None and 0 < int(goal[1]) <= panel.step, panel.headline
     page.reload(idle=False)
     panel.root.wait_for(timeout=SECONDS * 1000)
     before = panel.step

@@ -56,7 +56,7 @@ def sent(page: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in one.items() if key != "press"} for one in page.evaluate("model.sent")]
 
 
-def test_arrows_choose_a_row_and_enter_applies_it(page: Any) -> None:
+def test_arrows_choose_a_row_and_enter_goes_on_to_apply(page: Any) -> None:
     page.locator("tr.now").focus()
     page.keyboard.press("ArrowDown")
     chosen = page.locator("tr[aria-selected='true']").get_attribute("data-strategy")
@@ -66,7 +66,54 @@ def test_arrows_choose_a_row_and_enter_applies_it(page: Any) -> None:
     assert page.locator("input").input_value() == "dp=4 zero=1"
     assert "micro 4" in page.locator(".sum").inner_text()
     assert page.locator(".ghost").count() > 0
+    assert sent(page) == []  # "choose a row, then Apply"
+    assert focused(page) == "Apply"
+    page.keyboard.press("Enter")
     assert sent(page) == [{"do": "switch", "strategy": "dp=4 zero=1"}]
+
+
+def focused(page: Any) -> str:
+    return str(page.evaluate("document.activeElement.textContent"))
+
+
+def held(page: Any, key: str, times: int = 6) -> None:
+    """The key goes down, repeats itself as long as it is held, and goes up."""
+    for _ in range(times):
+        page.keyboard.down(key)
+    page.keyboard.up(key)
+
+
+MODIFIED = [f"{modifier}+{key}" for modifier in ("Shift", "Control", "Alt", "Meta") for key in ("Enter", "Space")]
+
+
+@pytest.mark.parametrize("where", ["row", "line", "Apply", "Try 10 steps", "Undo", "Pause", "Checkpoint", "Stop"])
+def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any, where: str) -> None:
+    row = page.locator("tr[data-strategy='tp=4']")
+    row.click()
+    there = {"row": row, "line": page.locator("input")}.get(where) or page.get_by_role("button", name=where, exact=True)
+    there.evaluate("element => { element.disabled = false; element.focus(); }")
+    for keys in MODIFIED:
+        page.keyboard.press(keys)
+    for how in ({"isComposing": True}, {"keyCode": 229}, {"repeat": True}):
+        there.dispatch_event("keydown", {"key": "Enter", "bubbles": True, "cancelable": True, **how})
+    assert [one for one in sent(page) if one["do"] != "check"] == []
+
+
+@pytest.mark.parametrize(("where", "acts"), [("row", 0), ("line", 1), ("Undo", 1), ("Pause", 1), ("Apply", 1)])
+def test_a_key_that_is_held_down_is_pressed_once(page: Any, where: str, acts: int) -> None:
+    row = page.locator("tr[data-strategy='tp=4']")
+    row.click()
+    there = {"row": row, "line": page.locator("input")}.get(where) or page.get_by_role("button", name=where, exact=True)
+    there.evaluate("element => { element.disabled = false; element.focus(); }")
+
+    held(page, "Enter")
+
+    assert len(sent(page)) == acts
+    held(page, "ArrowDown")  # but rows go by while an arrow is held
+    if where == "row":
+        page.locator("tr.now").focus()
+        held(page, "ArrowDown", 2)
+        assert page.locator("tr[aria-selected='true']").get_attribute("data-strategy") != "dp=4 zero=1"
 
 
 def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
@@ -180,3 +227,19 @@ def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     assert "nbkit.Trainer(" in page.locator(".headline").inner_text()
     assert not page.get_by_role("button", name="Apply").is_visible()
     page.close()
+
+
+# As JupyterLab brings it along, and many pages that put a saved notebook on the web.
+FONT_AWESOME = ".fa, .fab, .fad, .fal, .far, .fas, .fat { font-family: 'Font Awesome 5 Free', serif; }"
+
+
+def test_the_fonts_of_a_page_s_icons_are_none_of_the_panel_s(page: Any) -> None:
+    page.add_style_tag(content=FONT_AWESOME)
+    strange = page.evaluate("""() => {
+      const panel = document.querySelector(".nbkit-panel");
+      const font = (element) => getComputedStyle(element).fontFamily;
+      const others = [...panel.querySelectorAll("*:not(input, small)")].filter((one) => font(one) !== font(panel));
+      return others.map((one) => one.outerHTML);
+    }""")
+
+    assert strange == []

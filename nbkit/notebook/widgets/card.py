@@ -17,7 +17,7 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.running import Running
 from nbkit.notebook.widgets.feed import Feed
 from nbkit.notebook.widgets.source import ClusterRun
-from nbkit.notebook.widgets.text import failure, figure
+from nbkit.notebook.widgets.text import failure, figure, steps_of
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
@@ -162,8 +162,7 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
         earlier = f", {int(last[0]):,} with those before" if int(last[0]) > made else ""
         steps = f"{made:,} step{'s' * (made > 1)}{earlier}"
     else:
-        made, total = int(last[0]) - _started(snapshot["events"]), state.get("total", 0)
-        steps = f"step {made:,} of {total:,}" if total else f"step {int(last[0]):,}"
+        steps = steps_of(last[0], state)
         if (seconds := last[2] - points[-_RECENT:][0][2]) > 0:  # one step alone jumps
             tokens = (last[3] - points[-_RECENT:][0][3]) / seconds
     mean = " on average" if ended else ""

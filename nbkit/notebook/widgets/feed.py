@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ class Feed:
             return self.step
 
     def state(self) -> dict[str, Any]:
-        """Name, world size and how the run stands: "running", "ended" (why), or "quiet" when nothing comes."""
+        """Name, world size, how the run stands: "running", "ended" (why), or "quiet" when nothing comes; and its goal.
+
+        goal: the step that it ends with, steps of earlier runs counted as they are in the curve; 0 when not known.
+        """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
             quiet = self._file is None or time.time() - _changed(self._file) > _LIVE_S
@@ -80,7 +84,7 @@ class Feed:
                 "folder": str(self.run_dir),
                 "world": self._run.world_size,
                 "stands": stands,
-                "total": (last or {}).get("total", 0),
+                "goal": _goal(self.curve.events),
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
@@ -142,6 +146,18 @@ class Feed:
 def _ends(event: dict[str, Any]) -> bool:
     """Whether a training ends with it; it goes on after a switch that failed."""
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
+
+
+def _goal(events: Sequence[dict[str, Any]]) -> int:
+    goal = 0
+    for event in events:
+        if event["kind"] == "run_started":
+            goal = event["step"] + event["total"] if event.get("total") else 0
+        elif event["kind"] == "run_stopped":
+            goal = 0
+        elif event.get("action") == "loaded" and goal:
+            goal += event["step"] - event.get("before", event["step"])
+    return goal
 
 
 def _changed(path: Path) -> float:

@@ -88,7 +88,7 @@ class Pump:
         folder = self._where()
         if folder is None:
             if self.feed is None:
-                self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "total": 0})
+                self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "goal": 0})
             return
         if self.feed is None or self.feed.run_dir != folder:
             self.feed = Feed(folder)

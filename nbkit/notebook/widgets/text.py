@@ -10,7 +10,7 @@ from typing import Any
 
 from nbkit.notebook.board.plugin.timeline import PARTS
 
-__all__ = ["Piece", "failure", "figure", "lines_of", "plain"]
+__all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
 
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
@@ -42,7 +42,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
     last = points[-1]
     strategy = snapshot["strategies"][int(last[6])]
-    head = [f"step {int(last[0])}", _number("loss", last[4]), _number("tokens/s", last[5], behind=True)]
+    head = [steps_of(last[0], state), _number("loss", last[4]), _number("tokens/s", last[5], behind=True)]
     lines: list[Line] = [
         (
             Piece(strategy or state["run"], "strong"),
@@ -57,6 +57,11 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     if step.get("ranks"):
         lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
     return lines
+
+
+def steps_of(step: float, state: dict[str, Any]) -> str:
+    """Where a run is; steps of earlier runs count, as they do in every chart."""
+    return f"step {int(step):,}" + (f" of {state['goal']:,}" if state.get("goal") else "")
 
 
 def _spark(values: Sequence[float | None], width: int) -> str:

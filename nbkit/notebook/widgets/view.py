@@ -138,13 +138,9 @@ def _headline(state: State) -> str:
     progress = state.pulse.get("progress") or {}
     if state.pulse:
         parts.append(f"step {state.pulse['step']:,}")
-    if state.phase in ("training", "held") and progress.get("total"):
-        made = progress.get("step", 0)
-        # The step that is being made is not yet among the finished ones; only an earlier fit() makes two counts.
-        first = state.pulse["step"] - made <= 1
-        parts[-1] = (
-            f"step {made:,} of {progress['total']:,}" if first else f"{parts[-1]} ({made:,} of {progress['total']:,})"
-        )
+    if state.phase in ("training", "held") and progress.get("goal"):
+        # The step that is being made is not yet among the finished ones.
+        parts[-1] = f"step {progress['step']:,} of {progress['goal']:,}"
     if "loss" in progress:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":

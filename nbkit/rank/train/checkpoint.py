@@ -1,12 +1,12 @@
 """Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
 
 Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
-What the directory holds is torch.distributed.checkpoint's own format: see chunks.py.
+What the directory holds is torch.distributed.checkpoint's own format (chunks.py), and a manifest by which nbkit reads
+it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing here.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.errors import TrainingError
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel.reshard import Exchange
 from nbkit.rank.train import holdings
+from nbkit.rank.train.encoding import encoded
+from nbkit.rank.train.fitting import check_fits, check_tensors
 from nbkit.rank.train.holdings import Held
 from nbkit.rank.train.shares import by_name, everyone, shares
 
@@ -41,9 +43,8 @@ __all__ = [
     "take_settings",
 ]
 
-_FORMAT = 2
-
 _HINT = "a path that every rank sees, with room and rights to write"
+_WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 # How an optimizer computes is this run's business; what it computes is the checkpoint's.
 _OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -72,12 +73,11 @@ def save(job: Job, path: str | Path) -> None:
     side, inner = job.side, job.optimizer.inner
     held = state_of(job)
     every = everyone(held, holdings.scalars(side, inner), world_size=job.world_size)
-    about: list[bytes] = [b""]
+    about = [""]
 
     def describe() -> None:
-        about[0] = _packed(
+        about[0] = encoded(
             {
-                "format": _FORMAT,
                 "names": names_of(job.blueprint.skeleton),
                 "groups": _groups(job),
                 "settings": settings_of(inner),
@@ -109,29 +109,35 @@ def save(job: Job, path: str | Path) -> None:
 def opened(job: Job, path: str | Path) -> Saved:
     """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
-    Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit.
+    Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit. Each rank reads what it
+    will need, and lets go of it: what is damaged is known before anything is changed.
     """
     found: list[Saved] = []
 
-    def open_it() -> None:
+    def open_it() -> str:
         from nbkit.rank.train.chunks import Reader
 
         reader = Reader(Path(path))
-        about = about_of(reader)
-        found.append(Saved(Path(path), reader, about))
+        found.append(Saved(Path(path), reader, about_of(reader)))
+        return reader.digest
 
-    agree(open_it, what=f"The checkpoint {str(path)!r} could not be read.")
-    _check_fits(job, found[0].about)
-    return found[0]
+    what = f"The checkpoint {str(path)!r} could not be read."
+    agree(open_it, what=what, hint=_WHOLE)
+    saved = found[0]
+    own = settings_of(job.optimizer.inner)
+    settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
+
+    def look_through() -> None:
+        check_fits(saved.about, names=names_of(job.blueprint.skeleton), groups=_groups(job), settings=settings)
+        check_tensors(saved.reader, job.side)
+
+    agree(look_through, what=what, hint=_WHOLE)
+    return saved
 
 
 def about_of(reader: Reader) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors. Raises ValueError for another release's."""
-    # Only tensors and plain values: a checkpoint from elsewhere cannot run code here.
-    about: dict[str, Any] = torch.load(io.BytesIO(reader.about), map_location="cpu", weights_only=True)
-    if about.get("format") != _FORMAT:
-        raise ValueError(f"format {about.get('format')!r}, this release reads {_FORMAT}")
-    return about
+    """What a checkpoint holds beside tensors, in the form that `save` gives it."""
+    return reader.about
 
 
 def restore(job: Job, saved: Saved) -> None:
@@ -151,10 +157,13 @@ def restore(job: Job, saved: Saved) -> None:
         fill(saved.reader, state_of(job))
 
     agree(
-        read, what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own."
+        read,
+        what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own.",
+        hint=_WHOLE,
     )
     side.data.refresh()
-    job.step, job.seed = about["step"], about["seed"]
+    before, job.step, job.seed = job.step, about["step"], about["seed"]
+    job.ledger.moved(before)
     job.gradients.reseed(job.seed)
     job.ledger.records[:] = about["history"]
     job.precision.load_state_dict(about.get("precision", {}))
@@ -210,19 +219,26 @@ def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) 
                 group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def agree(act: Callable[[], None], *, what: str, hint: str = _HINT) -> None:
-    """Run `act` on every rank. Raises TrainingError(`what`) on all of them when it failed on any."""
-    failure = ""
+def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
+    """Run `act` on every rank. Raises TrainingError on all of them when it failed on any, or returned other texts.
+
+    It says `what`, and why of the first rank that failed; on a rank whose own was an error of ours, that one is raised.
+    """
+    failure, mark, own = "", None, None
     try:
-        act()
+        mark = act()
+    except NbkitError as error:
+        own, failure = error, error.what + f" {error.numbers}" * bool(error.numbers)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    failures = [failure]
+    told = [(failure, mark)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        failures = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    if failed := [(rank, text) for rank, text in enumerate(failures) if text]:
-        raise _failed(what, failed, hint)
+        told = [("", None)] * dist.get_world_size()
+        dist.all_gather_object(told, (failure, mark))
+    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        raise own or _failed(what, failed, hint)
+    if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
+        raise _failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
 
 
 def _failed(what: str, failures: list[tuple[int, str]], hint: str = _HINT) -> TrainingError:
@@ -242,31 +258,3 @@ def _groups(job: Job) -> list[list[str]]:
     first = [list(group) for group in job.blueprint.template.groups]
     added = job.optimizer.param_groups[len(first) :]
     return first + [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
-
-
-def _check_fits(job: Job, about: Mapping[str, Any]) -> None:
-    """Raises TrainingError when `about` is of another model (names, shapes) or of an optimizer with other groups."""
-    held = {name: shape for name, _, shape in names_of(job.blueprint.skeleton)}
-    found = {name: tuple(shape) for name, _, shape in about["names"]}
-    if held != found:
-        other = [name for name in held if name in found and held[name] != found[name]]
-        raise TrainingError(
-            "The checkpoint is of another model.",
-            numbers=f"missing {sorted(held.keys() - found.keys())[:3]}, "
-            f"unexpected {sorted(found.keys() - held.keys())[:3]}"
-            + (f"; {other[0]} is {found[other[0]]} there, {held[other[0]]} here" if other else ""),
-            hint="build the model that was saved",
-        )
-    here, there = _groups(job), about["groups"]
-    if [set(names) for names in here] != [set(names) for names in there]:
-        raise TrainingError(
-            "The checkpoint is of an optimizer with other parameter groups.",
-            numbers=f"parameters per group: {list(map(len, there))} there, {list(map(len, here))} here",
-            hint="build the optimizer that was saved",
-        )
-
-
-def _packed(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

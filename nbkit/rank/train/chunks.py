@@ -10,18 +10,18 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import re
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,18 +29,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from nbkit.layout import Box, Layout
 from nbkit.planner.cover import within
+from nbkit.rank.train.archive import elements_in
+from nbkit.rank.train.encoding import viewed
+from nbkit.rank.train.manifest import OURS, Chunk, Kept, opened, read, written
 
-__all__ = ["Filling", "Reader", "Saving", "Writer", "fill"]
+__all__ = ["Reader", "Saving", "Writer", "fill"]
 
 State = Mapping[str, tuple[Tensor, Layout]]
 """What a rank holds: key -> (its part, which part that is)."""
-
-_OURS = re.compile(r"[0-9a-f]{12}_\d+_\d+\.distcp")
 
 
 class Saving(DefaultSavePlanner):
@@ -69,40 +72,8 @@ class Saving(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self._parts[index.fqn, index.offset]
-
-
-class Filling(DefaultLoadPlanner):
-    """This rank fills the tensors of `target`, whatever boxes a checkpoint keeps them in."""
-
-    def __init__(self, target: State) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._target = target
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        self._parts: dict[tuple[str, torch.Size], Tensor] = {}
-        items = []
-        for key, (tensor, layout) in self._target.items():
-            kept = self.metadata.state_dict_metadata.get(key)
-            boxes = []
-            for here, there in layout.pieces:
-                boxes.append(ChunkStorageMetadata(torch.Size(there.start), torch.Size(there.shape)))
-                self._parts[key, torch.Size(there.start)] = tensor[here.slices]
-            if not boxes:
-                continue
-            if not isinstance(kept, TensorStorageMetadata) or tuple(kept.size) != layout.shape:
-                raise ValueError(f"{key} of shape {layout.shape} is not in it")
-            reads = create_read_items_for_chunk_list(key, kept, boxes)
-            found, wanted = sum(read.lengths.numel() for read in reads), sum(there.numel for _, there in layout.pieces)
-            if found != wanted:
-                raise ValueError(f"of {key} it holds {found} elements of the {wanted} needed")
-            items += reads
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._parts[index.fqn, index.offset]
+        # Row after row, as it is read: what is transposed in memory would be written column after column.
+        return self._parts[index.fqn, index.offset].contiguous()
 
 
 @dataclass(frozen=True)
@@ -112,10 +83,18 @@ class _Files:
     prefix: str
 
 
-class Writer(FileSystemWriter):
-    """Writes beside what is there, and replaces it at the end. about: what `Reader.about` gives back; from rank 0."""
+@dataclass
+class _Placed(_StorageInfo):
+    """Where in the file the elements themselves lie, and their CRC-32."""
 
-    def __init__(self, path: Path, about: bytes) -> None:
+    start: int = 0
+    crc: int = 0
+
+
+class Writer(FileSystemWriter):
+    """Writes beside what is there, and replaces it at the end. about: what is no tensor, `encoded`; from rank 0."""
+
+    def __init__(self, path: Path, about: str) -> None:
         super().__init__(path)
         self._about, self._prefix = about, ""
 
@@ -130,23 +109,39 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         self._prefix = plan.storage_data.prefix
-        return super().write_data(plan, planner)
+        before = get_crc32_options()
+        set_crc32_options(True)
+        try:
+            results = super().write_data(plan, planner).wait()
+        finally:
+            set_crc32_options(before)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(_placed(Path(self.path), results))
+        return done
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all data is on the disk. Torch's own removes the old metadata before the new one is there."""
         folder = Path(self.path)
-        metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
-        metadata.planner_data = {"nbkit": self._about}
+        every = [result for each in results for result in each]
+        places = {result.index: result.storage_data for result in every}
+        metadata.storage_data = {
+            index: _StorageInfo(info.relative_path, info.offset, info.length) for index, info in places.items()
+        }
+        metadata.planner_data = {}
+        sizes: dict[str, int] = {}
+        for info in places.values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, self._about)
         beside = folder / ".metadata.tmp"
-        with beside.open("wb") as file:
-            pickle.dump(metadata, file)
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:  # never through a link that somebody left there
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(folder / ".metadata")
         _sync(folder)
-        named = {info.relative_path for info in metadata.storage_data.values()}
         for file_path in folder.iterdir():
-            if _OURS.fullmatch(file_path.name) and file_path.name not in named:
+            if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
                 file_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -159,62 +154,126 @@ class Writer(FileSystemWriter):
             folder.rmdir()  # only if nothing else is in it
 
 
-class Reader(FileSystemReader):
-    """A checkpoint, opened. Raises OSError or ValueError when it is none, or when a data file is not whole."""
+def _placed(folder: Path, results: list[WriteResult]) -> list[WriteResult]:
+    """With the place of the elements: torch writes each tensor as an archive of its own, all of a rank in one file."""
+    found = []
+    with ExitStack() as stack:
+        names = {result.storage_data.relative_path for result in results}
+        files = {name: stack.enter_context((folder / name).open("rb")) for name in names}
+        for result in results:
+            info = result.storage_data
+            start, crc = elements_in(files[info.relative_path], info.offset, info.length)
+            place = _Placed(info.relative_path, info.offset, info.length, start=start, crc=crc)
+            found.append(replace(result, storage_data=place))
+    return found
+
+
+def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dict[str, Kept]:
+    found = {}
+    for key, kept in metadata.state_dict_metadata.items():
+        assert isinstance(kept, TensorStorageMetadata)
+        chunks = []
+        for chunk in kept.chunks:
+            place = places[MetadataIndex(key, chunk.offsets)]
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            chunks.append(Chunk(box, place.relative_path, place.start, place.crc))
+        found[key] = Kept(kept.properties.dtype, tuple(kept.size), tuple(chunks))
+    return found
+
+
+class Reader:
+    """A checkpoint, opened. Raises OSError or another Exception when it is none, or when a data file is not whole.
+
+    tensors, about: see Manifest. digest: the same where ranks see the same checkpoint.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.metadata = self.read_metadata()
-        if not isinstance(self.metadata.planner_data, dict) or "nbkit" not in self.metadata.planner_data:
-            raise ValueError("written by something else than nbkit")
-        self.about: bytes = self.metadata.planner_data["nbkit"]
-        ends: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            if (size := (path / name).stat().st_size) < end:
-                raise ValueError(f"{name} has {size} bytes of {end}")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found = _Plain(file).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f"its .metadata is a {type(found).__name__}")
-        return found
+        self.path = path
+        found = read(path / ".metadata")
+        self.tensors, self.about, self.digest = found.tensors, found.about, found.digest
+        parts: dict[str, list[tuple[int, int]]] = {name: [(0, 0)] for name in found.files}
+        for kept in self.tensors.values():
+            for chunk in kept.chunks:
+                parts[chunk.file].append((chunk.start, chunk.start + kept.size_of(chunk)))
+        for name, ranges in parts.items():
+            with opened(path / name) as file:
+                size = os.fstat(file.fileno()).st_size
+            ranges.sort()
+            if size != found.files[name]:
+                raise ValueError(f"{name} has {size} bytes of {found.files[name]}")
+            if (end := max(stop for _, stop in ranges)) > size:
+                raise ValueError(f"a part of {name} ends at {end}, and the file at {size}")
+            if any(start < stop for (start, _), (_, stop) in zip(ranges[1:], ranges, strict=False)):
+                raise ValueError(f"the same bytes of {name} are two parts")
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
         """Key -> dtype of every tensor in it."""
-        kept = self.metadata.state_dict_metadata.items()
-        return {key: each.properties.dtype for key, each in kept if isinstance(each, TensorStorageMetadata)}
+        return {key: kept.dtype for key, kept in self.tensors.items()}
 
+    def reads(self, key: str, layout: Layout) -> list[tuple[Chunk, Box, Box]]:
+        """All that a layout holds of tensor `key`: (chunk, box of the global tensor in it, that box of the local one).
 
-class _Plain(pickle.Unpickler):
-    """Finds what metadata is made of and nothing else: a checkpoint from elsewhere cannot run code here."""
+        Raises ValueError when the checkpoint does not hold it.
+        """
+        if not layout.pieces:
+            return []
+        kept = self.tensors.get(key)
+        if kept is None or kept.shape != layout.shape:
+            raise ValueError(f"{key} of shape {layout.shape} is not in it")
+        found = []
+        for here, there in layout.pieces:
+            for chunk in kept.chunks:
+                if (common := chunk.box.meet(there)) is not None:
+                    found.append((chunk, common, common.moved(there.start, here.start)))
+        held, wanted = sum(common.numel for _, common, _ in found), sum(there.numel for _, there in layout.pieces)
+        if held != wanted:
+            raise ValueError(f"of {key} it holds {held} elements of the {wanted} needed")
+        return found
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.distributed.checkpoint.metadata" or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise ValueError(f"its .metadata holds a {module}.{name}")
+    def verify(self, wanted: Mapping[str, Layout]) -> None:
+        """Read what a rank needs of each of these tensors. Raises ValueError where it is not there, or damaged."""
+        found: dict[tuple[str, int], tuple[Kept, Chunk]] = {}
+        for key, layout in wanted.items():
+            found |= {(chunk.file, chunk.start): (self.tensors[key], chunk) for chunk, _, _ in self.reads(key, layout)}
+        with self.elements() as elements:
+            for place in sorted(found):
+                elements(*found[place])
 
+    @contextmanager
+    def elements(self) -> Iterator[Callable[[Kept, Chunk], Tensor]]:
+        """A function that reads a chunk. It raises ValueError when the bytes are not those that were written."""
+        with ExitStack() as files:
+            by_name: dict[str, io.BufferedReader] = {}
 
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
+            def read_chunk(kept: Kept, chunk: Chunk) -> Tensor:
+                if (file := by_name.get(chunk.file)) is None:
+                    file = by_name[chunk.file] = files.enter_context(opened(self.path / chunk.file))
+                bits = torch.empty(kept.size_of(chunk), dtype=torch.uint8)
+                into = bits.numpy().data
+                file.seek(chunk.start)
+                if file.readinto(into) != len(bits) or zlib.crc32(into) != chunk.crc:
+                    where = f"{len(bits)} bytes from {chunk.start} on"
+                    raise ValueError(f"{chunk.file} is damaged: {where} have another checksum")
+                return viewed(bits, kept.dtype).reshape(chunk.box.shape)
+
+            yield read_chunk
 
 
 @torch.no_grad()
 def fill(reader: Reader, target: State) -> None:
     """Fill the tensors of `target` from the disk, one kept box after the other. On this rank alone."""
-    planner = Filling(target)
-    planner.set_up_planner({}, reader.metadata, is_coordinator=True)
-    reader.set_up_storage_reader(reader.metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    wanted: dict[tuple[str, int], tuple[Kept, Chunk, list[tuple[Tensor, Box]]]] = {}
+    for key, (tensor, layout) in target.items():
+        for chunk, there, here in reader.reads(key, layout):
+            _, _, places = wanted.setdefault((chunk.file, chunk.start), (reader.tensors[key], chunk, []))
+            places.append((tensor[here.slices], there.moved(chunk.box.start, (0,) * len(layout.shape))))
+    with reader.elements() as elements:
+        for place in sorted(wanted):
+            kept, chunk, places = wanted[place]
+            found = elements(kept, chunk)
+            for tensor, box in places:
+                tensor.copy_(found[box.slices])
 
 
 def _seen(tensor: Tensor, layout: Layout, box: Box) -> Tensor:

@@ -31,7 +31,8 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
 
     The names are those of the model's state dict: `model.load_state_dict(safetensors.torch.load_file(target))` takes
     them. A tied weight stands there under each of its names, since the format has no references. One tensor at a time
-    is in memory. Raises TrainingError when `folder` cannot be read or `target` not be written.
+    is in memory. Raises TrainingError when `folder` cannot be read, is damaged or is no checkpoint, or `target` cannot
+    be written; what was at `target` before then stands.
     """
     beside = Path(target).with_name(f"{Path(target).name}.tmp")
     try:
@@ -40,22 +41,25 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
         header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(about["step"])}}
         end = 0
         for name, key, shape in about["names"]:
+            if name in header:
+                raise ValueError(f"it names {name!r:.80} twice")
             kind = reader.kinds.get(key, torch.float32)  # what has no element is kept nowhere
             begin, end = end, end + torch.Size(shape).numel() * kind.itemsize
             header[name] = {"dtype": _TYPES[kind], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
+        beside.unlink(missing_ok=True)
         try:
-            with beside.open("wb") as file:
+            with beside.open("xb") as file:  # never through a link that somebody left there
                 file.write(len(text).to_bytes(8, "little") + text)
                 for _, key, shape in about["names"]:
-                    tensor = torch.empty(shape, dtype=reader.kinds.get(key, torch.float32))
+                    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))
                     fill(reader, {key: (tensor, Layout.whole(shape))})
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever somebody wrote into that directory
         raise TrainingError(
             f"The checkpoint {str(folder)!r} could not be exported to {str(target)!r}.",
             numbers=f"{type(error).__name__}: {error}",

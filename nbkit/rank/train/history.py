@@ -48,8 +48,17 @@ class History:
     def begin(self, total: int) -> None:
         """A run of `total` steps (0: not known) begins now."""
         self._first, self._total = self.step, total
-        boundary.report(step=0, total=total)
+        boundary.report(step=self.step, goal=self._goal)
         self.clock.restart()
+
+    def moved(self, before: int) -> None:
+        """A checkpoint was loaded at step `before`: a run that is under way has as many steps to make as it had."""
+        self._first += self.step - before
+
+    @property
+    def _goal(self) -> int:
+        """The step that a run ends with; 0: not known."""
+        return self._first + self._total if self._total else 0
 
     def made(self) -> None:
         """The optimizer has taken the newest step."""
@@ -148,8 +157,8 @@ class History:
         return type(error).__name__
 
     def _report(self, record: dict[str, Any]) -> None:
-        step, seconds = record["step"] - self._first, record["seconds"]
-        self._pace = seconds if step == 1 else 0.9 * self._pace + 0.1 * seconds
-        left = (self._total - step) * self._pace if self._total else None
+        step, seconds = record["step"], record["seconds"]
+        self._pace = seconds if step == self._first + 1 else 0.9 * self._pace + 0.1 * seconds
+        left = (self._goal - step) * self._pace if self._total else None
         speed = record["tokens"] / self._pace if self._pace else 0.0
-        boundary.report(step=step, loss=record["loss"], tokens_per_s=speed, eta_s=left)
+        boundary.report(step=step, goal=self._goal, loss=record["loss"], tokens_per_s=speed, eta_s=left)

@@ -105,6 +105,12 @@ class _Files:
         self._home: dict[str, Path] = {}
         if index.exists():
             named = json.loads(index.read_text())["weight_map"]
+            if other := [file for file in named.values() if Path(file).name != file]:
+                raise TrainingError(
+                    f"{index.name} names a file outside of its directory.",
+                    numbers=f"{other[0]!r:.80}, in {str(directory)!r}",
+                    hint="the directory that model.save_pretrained wrote",
+                )
             self._home = {name: directory / file for name, file in named.items()}
         elif (one := directory / "model.safetensors").exists():
             self._home = dict.fromkeys(self._opened(one).keys(), one)
@@ -181,19 +187,28 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
         raise TrainingError(
             f"{str(directory)!r} holds no model.", numbers="no config.json", hint="a directory of save_pretrained"
         )
-    config = transformers.AutoConfig.from_pretrained(directory, **overrides)
+    # Code that lies in the directory is run by who asks for it alone, and nobody is asked on a rank.
+    trusted = {"trust_remote_code": bool(overrides.get("trust_remote_code"))}
+    config = transformers.AutoConfig.from_pretrained(directory, **{**overrides, **trusted})
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
     kind = getattr(transformers, name, None)
     if kind is None:
         raise TrainingError(
             f"transformers has no {name}.", numbers=f"version {transformers.__version__}", hint="a newer transformers"
         )
+    auto = isinstance(name, str) and name.startswith("AutoModel")
+    if not auto and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise TrainingError(
+            f"{name} of transformers is no model.",
+            numbers=f"'architectures' in {str(directory / 'config.json')!r}",
+            hint="the directory that model.save_pretrained wrote",
+        )
     wanted = getattr(config, "dtype", None) or torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, wanted) if isinstance(wanted, str) else wanted)
     try:
         with _without_weights():
-            module: nn.Module = kind.from_config(config) if name.startswith("Auto") else kind(config)
+            module: nn.Module = kind.from_config(config, **trusted) if auto else kind(config)
     finally:
         torch.set_default_dtype(before)
     return module

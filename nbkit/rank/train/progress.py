@@ -1,4 +1,4 @@
-"""The one moving line of a training: `step 120/500 · loss 2.314 · 12.3k tok/s · 0:31 left`."""
+"""The one moving line of a training: `step 120/500 · loss 2.314 · 12.3k tok/s · 0:31 left`. Earlier runs count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProgressLine:
                 self._show()
         elif isinstance(event, Switched) and event.in_place:
             print(f"\r{event.new} in place: memory does not hold it beside {event.old}".ljust(self._width), flush=True)
-        elif isinstance(event, RunStopped) and boundary.progress().get("step"):
+        elif isinstance(event, RunStopped) and "loss" in boundary.progress():
             self._show()
             print(flush=True)
 
@@ -46,7 +46,7 @@ class ProgressLine:
 def progress_line() -> str:
     """The line as it stands."""
     now = boundary.progress()
-    parts = [f"step {now.get('step', 0)}" + (f"/{now['total']}" if now.get("total") else "")]
+    parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
     if "loss" in now:
         parts.append(f"loss {now['loss']:.3f}")
     if now.get("tokens_per_s"):

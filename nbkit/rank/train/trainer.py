@@ -227,13 +227,13 @@ class Trainer(Switchable):
         """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.
-        saved = checkpoint.opened(self.job, path)
+        saved, before = checkpoint.opened(self.job, path), self.step
         position = saved.about["position"]
         self._stream.seek(position["epoch"], position["offset"])
         checkpoint.restore(self.job, saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
-        self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded"))
+        self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""

@@ -306,3 +306,38 @@ def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     run.event("failure", rank=1, error="ValueError", what="odd")
     run.event("run_stopped", reason="ValueError")
     assert "ended by an error: rank 1: ValueError: odd" in card_text(feed.snapshot(), ended=True)
+
+
+def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_it_ends_with(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "again", 2, "dp=2")
+    feed = Feed(tmp_path / "again")
+
+    def fit(total: int, *, until: int) -> set[str]:
+        """What card, terminal and dashboard say within such a training."""
+        run.event("run_started", strategy="dp=2", arithmetic="", total=total)
+        return make(until)
+
+    def make(until: int) -> set[str]:
+        while run.number < until:
+            run.step()
+        seen = feed.snapshot()
+        goal = seen["state"]["goal"]  # the dashboard and the report put the same words together in the page
+        step = f"step {int(seen['points'][-1][0])}"
+        words = [card_text(seen), plain(lines_of(seen)), f"{step} of {goal} · " if goal else f"{step} · "]
+        return {found[0] if (found := re.search(r"step \d+( of \d+)? · ", text)) else text for text in words}
+
+    assert fit(4, until=3) == {"step 3 of 4 · "}
+    make(4)
+    run.event("run_stopped", reason="done")
+    assert make(4) == {"step 4 · "}
+    assert fit(4, until=7) == {"step 7 of 8 · "}
+    run.event("run_stopped", reason="stopped")
+    before, run.number = run.number, 2
+    run.event("checkpoint", path="model", action="loaded", before=before)
+    assert fit(10, until=5) == {"step 5 of 12 · "}
+    before, run.number = run.number, 1  # by a live cell, while it trains: it makes as many more steps as it had to
+    run.event("checkpoint", path="model", action="loaded", before=before)
+    assert make(3) == {"step 3 of 8 · "}
+    run.event("run_stopped", reason="done")
+    assert fit(0, until=5) == {"step 5 · "}  # a loop over job.batches
+    run.close()

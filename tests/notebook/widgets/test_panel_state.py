@@ -173,15 +173,16 @@ def test_a_pause_is_won_back_after_whole_steps() -> None:
     assert [payback(pause) for pause in (0.0, 0.002, 0.01, 0.012)] == ["1 step", "1 step", "1 step", "2 steps"]
 
 
-def test_a_first_training_has_one_count_of_steps_a_later_one_two() -> None:
-    def headline(step: int, made: int) -> str:
+def test_steps_are_counted_from_the_first_training_on_and_so_is_the_goal() -> None:
+    def headline(finished: int, **progress: int) -> str:
         answer = answer_of(table_of())
-        answer |= {"step": step, "progress": answer["progress"] | {"step": made}}
+        answer |= {"step": finished, "progress": answer["progress"] | progress}
         return str(pulse_view(state_of(Looked(answer)))["headline"])
 
-    assert "training · step 7 of 100 · loss" in headline(7, 7)
-    assert "training · step 7 of 100 · loss" in headline(8, 7)  # the eighth is being made
-    assert "training · step 1,307 (7 of 100) · loss" in headline(1307, 7)
+    assert "training · step 7 of 100 · loss" in headline(7)
+    assert "training · step 7 of 100 · loss" in headline(8)  # the eighth is being made
+    assert "training · step 1,307 of 1,400 · loss" in headline(1308, step=1307, goal=1400)
+    assert "training · step 1,308 · loss" in headline(1308, step=1307, goal=0)  # a loop over job.batches
 
 
 def test_a_mistyped_strategy_is_answered_with_the_one_that_was_meant() -> None:

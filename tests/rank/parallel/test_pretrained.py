@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models_zoo import hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 from ranks import run_ranks
 from torch import nn
@@ -155,3 +157,48 @@ def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_p
         assert "missing, first ['model.layers.2" in one["errors"][1]
         assert "there, " in one["errors"][2] and "n_embd" not in one["errors"][2]
     assert all(torch.equal(found[0]["drawn"][key], found[1]["drawn"][key]) for key in found[0]["drawn"])
+
+
+def from_elsewhere(world: Any, folder: Path) -> list[str]:
+    """Directories that were made to run code, or to have other files read; each spoils a copy of a good one."""
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    index = json.loads((folder / "llama" / "model.safetensors.index.json").read_text())
+    code = f"import os; os.mkdir({str(folder / 'canary')!r})\nclass Config: ...\n"
+    auto = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Config"}}
+    outside = {name: f"../llama/{file}" for name, file in index["weight_map"].items()}
+    errors = []
+    for number, (name, content) in enumerate(
+        {
+            "function": {"config.json": config | {"architectures": ["pipeline"]}},
+            "module": {"config.json": config | {"architectures": ["trainer"]}},
+            "other class": {"config.json": config | {"architectures": ["AutoTokenizer"]}},
+            "dtype": {"config.json": config | {"dtype": "os"}},
+            "code": {"config.json": config | auto | {"model_type": "own", "architectures": ["Own"]}},
+            "outside": {"model.safetensors.index.json": {"weight_map": outside}},
+            "whole path": {
+                "model.safetensors.index.json": {"weight_map": dict.fromkeys(outside, str(folder / "llama" / "x"))}
+            },
+            "deep": {"model.safetensors.index.json": None},
+        }.items()
+    ):
+        path = folder / f"spoiled {number}"
+        if world.place.rank == 0:
+            shutil.copytree(folder / "llama", path)
+            (path / "own.py").write_text(code)
+            for file, values in content.items():
+                (path / file).write_text("[" * 100_000 if values is None else json.dumps(values))
+        dist.barrier()
+        with pytest.raises(TrainingError) as raised:
+            trainer(nbkit.from_pretrained(path))
+        errors.append(f"{name}: {raised.value}")
+    return errors
+
+
+def test_a_directory_from_elsewhere_runs_no_code_and_has_no_other_file_read(tmp_path: Path) -> None:
+    run_ranks(saved, 1, tmp_path, timeout=120)
+    one, other = run_ranks(from_elsewhere, 2, tmp_path, timeout=120)
+
+    assert one == other and not (tmp_path / "canary").exists()
+    assert all("is no model" in text for text in one[:3]), one
+    assert "trust_remote_code=True" in one[4]
+    assert all("names a file outside" in text for text in one[5:7]), one

@@ -17,6 +17,7 @@ from torch import nn
 from nbkit import tags
 from nbkit.events import Event
 from nbkit.rank.telemetry import emit
+from nbkit.rank.train.progress import progress_line
 
 
 def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
@@ -83,6 +84,34 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     assert tags.TOKENS_PER_SECOND in board.Tags()["scalars"]
     texts = [t.tensor_proto.string_val[0].decode() for t in board.Tensors(f"{tags.EVENTS}/text_summary")]
     assert any("lr_changed" in text and "0.05" in text for text in texts)
+
+
+def counted(world: Any, folder: Path) -> list[str]:
+    """The moving line at each step of three trainings, of which the last goes back to a checkpoint within it."""
+    seen: list[str] = []
+
+    def note(trainer: Any, record: dict[str, Any]) -> None:
+        seen.append(progress_line().partition(" · ")[0])
+        if len(seen) == 7:
+            trainer.load(folder)
+
+    trainer = quiet(callbacks=[note])
+    trainer.fit(2)
+    trainer.save(folder)
+    trainer.fit(3)
+    trainer.fit(4)
+    return [*seen, f"ended at {trainer.step}"]
+
+
+def test_the_line_counts_the_steps_of_all_trainings_and_so_does_its_goal(tmp_path: Path) -> None:
+    (found,) = run_ranks(counted, 1, tmp_path / "kept")
+
+    assert found == [
+        "step 1/2", "step 2/2",
+        "step 3/5", "step 4/5", "step 5/5",
+        "step 6/9", "step 7/9", "step 8/9",  # step 8 is made by the time that the record of step 7 is there
+        "step 3/3", "ended at 3",
+    ]  # fmt: skip
 
 
 def evaluated(world: Any) -> list[float]:

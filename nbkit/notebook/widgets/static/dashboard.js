@@ -94,6 +94,13 @@ export function view(el, story, ask) {
     if (event.target.className === "trace" && ask) trace();
     if (along || pick) draw();
   });
+  for (const kind of ["keydown", "keyup"]) {
+    root.addEventListener(kind, (event) => {
+      // Enter with Shift, Ctrl or Alt runs a cell where we are shown, and no button again that was clicked before.
+      const other = event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.repeat;
+      if ((event.key === "Enter" || event.key === " ") && event.target.tagName === "BUTTON" && other) event.preventDefault();
+    });
+  }
   const trace = () => {
     const before = story.traced;
     ask({ ask: "trace" });
@@ -114,7 +121,7 @@ export function view(el, story, ask) {
     $("strategy").textContent = last ? story.strategies[last[STRATEGY]] || "" : step?.strategy || "";
     $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
     $("stands").classList.toggle("on", state?.stands === "running");
-    $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.total ? ` of ${number(state.total)}` : ""}`,
+    $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.goal ? ` of ${number(state.goal)}` : ""}`,
       Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", Number.isFinite(last[RATE]) ? `${number(last[RATE])} tokens/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);

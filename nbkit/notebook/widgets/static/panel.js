@@ -35,6 +35,11 @@ function make(tag, className, text) {
   return element;
 }
 
+// Enter with Shift, Ctrl, Alt or Meta runs a cell where we are shown; Enter also ends the composition of a word.
+const modified = (event) =>
+  event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.isComposing || event.keyCode === 229;
+const plain = (event) => !modified(event) && !event.repeat; // a key that is held down is pressed once
+
 function titled(words, content) {
   const box = make("div", "box");
   box.append(make("div", "title", words), content);
@@ -49,6 +54,13 @@ function render({ model, el }) {
   headline.setAttribute("role", "status");
   const name = make("span", "name");
   head.append(make("span", "dot"), headline, name);
+  for (const kind of ["keydown", "keyup"]) {
+    root.addEventListener(kind, (event) => {
+      // A button that was clicked keeps the focus, and the browser lets any Enter and any space press it again.
+      const presses = event.key === "Enter" || event.key === " ";
+      if (presses && event.target.tagName === "BUTTON" && !plain(event)) event.preventDefault();
+    });
+  }
 
   const line = make("label", "line");
   const input = make("input");
@@ -65,16 +77,16 @@ function render({ model, el }) {
   body.append(titled("who holds what: ranks across, layers down", drawing), titled("choose a row, then Apply · ?: not measured yet, Try 10 steps measures it", rows));
 
   const keys = make("div", "keys");
-  const far = make("span", "far");
+  const aside = make("span", "aside");
   const buttons = {};
-  for (const [list, into] of [[KEYS, keys], [APART, far]]) {
+  for (const [list, into] of [[KEYS, keys], [APART, aside]]) {
     for (const [action, label, className] of list) {
       buttons[action] = make("button", className, label);
       buttons[action].addEventListener("click", () => press(action));
       into.append(buttons[action]);
     }
   }
-  keys.append(far);
+  keys.append(aside);
   const told = make("div", "told");
   const note = make("div", "note");
   root.append(head, line, said, body, keys, told, note);
@@ -113,8 +125,8 @@ function render({ model, el }) {
 
   input.addEventListener("input", () => look(input.value));
   input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !buttons.switch.disabled) press("switch");
-    if (event.key === "Escape") choose(job().strategy);
+    if (event.key === "Enter" && plain(event) && !buttons.switch.disabled) press("switch");
+    if (event.key === "Escape" && plain(event)) choose(job().strategy);
     event.stopPropagation();
   });
 
@@ -329,12 +341,14 @@ function render({ model, el }) {
     const lines = [...rows.querySelectorAll("tbody tr")];
     const at = lines.indexOf(event.target);
     const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: lines.length - 1 }[event.key];
-    if (to !== undefined && lines[to]) {
+    if (to !== undefined && lines[to] && !modified(event)) {
       event.preventDefault();
       choose(lines[to].dataset.strategy);
       lines[to].focus();
-    } else if (event.key === "Enter" && !buttons.switch.disabled) {
-      press("switch");
+    } else if (event.key === "Enter" && plain(event) && !buttons.switch.disabled) {
+      // A row is only chosen: where we are shown, Enter is what begins to edit a cell.
+      event.preventDefault(); // or the browser presses the button that has the focus then
+      buttons.switch.focus();
     }
     event.stopPropagation();
   });
