@@ -21,12 +21,15 @@ from nbkit.planner.validate import Finding
 from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.chain import Chain, find_chain
 from nbkit.rank.parallel.experts import experts_in
-from nbkit.rank.parallel.findings import findings
+from nbkit.rank.parallel.findings import findings, warn_of_coupled
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.plan import TensorPlan
-from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
+from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows, parts_rows
 from nbkit.rank.train.batch import call, on_device, pair, rows_of, take
+from nbkit.rank.train.coupling import coupled
+from nbkit.rank.train.loss import Loss
+from nbkit.rank.train.sample import Sample
 from nbkit.strategy import Strategy
 
 __all__ = ["Check", "check"]
@@ -84,13 +87,15 @@ def check(
     inputs: Sequence[str] | None = None,
     stages: Sequence[str] | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    loss: Loss | None = None,
 ) -> Check:
     """How `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
 
     batch: rows of a global batch, or such a batch, of which two rows are run once to find where the model can be cut;
     without one the blocks are guessed by structure; stages are those of blocks that cost the same, until a job has
     measured them. world_size: ranks; default the world there is, else what the
-    strategy's degrees multiply to. inputs, stages, tp_plan: as of the Trainer.
+    strategy's degrees multiply to. inputs, stages, tp_plan, loss: as of the Trainer. Where the strategy parts the rows
+    of a batch, the model is run on some together and alone, and so is the loss if it is given.
     Raises StrategyError for a strategy that cannot be written down; what does not fit is in `findings`.
     """
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
@@ -110,7 +115,10 @@ def check(
         )
     skeleton = skeleton_of(module)
     wishes = Wishes(chain, why, tp_plan=tp_plan, experts=experts_in(module))
-    found += findings(skeleton, chosen, wishes, batch=rows)
+    if batch is not None and not isinstance(batch, int) and parts_rows(wishes, chosen):
+        seen = coupled(module, lambda value: call(module, value), loss, Sample(batch), inputs)
+        wishes = replace(wishes, coupled=seen)
+    found += [*findings(skeleton, chosen, wishes, batch=rows), *warn_of_coupled(wishes, chosen)]
     for needed in (need_rows, *([need_chain] if batch is not None and not isinstance(batch, int) else [])):
         try:
             needed(wishes, chosen)

@@ -13,10 +13,10 @@ from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.compiled import compiles
 from nbkit.rank.parallel.tensor.choose import plan_of
-from nbkit.rank.parallel.wishes import Wishes
+from nbkit.rank.parallel.wishes import Wishes, parts_rows
 from nbkit.strategy import Strategy
 
-__all__ = ["facts_of", "findings", "warn_of"]
+__all__ = ["facts_of", "findings", "warn_of", "warn_of_coupled"]
 
 
 def facts_of(
@@ -55,6 +55,7 @@ def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
     if strategy.microbatches is not None and wishes.cut:
         numbers = f"microbatch= has no effect under {strategy}: microbatches= says into how many parts a pipeline cuts"
         found.append(Finding(False, "A setting has no effect.", numbers))
+    found += warn_of_coupled(wishes, strategy)
     dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
     if wishes.compile and (dropping or not compiles(wishes, strategy)):
         why = "with dropout, which is keyed by sample" if dropping else f"under {strategy}"
@@ -62,3 +63,12 @@ def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
         found.append(Finding(False, "A setting has no effect.", numbers))
     for finding in found:
         warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
+
+
+def warn_of_coupled(wishes: Wishes, strategy: Strategy) -> list[Finding]:
+    """What is to be said of an auxiliary term of which `strategy` computes parts."""
+    found = wishes.coupled
+    if found is None or not found.trains or not parts_rows(wishes, strategy):
+        return []
+    what = f"{found.what}: under {strategy} it is the mean of what each forward gives for its rows."
+    return [Finding(False, what, found.numbers)]

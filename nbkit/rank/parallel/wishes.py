@@ -9,7 +9,21 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.chain import Chain
 from nbkit.strategy import Strategy
 
-__all__ = ["Wishes", "need_chain", "need_rows"]
+__all__ = ["Coupled", "Wishes", "need_chain", "need_rows", "parts_rows"]
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """What makes a batch computed in parts another one than the whole: found by computing both.
+
+    what: who does it; numbers: that show it; hint: what to write instead. trains: it is an auxiliary term, of which the
+    mean over the parts is taken: it is warned of, and trains.
+    """
+
+    what: str
+    numbers: str
+    hint: str
+    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -17,8 +31,8 @@ class Wishes:
     """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
 
     tp_plan: see tensor.choose. checkpoint: recompute the blocks' activations in the backward pass.
-    experts: the first mixture of experts, "" without one. coupled: the numbers that show that the loss is no mean over
-    rows, "" when it is. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
+    experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
+    was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
     compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
     tensor of that kind.
     """
@@ -29,7 +43,7 @@ class Wishes:
     tp_plan: Mapping[str, str] | None = None
     checkpoint: bool = False
     experts: str = ""
-    coupled: str = ""
+    coupled: Coupled | None = None
     cut: bool = False
     compile: bool | str = False
     hidden: tuple[int, int] | None = None
@@ -45,18 +59,32 @@ def need_chain(wishes: Wishes, strategy: Strategy) -> None:
         )
 
 
+def parts_rows(wishes: Wishes, strategy: Strategy) -> bool:
+    """Whether the rows of a batch go through several forwards, on one rank or many."""
+    return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or wishes.cut
+
+
 def need_rows(wishes: Wishes, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` parts rows that the model or its loss hold together."""
-    if wishes.experts and strategy.mesh.size > 1:
+    if wishes.experts and (why := _keeps_experts_whole(wishes, strategy)):
         raise StrategyError(
-            f"{wishes.experts!r} is a mixture of experts, and those are not split yet.",
-            numbers=f"{strategy}: which expert a token takes, and how evenly, depends on the whole batch",
-            hint="one rank; or a model with dense layers",
+            f"{wishes.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
+            numbers=why,
+            hint="strategy='ddp', or 'zero3', which splits its memory",
         )
-    if wishes.coupled and (strategy.dp > 1 or (strategy.microbatches or 1) > 1 or wishes.cut):
+    if (found := wishes.coupled) is not None and not found.trains and parts_rows(wishes, strategy):
+        cut = f"{strategy} with microbatch=" if wishes.cut and strategy.mesh.size == 1 else str(strategy)
         raise StrategyError(
-            f"The loss is no mean over rows, and {strategy} computes it on parts of a batch.",
-            numbers=wishes.coupled,
-            hint="for masked tokens: return (loss.sum(), mask.sum()); a contrastive loss needs whole batches: "
-            "strategy='tp', without microbatch=",
+            f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
         )
+
+
+def _keeps_experts_whole(wishes: Wishes, strategy: Strategy) -> str:
+    """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
+    if strategy.tp > 1:
+        return f"tp {strategy.tp}: experts are not split over ranks, and the tensor axis would give a router parts"
+    if strategy.cp > 1:
+        return f"cp {strategy.cp}: a router that compares positions would see a part of them"
+    if strategy.pp > 1 and wishes.chain is None:
+        return f"pp {strategy.pp}: of other stages' blocks a rank knows shapes alone, and routing depends on values"
+    return ""

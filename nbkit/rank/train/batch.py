@@ -7,7 +7,7 @@ does not divide B the first B mod R ranks hold one more (so the last ranks may h
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "fingerprint",
     "on_device",
     "pair",
+    "pick",
     "rows_of",
     "shapes_of",
     "shard_of",
@@ -39,6 +40,7 @@ class Shard:
     data: the collated rows, None when the rank has none. rows: how many they are. total: rows of the global batch.
     indices: dataset index (or position in the stream) of each row of the global batch.
     fingerprint: equal on all ranks exactly when they saw the same stream; 0 when they cannot differ.
+    everything: makes a Sample of the whole global batch, where every rank has read it.
     """
 
     data: Any
@@ -46,6 +48,7 @@ class Shard:
     total: int
     indices: Sequence[int]
     fingerprint: int = 0
+    everything: Callable[[], tuple[Any, ...]] | None = None
 
 
 def rows_of(batch: Any) -> int:
@@ -76,24 +79,39 @@ def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
     """
     if (start, stop) == (0, rows):
         return batch
+    return _cut(batch, lambda part: part[start:stop], rows)
+
+
+def pick(batch: Any, chosen: Sequence[int], *, rows: int) -> Any:
+    """The rows `chosen` of a batch of `rows` rows, in that order and copied. Raises as `take` does."""
+
+    def of(part: Any) -> Any:
+        if isinstance(part, tuple | list):
+            return [part[i] for i in chosen]
+        return part[torch.tensor(chosen, device=part.device)] if isinstance(part, Tensor) else part[list(chosen)]
+
+    return _cut(batch, of, rows)
+
+
+def _cut(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
         # The parts of a batch (input, target), never one entry per row, however many there are.
-        return [_rows(part, start, stop, rows) for part in batch]
-    return _rows(batch, start, stop, rows)
+        return [_rows(part, of, rows) for part in batch]
+    return _rows(batch, of, rows)
 
 
-def _rows(part: Any, start: int, stop: int, rows: int) -> Any:
+def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if isinstance(part, Mapping):
-        return {key: _rows(value, start, stop, rows) for key, value in part.items()}
+        return {key: _rows(value, of, rows) for key, value in part.items()}
     if isinstance(part, tuple | list):
         if len(part) == rows and not _each_has(part, rows):
-            return part[start:stop]
+            return of(part)
         if any(isinstance(inner, Tensor | Mapping | tuple | list) for inner in part):
-            return [_rows(inner, start, stop, rows) for inner in part]
+            return [_rows(inner, of, rows) for inner in part]
     # Arrays of numpy have a shape too.
     shape = getattr(part, "shape", None)
     if shape is not None and tuple(shape[:1]) == (rows,):
-        return part[start:stop]
+        return of(part)
     if shape is not None or (isinstance(part, tuple | list) and part):
         raise TrainingError(
             "A part of the batch has another number of rows, so that it cannot be cut for ranks or micro-batches.",
@@ -118,7 +136,7 @@ def shard_of(batch: Any, *, ranks: int, rank: int) -> Shard:
     total = rows_of(batch)
     start, stop = bounds(total, ranks, rank)
     own = take(batch, start, stop, rows=total) if stop > start else None
-    return Shard(own, stop - start, total, range(total), fingerprint(batch, total))
+    return Shard(own, stop - start, total, range(total), fingerprint(batch, total), lambda: (batch,))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,29 +16,30 @@ from torch import nn
 from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
 from nbkit.rank.parallel.axes import forget, groups_made
-from nbkit.rank.parallel.chain import Chain, find_chain, unchanged
+from nbkit.rank.parallel.chain import Chain, find_chain
 from nbkit.rank.parallel.connect import Connections, connect, served
 from nbkit.rank.parallel.costs import measure_costs
 from nbkit.rank.parallel.edges import meet
 from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
-from nbkit.rank.parallel.gates import plain_attention
 from nbkit.rank.parallel.hidden import hidden_between
 from nbkit.rank.parallel.outline import Outlines
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
-from nbkit.rank.parallel.wishes import Wishes
+from nbkit.rank.parallel.wishes import Coupled, Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
+from nbkit.rank.train.first_batches import FirstBatches
 from nbkit.rank.train.follow import Changes, follow
 from nbkit.rank.train.offload import offload
 from nbkit.rank.train.plans import Kinds, Plans
 from nbkit.rank.train.pretrained import Pretrained, Shell
 from nbkit.rank.train.randomness import build
+from nbkit.rank.train.sample import Sample, undrawn
 from nbkit.rank.train.setup import Setup
 from nbkit.rank.train.template import Template
 from nbkit.rank.train.told import told
@@ -83,7 +86,7 @@ class Blueprint:
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why, numbers, hidden = self._look(setup)
+        chain, costs, why, found, hidden = self._look(setup)
         self.wishes = Wishes(
             chain,
             why,
@@ -91,7 +94,7 @@ class Blueprint:
             setup.tp_plan,
             setup.checkpoint,
             experts=experts_in(self.skeleton),
-            coupled=numbers,
+            coupled=found,
             cut=setup.microbatch is not None,
             compile=setup.compile,
             hidden=hidden,
@@ -105,6 +108,7 @@ class Blueprint:
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self.link = link_of(device)
+        self.first_batches = FirstBatches(self, setup)
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
@@ -211,18 +215,24 @@ class Blueprint:
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
+    def couple(self, found: Coupled) -> None:
+        """From now on strategies that part rows are refused, or warned of, for what was found."""
+        self.wishes = self.outlines.wishes = replace(self.wishes, coupled=found)
+
     def took(self, side: Side) -> None:
         """The job computes with `side` now."""
         self.template.follow(side.held)
 
-    def _look(self, setup: Setup) -> tuple[Chain | None, tuple[float, ...], str, str, tuple[int, int] | None]:
+    def _look(
+        self, setup: Setup
+    ) -> tuple[Chain | None, tuple[float, ...], str, Coupled | None, tuple[int, int] | None]:
         """(chain, costs, why there is no chain, what couples the rows, hidden): see Wishes.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
         if setup.example is None:
-            return None, (), "", "", None
-        found: list[Any] = [None, (), "", "", None]
+            return None, (), "", None, None
+        found: list[Any] = [None, (), "", None, None]
         if self.rank == 0:
             try:
                 self._probe(setup, found)
@@ -230,8 +240,8 @@ class Blueprint:
                 found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=self.device)
-        chain, costs, why, numbers, hidden = found
-        return chain, costs, why, numbers, hidden
+        chain, costs, why, couples, hidden = found
+        return chain, costs, why, couples, hidden
 
     def _probe(self, setup: Setup, found: list[Any]) -> None:
         example = on_device(setup.example, self.device)
@@ -240,11 +250,14 @@ class Blueprint:
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
+        if self.world_size > 1 or setup.microbatch is not None:
+            with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
+                sample = setup.sample() if setup.sample is not None else Sample(setup.example)
+                if sample is not None:
+                    found[3] = coupled(self.module, run, setup.loss, sample, setup.inputs)
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            with unchanged(self.module), plain_attention():
-                found[3] = coupled(run, setup.loss, example, setup.inputs)
             chain = find_chain(self.module, run, stages=setup.stages)
             found[:2] = chain, measure_costs(self.module, chain, run)
             found[4] = hidden_between(self.module, chain, run)

@@ -22,6 +22,7 @@ from nbkit.rank.parallel.side import Side
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train.batch import Shard, bounds, on_device, pair, shapes_of, take, tokens_of
 from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.train.first_batches import FirstBatches
 from nbkit.rank.train.loss import weigh
 from nbkit.rank.train.precision import Precision
 from nbkit.rank.train.reduction import StepReduction
@@ -50,9 +51,15 @@ class _Sums:
 
 
 class Gradients:
-    """Makes the gradients of a side. microbatch: rows per forward without a pipeline, None for all of them."""
+    """Makes the gradients of a side. microbatch: rows per forward without a pipeline, None for all of them.
 
-    def __init__(self, side: Side, setup: Setup, precision: Precision, *, rank: int) -> None:
+    first: looks at the first batches.
+    """
+
+    def __init__(
+        self, side: Side, setup: Setup, precision: Precision, *, rank: int, first: FirstBatches | None = None
+    ) -> None:
+        self._first = first
         self.side, self.loss, self.inputs, self.microbatch = side, setup.loss, setup.inputs, setup.microbatch
         self.precision, self.rank = precision, rank
         self.world_size, self.device = precision.world_size, precision.device
@@ -95,6 +102,8 @@ class Gradients:
         asked: how far this rank is with the request asked about (see boundary.Inbox); seconds: since the last step.
         Both are called at launch.
         """
+        if self._first is not None:
+            self._first.look(self.side, shard, step)
         side, micros = self.side, self.cut(shard)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))

@@ -127,7 +127,7 @@ class Job(Switchable):
         self.model.__dict__ = side.module.__dict__
         self._known = {id(p) for p in self.model.parameters()}
         self.blueprint.took(side)
-        self.gradients = Gradients(side, self.setup, self.precision, rank=self.rank)
+        self.gradients = Gradients(side, self.setup, self.precision, rank=self.rank, first=self.blueprint.first_batches)
         self.gradients.reseed(self.seed)
 
     @property

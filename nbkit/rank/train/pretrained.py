@@ -24,7 +24,7 @@ from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import homes, replace
 from nbkit.rank.train.randomness import seeded
 
-__all__ = ["Pretrained", "from_pretrained"]
+__all__ = ["Pretrained", "from_pretrained", "window"]
 
 _READ_BYTES = 16 << 20
 """Of a larger box, this much is read at a time."""
@@ -60,8 +60,8 @@ class Pretrained:
             kept = files.find(module)
             for places in homes(module).values():
                 old = getattr(*places[0])
-                window = _window(old.shape, old.dtype, device)
-                replace(places, nn.Parameter(window, requires_grad=old.requires_grad))
+                drawn = window(old.shape, old.dtype, device)
+                replace(places, nn.Parameter(drawn, requires_grad=old.requires_grad))
             for part in module.modules():
                 for name, buffer in part._buffers.items():
                     part._buffers[name] = None if buffer is None else buffer.to(device)
@@ -231,7 +231,7 @@ def _without_weights() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _window(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def window(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims."""
     if not shape:
         return torch.ones((), dtype=dtype, device=device)

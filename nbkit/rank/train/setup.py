@@ -13,6 +13,7 @@ from nbkit.rank.train import verdict
 from nbkit.rank.train.loss import Loss
 from nbkit.rank.train.precision import PRECISIONS
 from nbkit.rank.train.reading import alike
+from nbkit.rank.train.sample import Sample
 from nbkit.rank.train.stream import is_map_style
 
 __all__ = ["Setup", "example_of", "warn_without_effect"]
@@ -20,7 +21,10 @@ __all__ = ["Setup", "example_of", "warn_without_effect"]
 
 @dataclass(frozen=True)
 class Setup:
-    """See `prepare` for what each means. Raises TrainingError for a value that does not exist."""
+    """See `prepare` for what each means. Raises TrainingError for a value that does not exist.
+
+    sample: reads the rows by which the loss is looked at; None takes those of `example`.
+    """
 
     loss: Loss
     seed: int = 0
@@ -33,6 +37,7 @@ class Setup:
     checkpoint: bool = False
     offload: str | None = None
     compile: bool | str = False
+    sample: Callable[[], Sample | None] | None = None
 
     def __post_init__(self) -> None:
         # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.

@@ -184,6 +184,7 @@ class IterableStream:
             total=total,
             indices=range(first, first + total),
             fingerprint=fingerprint(self.collate([samples[0], samples[-1]]), 2),
+            everything=lambda: (self.collate(samples), samples, self.collate),
         )
 
     def _check_can_start(self) -> None:

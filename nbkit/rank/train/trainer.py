@@ -29,6 +29,7 @@ from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
+from nbkit.rank.train.sample import sample_of
 from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
 from nbkit.rank.train.stream import open_stream
 from nbkit.rank.train.switch import Switchable
@@ -102,7 +103,7 @@ class Trainer(Switchable):
             raise TrainingError(
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
-        settings = stages, tp_plan, checkpoint, offload, compile
+        settings = stages, tp_plan, checkpoint, offload, compile, lambda: sample_of(data, collate)
         setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), *settings)
         self.job = Job(model, optimizer, setup, strategy=strategy)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch=microbatch)
@@ -117,9 +118,9 @@ class Trainer(Switchable):
             collate=collate,
         )
         self._rate = Rate(self.job.optimizer, lr_schedule)
-        self._eval_data, self._eval_every, self._collate = eval_data, eval_every, collate
-        self._save_every, self._save_path, self._clip_norm = save_every, save_path, clip_norm
-        self._log_every, self._callbacks = log_every, tuple(callbacks)
+        self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
+        self._eval_data, self._eval_every = eval_data, eval_every
+        self._save_every, self._save_path, self._callbacks = save_every, save_path, tuple(callbacks)
         self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())

@@ -89,7 +89,8 @@ def broken_in_forward(world: Any) -> list[Any]:
         calls: list[int] = []
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
-            calls.extend([1] * (boundary.training() is not None))
+            # Of a rank's rows: before the first step it is called on fewer, to look at it.
+            calls.extend([1] * (boundary.training() is not None and len(output) == 4))
             if len(calls) == 3:
                 raise KeyboardInterrupt
             return mean_loss(output, target)

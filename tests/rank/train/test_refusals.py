@@ -63,10 +63,10 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "batch norm": ({"model": lambda: nn.Sequential(net(), nn.BatchNorm1d(3))}, ["BatchNorm '1'", "2 CPU ranks"]),
     "contrastive": (
         {"loss": lambda out, _: (out @ out.T).softmax(1).diagonal().log().mean().neg()},
-        ["no mean over rows", "2 rows together", "(loss.sum(), mask.sum())", "contrastive"],
+        ["no mean over rows", "16 rows", "together; each alone: ", "(loss.sum(), mask.sum())", "contrastive"],
     ),
     "a sum": ({"loss": lambda out, _: out.square().sum()}, ["no mean over rows"]),
-    "experts": ({"model": Experts}, ["'0' is a mixture of experts", "dp=2"]),
+    "experts": ({"model": Experts, "strategy": "tp"}, ["'0' is a mixture of experts", "tp 2", "strategy='ddp'"]),
     "in DDP": (
         {"model": lambda: DistributedDataParallel(net())}, ["wrapped in DistributedDataParallel", "model=ddp.module"]
     ),

@@ -1,0 +1,68 @@
+"""The tensors of a model's output by name, and the same output with other tensors in their places."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["leaves", "with_leaves"]
+
+
+def leaves(value: Any) -> dict[str, Tensor]:
+    """Path -> tensor of a tree of mappings, tuples, lists and plain objects: "logits", "0", "hidden_states.3".
+
+    A tensor by itself has the path "".
+    """
+    return dict(_walk(value, ""))
+
+
+def with_leaves(value: Any, of: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A copy of `value` with `of(path, tensor)` for each tensor."""
+    if isinstance(value, Tensor):
+        return of(path, value)
+    if isinstance(value, Mapping):
+        # A plain dict would lose what HF's outputs offer: output.loss, output[0].
+        new: Any = copy.copy(value)
+        for key, part in value.items():
+            if part is not None:
+                new[key] = with_leaves(part, of, _joined(path, key))
+        return new
+    if isinstance(value, tuple | list):
+        parts = [with_leaves(part, of, _joined(path, name)) for name, part in _named(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if _is_plain(value):
+        new = copy.copy(value)
+        for name, part in vars(value).items():
+            object.__setattr__(new, name, with_leaves(part, of, _joined(path, name)))
+        return new
+    return value
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _walk(part, _joined(path, key))
+    elif isinstance(value, tuple | list):
+        for name, part in _named(value):
+            yield from _walk(part, _joined(path, name))
+    elif _is_plain(value):
+        for name, part in vars(value).items():
+            yield from _walk(part, _joined(path, name))
+
+
+def _named(value: tuple[Any, ...] | list[Any]) -> Iterator[tuple[str, Any]]:
+    names = getattr(value, "_fields", None) or map(str, range(len(value)))
+    return zip(names, value, strict=True)
+
+
+def _is_plain(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value)
+
+
+def _joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)

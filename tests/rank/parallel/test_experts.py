@@ -1,0 +1,282 @@
+"""Mixtures of experts whose tokens choose train as on one process; where experts choose, or drop, they are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models_zoo import exact
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import nbkit
+from nbkit.errors import NbkitError
+from nbkit.rank.train.trainer import Trainer
+
+VOCAB, LENGTH, WIDTH, BATCH, STEPS = 48, 12, 16, 8, 2
+
+
+class Expert(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Experts(nn.Module):
+    """Each token goes to the two experts that its router prefers; the last one is preferred by none."""
+
+    def __init__(self, num: int = 6) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, num), nn.ModuleList(Expert() for _ in range(num))
+        with torch.no_grad():
+            self.router.bias[-1] = -1e3
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        given = torch.zeros_like(tokens)
+        for chosen, weights, expert in self.routed(self.router(tokens).softmax(-1)):
+            if len(chosen):  # or it has no gradient
+                given = given.index_add(0, chosen, expert(tokens[chosen]) * weights[:, None])
+        return x + given.view_as(x)
+
+    def routed(self, scores: Tensor) -> Any:
+        weights, choice = scores.topk(2)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(choice == number)
+            yield token, weights[token, slot], expert
+
+
+class ExpertsChoose(Experts):
+    """Zhou et al. 2022: each expert takes the tokens that it prefers."""
+
+    def routed(self, scores: Tensor) -> Any:
+        for number, expert in enumerate(self.experts):
+            weights, chosen = scores[:, number].topk(len(scores) // 2)
+            yield chosen, weights, expert
+
+
+class ExpertsDrop(Experts):
+    """Fedus et al. 2022: an expert has room for some tokens; in training, what comes later passes it by."""
+
+    def routed(self, scores: Tensor) -> Any:
+        room = len(scores) // len(self.experts) if self.training else len(scores)
+        for token, weights, expert in super().routed(scores):
+            yield token[:room], weights[:room], expert
+
+
+class Dense(Experts):
+    """The same sums as of Experts, all experts computed for all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, choice = self.router(x).softmax(-1).topk(2)
+        shares = torch.zeros(*x.shape[:-1], len(self.experts)).to(x).scatter(-1, choice, weights)
+        return x + sum(shares[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Language(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] = Experts, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(kind() for _ in range(layers))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class OneLayer(Experts):
+    """The experts are the only list of modules, and what zero 3 gathers."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(super().forward(self.embedding(ids)))
+
+
+def hf(name: str, **changed: Any) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    sizes |= {"num_experts_per_tok": 2, "use_cache": False, "experts_implementation": "eager"}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = getattr(transformers, f"{name}Config")(**(sizes | changed))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4 if param.ndim > 1 else 1)  # so that routers have preferences
+    return exact(model)
+
+
+def mixtral(**changed: Any) -> nn.Module:
+    return hf("Mixtral", num_local_experts=4, **changed)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": mixtral,
+    "olmoe": lambda: hf("Olmoe", num_experts=4),
+    "qwen2 moe": lambda: hf(
+        "Qwen2Moe", num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=24
+    ),
+    "top two": Language,
+    "one layer": OneLayer,
+    "dense": lambda: Language(Dense),
+}  # fmt: skip
+STRATEGIES: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("zero1", {}),
+    ("zero2", {}),
+    ("zero3", {"microbatch": 2}),
+]
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(VOCAB, (2 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return list(zip(ids, ids.roll(-1, 1), strict=True))
+
+
+def labelled() -> list[dict[str, Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids, _ in rows()]
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def inside(output: Any, _: Any) -> Tensor:
+    found: Tensor = output.loss
+    return found
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def made(model: Callable[[], nn.Module], strategy: str, **changed: Any) -> Trainer:
+    asked: dict[str, Any] = {"loss": loss, "optimizer": adamw, "data": rows(), "batch_size": BATCH, "shuffle": False}
+    return Trainer(model=model, strategy=strategy, log_dir=None, progress=False, **(asked | changed))
+
+
+def one_process(build: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights afterwards) of plain torch over whole batches."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer, losses = adamw(model), []
+    batches = list(DataLoader(rows(), batch_size=BATCH))
+    for step in range(STEPS):
+        ids, target = batches[step % len(batches)]
+        found = loss(model(ids), target)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(world: Any) -> dict[tuple[str, str, bool], float]:
+    found = {}
+    for name, build in MODELS.items():
+        losses, weights = one_process(build)
+        for strategy, changed in [*STRATEGIES, *([("pp", {})] if name == "dense" else [])]:
+            trainer = made(build, strategy, **changed)
+            history = trainer.fit(STEPS)
+            after = trainer.full_state_dict()
+            wrong = max(abs(record["loss"] - other) for record, other in zip(history, losses, strict=True))
+            wrong = max(wrong, *(float((after[key] - p).abs().max()) for key, p in weights.items()))
+            found[name, strategy, bool(changed)] = wrong
+    return found
+
+
+def test_tokens_that_choose_their_experts_train_as_on_one_process() -> None:
+    found = run_ranks(trained, 2, timeout=240)[0]
+
+    assert {key: wrong for key, wrong in found.items() if not wrong < 1e-9} == {}
+    assert len(found) == len(MODELS) * len(STRATEGIES) + 1
+
+
+def said(act: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            act()
+        except NbkitError as error:
+            return str(error)
+    return " ".join(str(warning.message) for warning in caught)
+
+
+def balanced() -> nn.Module:
+    return mixtral(output_router_logits=True, router_aux_loss_coef=0.01)
+
+
+def refused(world: Any) -> dict[str, str]:
+    found = {}
+    for name, kind in (("choose", ExpertsChoose), ("drop", ExpertsDrop)):
+        found[name] = said(lambda kind=kind: made(lambda: Language(kind), "ddp"))  # type: ignore[misc]
+        found[f"{name}, looked at"] = str(nbkit.check(lambda: Language(kind), "ddp", stacked(), 2))  # noqa: B023
+    for strategy in ("tp", "pp", "cp=2"):
+        found[strategy] = said(lambda strategy=strategy: made(Language, strategy))  # type: ignore[misc]
+        found[f"{strategy}, looked at"] = str(nbkit.check(Language, strategy, stacked(), 2))
+    found["mixtral under tp"] = said(lambda: made(mixtral, "tp"))
+    return found
+
+
+def stacked() -> list[Tensor]:
+    return [torch.stack(part) for part in zip(*rows(), strict=True)]
+
+
+def test_what_lets_rows_compete_is_refused_by_its_name_and_what_is_not_split_with_the_reason() -> None:
+    found, other = run_ranks(refused, 2, timeout=120)
+
+    assert found == other
+    for name in ("choose", "drop", "choose, looked at", "drop, looked at"):
+        assert "The model mixes the rows of a batch: what 'layers.0' gives" in found[name], name
+    for name, why in (("tp", "not split over ranks"), ("pp", "shapes alone"), ("cp=2", "compares positions")):
+        assert "'layers.0' is a mixture of experts" in found[name] and why in found[name]
+        assert why in found[f"{name}, looked at"]
+    assert "experts are not split" in found["mixtral under tp"]
+
+
+def warned(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    labels: dict[str, Any] = {"data": labelled(), "inputs": ["input_ids", "labels"], "loss": inside}
+    trainers: list[Trainer] = []
+    found["trainer"] = said(lambda: trainers.append(made(balanced, "ddp", **labels)))
+    (record,) = trainers[0].fit(1)
+    torch.manual_seed(0)
+    model, batch = balanced(), stacked()[0][:BATCH]
+    halves = [float(model(input_ids=half, labels=half).loss.detach()) for half in batch.split(BATCH // 2)]
+    found["away"] = abs(record["loss"] - sum(halves) / 2)
+    found["looked at"] = nbkit.check(
+        balanced, "ddp", {"input_ids": batch, "labels": batch}, 2, inputs=["input_ids", "labels"], loss=inside
+    )
+    for strategy in ("ddp", "zero3"):
+
+        def loop(strategy: str = strategy) -> None:
+            job = nbkit.prepare(balanced, adamw, strategy=strategy, log_dir=None, loss=inside, inputs=labels["inputs"])
+            for batch in job.batches(DataLoader(labelled(), batch_size=BATCH)):
+                job.backward(batch)
+                break
+
+        found[f"loop {strategy}"] = said(loop)
+    found["unbalanced"] = said(lambda: made(mixtral, "ddp", **labels))
+    return found
+
+
+def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> None:
+    found = run_ranks(warned, 2, timeout=120)[0]
+
+    assert found["away"] < 1e-7  # transformers rounds to float32 on the way
+    for name in ("trainer", "loop ddp", "loop zero3"):
+        assert "An auxiliary loss is taken over all rows" in found[name] and "'aux_loss'" in found[name], name
+    assert found["looked at"].ok and "An auxiliary loss" in str(found["looked at"])
+    assert found["unbalanced"] == ""

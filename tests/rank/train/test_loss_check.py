@@ -1,0 +1,384 @@
+"""Losses that a strategy would train differently are refused before the first step, with a line that trains alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from jobs import quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, IterableDataset
+
+import nbkit
+from nbkit.errors import NbkitError
+
+VOCAB, LENGTH, ROWS, BATCH = 40, 12, 48, 8
+Row = tuple[Tensor, Tensor]
+
+
+def texts(*, masked: bool = True) -> list[Row]:
+    """Ids and labels. If masked the first two rows ignore equally many of them, and the others do not."""
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
+    lengths = torch.randint(3, LENGTH, (ROWS,), generator=draw)
+    lengths[:2] = 7
+    labels = ids.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100)
+    return list(zip(ids, labels if masked else ids, strict=True))
+
+
+def padded() -> list[Row]:
+    """Targets that end with zeros."""
+    return [(ids, labels.clamp(min=0)) for ids, labels in texts()]
+
+
+def labelled() -> list[Row]:
+    """Points of seven classes, of which the first two are of class 3."""
+    draw = torch.Generator().manual_seed(5)
+    points = torch.randn(ROWS, 6, generator=draw, dtype=torch.float64)
+    classes = torch.randint(7, (ROWS,), generator=draw)
+    classes[:2] = 3
+    return list(zip(points, classes, strict=True))
+
+
+def ragged() -> list[Row]:
+    """Series of unequal lengths, which the collator pads to the longest that it gets."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 9, (ROWS,), generator=draw).tolist()
+    series = [torch.randn(length, 6, generator=draw, dtype=torch.float64) for length in lengths]
+    return [(one, one.sum(1)) for one in series]
+
+
+def pad(rows: list[Row]) -> list[Tensor]:
+    return [pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True)]
+
+
+class Words(nn.Module):
+    """A prediction for each token by itself. zero: the head begins at zero, so that all tokens lose the same."""
+
+    def __init__(self, zero: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, 16), nn.Linear(16, VOCAB)
+        if zero:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embedding(ids))))
+
+
+class Inside(nn.Module):
+    """The loss comes from inside, as with labels= of transformers. kind: of what is added to it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.words, self.kind = Words(), kind
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        logits = self.words(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        balance = logits.softmax(-1).mean((0, 1)).square().sum()
+        if self.kind == "unnamed":
+            return loss + 0.01 * balance
+        if self.kind == "noted":
+            self.balance = balance
+            return {"loss": loss, "logits": logits}
+        return {"loss": loss, "logits": logits, "aux_loss": balance}
+
+
+def points_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7)).double()
+
+
+def series_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(-2)).double()
+
+
+def tokens(output: Tensor, target: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), **how)
+
+
+def focal(output: Tensor, target: Tensor) -> Tensor:
+    hit = F.one_hot(target, 7).to(output)
+    lost = F.binary_cross_entropy_with_logits(output, hit, reduction="none")
+    return ((output.sigmoid() - hit) ** 2 * lost).sum() / (target > 2).sum()
+
+
+def ctc(output: Tensor, target: Tensor) -> Tensor:
+    lengths = (target > 0).sum(1)
+    frames = torch.full((len(target),), LENGTH)
+    logs = output.log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(logs, target, frames, lengths, reduction="sum", zero_infinity=True) / lengths.sum()
+
+
+def noted(model: Inside) -> Callable[[Any, Any], Tensor]:
+    return lambda output, _: output["loss"] + 0.01 * model.balance
+
+
+WEIGHTS = torch.arange(1.0, 8.0, dtype=torch.float64)
+SEVEN: dict[str, Any] = {"model": points_net, "data": labelled()}
+WITH_LABELS: dict[str, Any] = {
+    "model": Inside,
+    "data": [{"ids": ids, "labels": labels} for ids, labels in texts()],
+    "inputs": ["ids", "labels"],
+}
+PLAIN_LABELS = {**WITH_LABELS, "data": [{"ids": ids, "labels": ids} for ids, _ in texts()]}
+
+# name -> (what the Trainer gets, words of the message)
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ignored labels": ({"loss": tokens}, ["no mean over rows", "(target != -100).sum()", "dp=2 computes parts"]),
+    "a head of zeros": ({"model": lambda: Words(zero=True), "loss": tokens}, ["(target != -100).sum()"]),
+    "ignored padding": ({"loss": lambda o, t: tokens(o, t, ignore_index=0), "data": padded()}, ["reduction='sum'"]),
+    "class weights": ({"loss": lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS), **SEVEN}, ["w[target].sum()"]),
+    "a sum": ({"loss": lambda o, t: F.cross_entropy(o, t, reduction="sum"), **SEVEN}, ["loss.sum(), len(target)"]),
+    "focal loss by its positives": ({"loss": focal, **SEVEN}, ["mask.sum()"]),
+    "ctc by its letters": ({"loss": ctc, "data": padded()}, ["mask.sum()"]),
+    "a small statistic": (
+        {"loss": lambda o, t: F.cross_entropy(o, t) + 1e-3 * o.mean(0).square().sum(), **SEVEN},
+        ["contrastive"],
+    ),
+    "no pair": ({"loss": lambda o, t: (F.cross_entropy(o, t), 1), **SEVEN}, ["(loss * mask).sum(), mask.sum()"]),
+    "padded to the longest": (
+        {"model": series_net, "data": ragged(), "collate": pad, "loss": F.mse_loss},
+        ["no mean over rows", "mask.sum()"],
+    ),
+    "labels inside": ({"loss": lambda o, _: o["loss"], **WITH_LABELS}, ["reduction='sum'", "batch['labels'] != -100"]),
+    "an unnamed term inside": (
+        {**PLAIN_LABELS, "model": lambda: Inside("unnamed"), "loss": lambda o, _: o},
+        ["output['aux_loss']"],
+    ),
+}  # fmt: skip
+
+# name -> what the Trainer gets: means over rows, and (sum, weight); beside each what one process makes of a batch
+Mean = Callable[[Any, Any], Tensor]
+EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
+    "plain": ({"loss": tokens, "data": texts(masked=False)}, tokens),
+    "ignored labels": (
+        {"loss": lambda o, t: (tokens(o, t, reduction="sum"), (t != -100).sum())},
+        tokens,
+    ),
+    "class weights": (
+        {"loss": lambda o, t: (F.cross_entropy(o, t, reduction="sum", weight=WEIGHTS), WEIGHTS[t].sum()), **SEVEN},
+        lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS),
+    ),
+    "a sum by its rows": (
+        {"loss": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), **SEVEN},
+        F.cross_entropy,
+    ),
+    "labels inside, all kept": ({"loss": lambda o, _: o["loss"], **PLAIN_LABELS}, lambda o, _: o["loss"]),
+}  # fmt: skip
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def made(asked: dict[str, Any], **changed: Any) -> Any:
+    return quiet(**({"model": Words, "data": texts(), "optimizer": sgd, "shuffle": False} | asked | changed))
+
+
+def streamed(asked: dict[str, Any], **changed: Any) -> Any:
+    rows = asked.get("data", texts())
+    return made(asked, data=Stream(rows), shuffle=None, **changed)
+
+
+def looped(asked: dict[str, Any], **changed: Any) -> list[float]:
+    """Losses of two steps of a loop of one's own."""
+    asked = {"model": Words, "data": texts(), "loss": tokens} | asked | changed
+    loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=asked.pop("collate", None))
+    job = nbkit.prepare(asked.pop("model"), sgd, log_dir=None, seed=7, **asked)
+    losses: list[float] = []
+    for batch in job.batches(loader):
+        if len(losses) == 2:
+            return losses
+        losses.append(float(job.backward(batch).loss))
+        assert job.step == len(losses) - 1
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return losses
+
+
+def refusals(world: Any) -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], str] = {}
+
+    def note(how: str, name: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except NbkitError as error:
+            found[how, name] = str(error)
+
+    for name, (asked, _) in REFUSED.items():
+        note("trainer", name, lambda asked=asked: made(asked))  # type: ignore[misc]
+        for strategy in ("ddp", "zero1", "zero3"):
+            note(f"loop {strategy}", name, lambda asked=asked, s=strategy: looped(asked, strategy=s))  # type: ignore[misc]
+        trainer = streamed(asked)
+        before = next(iter(trainer.model.parameters())).clone()
+        note("stream", name, lambda trainer=trainer: trainer.fit(1))  # type: ignore[misc]
+        assert trainer.step == 0 and torch.equal(before, next(iter(trainer.model.parameters())))
+    return found
+
+
+def test_what_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
+    found = run_ranks(refusals, 2, timeout=240)
+
+    assert found[0] == found[1]
+    for name, (_, words) in REFUSED.items():
+        for how in ("trainer", "stream", "loop ddp", "loop zero1", "loop zero3"):
+            said = found[0].get((how, name), "")
+            if name == "padded to the longest" and how.startswith("loop"):
+                continue  # the loader has padded the whole batch
+            wanted = ["no mean over rows"] if how == "loop zero3" else [word for word in words if "dp=2" not in word]
+            assert [word for word in wanted if word not in said] == [], (how, name, said)
+
+
+def alone(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (asked, _) in REFUSED.items():
+        made(asked).fit(1)
+        try:
+            made(asked, microbatch=2)
+        except NbkitError as error:
+            found[name] = str(error)
+    found["loop"] = looped({})
+    return found
+
+
+def test_one_rank_computes_whole_batches_unless_it_makes_micro_batches() -> None:
+    (found,) = run_ranks(alone, 1)
+
+    assert [name for name in REFUSED if "with microbatch= computes parts" not in found.get(name, "")] == []
+    assert len(found["loop"]) == 2
+
+
+def one_process(asked: dict[str, Any], mean: Mean, steps: int) -> list[float]:
+    """Losses of plain torch over whole batches."""
+    asked = {"model": Words, "data": texts()} | asked
+    torch.manual_seed(7)
+    model = asked["model"]()
+    optimizer, losses = sgd(model), []
+    batches = list(DataLoader(asked["data"], batch_size=BATCH))
+    for batch in batches[:steps]:
+        value, target = ([batch[key] for key in asked["inputs"]], batch) if "inputs" in asked else (batch[:1], batch[1])
+        loss = mean(model(*value), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(world: Any) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for name, (asked, mean) in EQUAL.items():
+        expected = one_process(asked, mean, 3)
+        for how, changed in {
+            "ddp": {},
+            "zero3": {"strategy": "zero3"},
+            "microbatch": {"microbatch": 2},
+        }.items():
+            trainer = made(asked, **changed)
+            losses = [record["loss"] for record in trainer.fit(3)]
+            found[how, name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            losses = [record["loss"] for record in streamed(asked, **changed).fit(3)]
+            found[f"stream {how}", name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            losses = looped(asked, **changed)
+            found[f"loop {how}", name] = max(abs(a - b) for a, b in zip(losses, expected[:2], strict=True))
+    return found
+
+
+def test_the_lines_to_type_train_as_one_process_does() -> None:
+    found = run_ranks(trained, 2, timeout=240)[0]
+
+    assert {key: away for key, away in found.items() if not away < 1e-9} == {}
+    assert len(found) == 9 * len(EQUAL)
+
+
+def later(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    trainer = made({"loss": tokens}, strategy="tp")
+    trainer.fit(1)
+    with pytest.raises(NbkitError) as raised:
+        trainer.switch("ddp")
+    trainer.fit(1)
+    found["switch"] = [str(raised.value), str(trainer.strategy), trainer.step]
+    # The first batch ignores nothing.
+    rows = texts(masked=False)[:BATCH] + texts()
+    for strategy in ("ddp", "zero3"):
+        with pytest.raises(NbkitError) as raised:
+            looped({"data": rows}, strategy=strategy)
+        found[strategy] = str(raised.value)
+    # A term that a module notes as an attribute.
+    model = Inside("noted")
+    with pytest.raises(NbkitError) as raised:
+        made({**PLAIN_LABELS, "model": model, "loss": noted(model)})
+    found["noted"] = str(raised.value)
+    return found
+
+
+def test_a_switch_a_later_batch_and_a_term_beside_the_output_are_looked_at_too() -> None:
+    found = run_ranks(later, 2)[0]
+
+    refused, strategy, step = found["switch"]
+    assert "no mean over rows" in refused and strategy == "tp=2" and step == 2
+    assert all("no mean over rows" in found[name] for name in ("ddp", "zero3", "noted"))
+
+
+class Minded(nn.Module):
+    """Counts its calls, draws, keeps a running mean: what must not show that it was looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = points_net(), 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return self.inner(F.dropout(x, 0.1, self.training))
+
+
+class Drawn:
+    """Draws while it is read."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> Row:
+        import random
+
+        return torch.full((6,), random.random() + torch.rand(()).item(), dtype=torch.float64), torch.tensor(i % 7)
+
+
+def undisturbed(world: Any) -> list[Any]:
+    import random
+
+    random.seed(1)
+    torch.manual_seed(1)
+    quiet(data=Drawn(), model=Minded, loss=F.cross_entropy, optimizer=sgd)
+    drawn = random.random(), torch.rand(()).item()
+    model: Any = Minded()
+    job = nbkit.prepare(model, sgd, loss=F.cross_entropy, log_dir=None)
+    for batch in job.batches(DataLoader(labelled(), batch_size=BATCH)):
+        job.backward(batch)
+        break
+    return [*drawn, job.model.calls, int(job.model.seen), job.model.training]
+
+
+def test_being_looked_at_leaves_no_trace() -> None:
+    # Rank 0 looks.
+    first, second = run_ranks(undisturbed, 2)
+
+    assert first == second and first[2:] == [1, 1, True]
