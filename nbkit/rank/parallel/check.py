@@ -23,8 +23,9 @@ from nbkit.rank.parallel.chain import Chain, find_chain
 from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.findings import findings, warn_of_coupled
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
-from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.plan import TensorPlan
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows, parts_rows
 from nbkit.rank.train.batch import call, on_device, pair, rows_of, take
 from nbkit.rank.train.coupling import coupled
@@ -102,11 +103,13 @@ def check(
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    chain, why = None, ""
+    chain, why, proof = None, "", Proof()
     if batch is not None and rows is None:
         rows = rows_of(batch)
         try:
-            chain = _chain(module, batch, rows, inputs, stages)
+            run = _run(module, batch, rows, inputs)
+            proof = prove(module, run, [chosen.tp], tp_plan) if chosen.tp > 1 else proof
+            chain = _chain(module, run, stages)
         except Exception as error:
             why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
     elif chosen.pp > 1:
@@ -114,7 +117,7 @@ def check(
             Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
         )
     skeleton = skeleton_of(module)
-    wishes = Wishes(chain, why, tp_plan=tp_plan, experts=experts_in(module))
+    wishes = Wishes(chain, why, tp_plan=tp_plan, experts=experts_in(module), proof=proof)
     if batch is not None and not isinstance(batch, int) and parts_rows(wishes, chosen):
         seen = coupled(module, lambda value: call(module, value), loss, Sample(batch), inputs)
         wishes = replace(wishes, coupled=seen)
@@ -152,15 +155,18 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
     return Strategy.parse(strategy, size), misfit
 
 
-def _chain(
-    module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None, stages: Sequence[str] | None
-) -> Chain:
+def _run(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> Callable[[], Any]:
+    """Runs the model on two rows of `batch`."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     value, _ = pair(on_device(take(batch, 0, min(2, rows), rows=rows), device), inputs)
+    return lambda: call(module, value)
+
+
+def _chain(module: nn.Module, run: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
-        return find_chain(module, lambda: call(module, value), stages=stages)
+        return find_chain(module, run, stages=stages)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -189,7 +195,7 @@ def _rows(
     plan, refused = None, {}
     if strategy.tp > 1:
         try:
-            plan = replace(plan_of(skeleton, 1, wishes.tp_plan), size=strategy.tp)
+            plan = replace(wishes.plan(skeleton, 1), size=strategy.tp)
             refused = _undivided(plan)
         except StrategyError as error:
             refused = {"": error.what}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -12,7 +13,6 @@ from nbkit.planner.validate import Finding, refuse, validate
 from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.compiled import compiles
-from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.wishes import Wishes, parts_rows
 from nbkit.strategy import Strategy
 
@@ -25,7 +25,7 @@ def facts_of(
     """Heads and vocabulary as the tensor plan sees them; blocks of the chain, or by structure where there is none."""
     heads = kv_heads = vocab = None
     if strategy.tp > 1:
-        plan = plan_of(model, 1, wishes.tp_plan)
+        plan = wishes.plan(model, 1)
         counted = [pair.heads for pair in plan.pairs if pair.heads is not None]
         # Of several attentions, one that does not divide.
         counted.sort(key=lambda each: not (each.heads % strategy.tp or each.kv_heads % strategy.tp))
@@ -44,14 +44,33 @@ def findings(
 ) -> list[Finding]:
     """All that is to be said, errors first; also where the model cannot be split at all."""
     try:
-        return validate(strategy, facts_of(model, strategy, wishes, batch=batch, world=world))
+        found = validate(strategy, facts_of(model, strategy, wishes, batch=batch, world=world))
+        return [*found, *_unproven(model, strategy, wishes)]
     except StrategyError as error:
         return [Finding(True, error.what, error.numbers or "", error.hint or "")]
 
 
+def _unproven(model: nn.Module, strategy: Strategy, wishes: Wishes) -> Iterator[Finding]:
+    """What stays whole although it looks as if a tensor axis could split it; alike modules of a list once."""
+    if strategy.tp == 1:
+        return
+    said: dict[str, list[str]] = {}
+    for path, why in wishes.plan(model, 1).unproven.items():
+        folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
+        said.setdefault(why, []).append(folded or type(model).__name__)
+    for why, paths in said.items():
+        names = list(dict.fromkeys(paths))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        if wishes.proof.of(1) is None:
+            hint = "example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
+        else:
+            hint = f"to split its weights all the same: tp_plan={{'{names[0]}.*': 'colwise_gather'}}"
+        yield Finding(False, f"{shown}: whole on every rank of the tensor axis.", why, hint)
+
+
 def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
     """Warn of what runs and is good to know. Raises StrategyError, with the arithmetic, for what cannot run."""
-    found = refuse(strategy, facts_of(model, strategy, wishes))
+    found = [*refuse(strategy, facts_of(model, strategy, wishes)), *_unproven(model, strategy, wishes)]
     if strategy.microbatches is not None and wishes.cut:
         numbers = f"microbatch= has no effect under {strategy}: microbatches= says into how many parts a pipeline cuts"
         found.append(Finding(False, "A setting has no effect.", numbers))

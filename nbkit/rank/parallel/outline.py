@@ -14,7 +14,6 @@ from nbkit.layout import Layout
 from nbkit.planner.partition import partition
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
-from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import parts_of
 from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
 from nbkit.schedules import Schedule
@@ -109,7 +108,7 @@ class Outlines:
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
                 if size == 1
-                else dict(parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, index).layouts)
+                else dict(parts_of(module, self.wishes.plan(self.skeleton, size), size, index).layouts)
             )
         return self._parts[size, index]
 

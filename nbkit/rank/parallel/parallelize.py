@@ -31,7 +31,6 @@ from nbkit.rank.parallel.shard import data_axis
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.stages import Staged
-from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.split import tensor_parallel
 from nbkit.rank.parallel.wishes import Wishes, need_chain
 from nbkit.rank.parallel.wrapper import mark_parts
@@ -122,7 +121,7 @@ def cut(
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
         # Planned on the whole model: one stage alone may not show what belongs together.
-        plan = plan_of(skeleton, strategy.tp, wishes.tp_plan)
+        plan = wishes.plan(skeleton, strategy.tp)
         parts = tensor_parallel(module, axes, plan=plan, sequence=in_sequence)
         layouts.update(parts.layouts)
         partial.update({name: ("tp",) for name in sorted(parts.partial)})

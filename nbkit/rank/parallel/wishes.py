@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.tensor.choose import plan_of
+from nbkit.rank.parallel.tensor.plan import TensorPlan
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.strategy import Strategy
 
 __all__ = ["Coupled", "Wishes", "need_chain", "need_rows", "parts_rows"]
@@ -34,7 +39,7 @@ class Wishes:
     experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
     was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
     compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
-    tensor of that kind.
+    tensor of that kind. proof: of the ways to split it over a tensor axis, found by running them.
     """
 
     chain: Chain | None = None
@@ -47,6 +52,11 @@ class Wishes:
     cut: bool = False
     compile: bool | str = False
     hidden: tuple[int, int] | None = None
+    proof: Proof = field(default_factory=Proof)
+
+    def plan(self, model: nn.Module, size: int) -> TensorPlan:
+        """How `model` is split over `size` ranks of a tensor axis; see `plan_of`."""
+        return plan_of(model, size, self.tp_plan, self.proof)
 
 
 def need_chain(wishes: Wishes, strategy: Strategy) -> None:

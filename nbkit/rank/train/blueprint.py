@@ -29,6 +29,8 @@ from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.wishes import Coupled, Wishes
 from nbkit.rank.train.batch import call, on_device, pair
 from nbkit.rank.train.checkpoint import agree
@@ -86,7 +88,7 @@ class Blueprint:
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why, found, hidden = self._look(setup)
+        chain, costs, why, found, hidden, proof = self._look(setup)
         self.wishes = Wishes(
             chain,
             why,
@@ -98,6 +100,7 @@ class Blueprint:
             cut=setup.microbatch is not None,
             compile=setup.compile,
             hidden=hidden,
+            proof=proof,
         )
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.outlines = Outlines(self.skeleton, self.wishes)
@@ -225,14 +228,14 @@ class Blueprint:
 
     def _look(
         self, setup: Setup
-    ) -> tuple[Chain | None, tuple[float, ...], str, Coupled | None, tuple[int, int] | None]:
-        """(chain, costs, why there is no chain, what couples the rows, hidden): see Wishes.
+    ) -> tuple[Chain | None, tuple[float, ...], str, Coupled | None, tuple[int, int] | None, Proof]:
+        """(chain, costs, why there is no chain, what couples the rows, hidden, proof): see Wishes.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
         if setup.example is None:
-            return None, (), "", None, None
-        found: list[Any] = [None, (), "", None, None]
+            return None, (), "", None, None, Proof()
+        found: list[Any] = [None, (), "", None, None, Proof()]
         if self.rank == 0:
             try:
                 self._probe(setup, found)
@@ -240,8 +243,8 @@ class Blueprint:
                 found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=self.device)
-        chain, costs, why, couples, hidden = found
-        return chain, costs, why, couples, hidden
+        chain, costs, why, couples, hidden, proof = found
+        return chain, costs, why, couples, hidden, proof
 
     def _probe(self, setup: Setup, found: list[Any]) -> None:
         example = on_device(setup.example, self.device)
@@ -255,6 +258,9 @@ class Blueprint:
                 sample = setup.sample() if setup.sample is not None else Sample(setup.example)
                 if sample is not None:
                     found[3] = coupled(self.module, run, setup.loss, sample, setup.inputs)
+        sizes = [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]
+        if sizes:
+            found[5] = prove(self.module, run, sizes, setup.tp_plan)
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:

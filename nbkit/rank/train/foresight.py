@@ -25,7 +25,6 @@ from nbkit.planner.traffic import Traffic, per_step
 from nbkit.rank.parallel.census import Census
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.skeleton import skeleton_of
-from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.sequence import Block
 from nbkit.rank.parallel.tensor.split import parts_of
 from nbkit.rank.train.holdings import bytes_per_element
@@ -170,7 +169,7 @@ class Foresight:
         """(parameters whose gradients are sums over tp, whether positions are split between the maps)."""
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
-            split = parts_of(module, plan_of(self.skeleton, size, self.wishes.tp_plan), size, 0, sequence=True)
+            split = parts_of(module, self.wishes.plan(self.skeleton, size), size, 0, sequence=True)
             self._partial[size] = split.partial, any(isinstance(part, Block) for part in module.modules())
         return self._partial[size]
 
@@ -181,7 +180,7 @@ class Foresight:
         alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.checkpoint
         if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
             return Facts()
-        plan = plan_of(self.skeleton, 1, self.wishes.tp_plan)
+        plan = self.wishes.plan(self.skeleton, 1)
         roles = sorted(plan.singles.values())
         in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
         if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):

@@ -73,8 +73,8 @@ def prepare(
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
     a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
     names of what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16".
-    microbatch: rows per rank and forward, None for all at once. example: a small batch, by which the model's blocks are
-    found: pipelines and context parallelism need it. All else: see Trainer.
+    microbatch: rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines
+    and context parallelism need it, and tensor parallelism for all but well-known classes. All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
     setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint, offload, compile)

@@ -72,8 +72,10 @@ def warn_without_effect(
             warnings.warn(message, stacklevel=3)
 
 
-def example_of(data: Any, collate: Callable[[list[Any]], Any]) -> Any:
-    """Two rows to find the model's blocks with; None where reading them would use up the data."""
+def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None) -> Any:
+    """`given`, or two rows to run the model on; None where reading them would use up the data."""
+    if given is not None:
+        return given
     if not is_map_style(data) or not len(data):
         return None
     with suppress(Exception), alike():

@@ -47,17 +47,17 @@ class Trainer(Switchable):
     optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
     names what the model takes and loss gets (output, batch). batch_size: global, over all ranks.
     strategy: "ddp". seed: of weights, order and dropout. precision: None, or "bf16" or "fp16"
-    (forward and loss under autocast; with "fp16" a scale on the loss).
-    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch: samples
-    per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
-    drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch.
-    eval_data, eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints
-    (default: checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished
-    record, on every rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's
-    directory (None: no records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving
-    line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how
-    tensor parallelism splits it; both only where nbkit does not find out by itself. checkpoint: recompute activations
-    in the backward pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where sound.
+    (forward and loss under autocast; with "fp16" a scale on the loss). clip_norm: largest gradient norm.
+    lr_schedule: finished steps -> factor of the optimizer's lr. microbatch: samples per rank and forward (default: all
+    of them). shuffle: each epoch anew (default, map-style data only). drop_last: leave out an epoch's last batch when
+    it is short. collate: samples -> batch. eval_data, eval_every: evaluate every so many steps, into `history` as
+    eval_loss. save_every, save_path: checkpoints (default: checkpoint in the run's directory). callbacks: called as
+    f(trainer, record) with each finished record, on every rank. log_every: steps between gradient norms when nothing
+    clips. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the
+    run's. progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline;
+    tp_plan: module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by
+    itself. example: a small batch to run the model on, for iterable data. checkpoint: recompute activations in the
+    backward pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -91,6 +91,7 @@ class Trainer(Switchable):
         progress: bool = True,
         stages: Sequence[str] | None = None,
         tp_plan: Mapping[str, str] | None = None,
+        example: Any = None,
         checkpoint: bool = False,
         offload: str | None = None,
         compile: bool | str = False,
@@ -103,8 +104,8 @@ class Trainer(Switchable):
             raise TrainingError(
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
-        settings = stages, tp_plan, checkpoint, offload, compile, lambda: sample_of(data, collate)
-        setup = Setup(loss, seed, inputs, precision, microbatch, example_of(data, collate), *settings)
+        settings = example_of(data, collate, example), stages, tp_plan, checkpoint, offload, compile
+        setup = Setup(loss, seed, inputs, precision, microbatch, *settings, sample=lambda: sample_of(data, collate))
         self.job = Job(model, optimizer, setup, strategy=strategy)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch=microbatch)
         self._stream = open_stream(

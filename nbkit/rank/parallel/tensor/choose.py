@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -10,18 +11,84 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.heads import counts_heads, heads_of
 from nbkit.rank.parallel.tensor.infer import infer_pairs, infer_vocabulary
 from nbkit.rank.parallel.tensor.kinds import is_linear, is_lora, sizes
+from nbkit.rank.parallel.tensor.known import known_block, known_pair, known_path
 from nbkit.rank.parallel.tensor.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
+from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
+from nbkit.rank.parallel.tensor.sequence import chains
+from nbkit.rank.parallel.tensor.ties import agreed, without
 
-__all__ = ["plan_of"]
+__all__ = ["candidates", "plan_of"]
 
 _IN_PAIRS = ("colwise", "packed", "rowwise")
 
 
-def plan_of(model: nn.Module, size: int, user: Mapping[str, str] | None = None) -> TensorPlan:
-    """How `model` (the whole of it; placeholders will do) is split over `size` ranks.
+def plan_of(
+    model: nn.Module, size: int, user: Mapping[str, str] | None = None, proof: Proof | None = None
+) -> TensorPlan:
+    """How `model` (the whole of it; placeholders will do) is split over `size` ranks: what is known to be right.
 
-    user: pattern of module paths -> role (`ROLES`), above all that is found. Raises StrategyError when a role is
-    unknown, fits no module, or does not divide.
+    user: pattern of module paths -> role (`ROLES`), above all that is found. proof: what runs have shown (prove.py).
+    Raises StrategyError when a role is unknown, fits no module, or does not divide, and when what the user said is not
+    right.
+    """
+    proof = proof or Proof()
+    plan, said, verdict = candidates(model, size, user), _said_by_user(model, user or {}), proof.of(size)
+    not_run = f"not run in {size} parts: {proof.why or f'only in {list(proof.verdicts)}'}"
+    out: dict[str, str] = {}
+    for pair in plan.pairs:
+        key, known = pair.rows[0], known_pair(model, pair)
+        if verdict is not None and key in verdict.wrong:
+            out[key] = verdict.wrong[key]
+        elif not known and (verdict is None or key not in verdict.right):
+            out[key] = not_run if verdict is None else f"not run in {size} parts: the example does not reach it"
+        if key in out and (paths := [path for path in (*pair.columns, key) if path in said]):
+            raise _refused(paths, out[key])
+    for path in plan.singles:
+        if verdict is not None and path in verdict.wrong:
+            out[path] = verdict.wrong[path]
+        elif verdict is None and path not in said and not known_path(model, path):
+            out[path] = not_run
+        if path in out and path in said:
+            raise _refused([path], out[path])
+    unproven = {pair.owner or pair.rows[0]: out[pair.rows[0]] for pair in plan.pairs if pair.rows[0] in out}
+    unproven |= {path: why for path, why in out.items() if path in plan.singles}
+    plan = agreed(model, without(plan, out), said, trusted=lambda part: verdict is not None or known_block(part))
+    right = verdict or Verdict()
+    partial = {name for pair in plan.pairs if pair.rows[0] not in right.right for name in _alike(model, pair)}
+    pairs = tuple(
+        replace(pair, taken=pair.owner in right.taken) if pair.rows[0] in right.right else pair for pair in plan.pairs
+    )
+    no_positions = not_run if verdict is None else "not run with its positions split"
+    positions = {
+        path: right.positions.get(path, "" if known_block(block) else no_positions)
+        for chain in chains(model, plan)
+        for path, block in chain.blocks
+    }
+    return replace(plan, pairs=pairs, partial=right.partial | partial, positions=positions, unproven=unproven)
+
+
+def _alike(model: nn.Module, pair: Pair) -> Iterator[str]:
+    """Parameters of an attention of a known class that are the same for every head."""
+    if pair.kind != "attention" or pair.heads is None:
+        return
+    maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
+    for name, p in model.get_submodule(pair.owner).named_parameters(prefix=pair.owner):
+        if not name.startswith(maps) and p.numel() == pair.heads.dim:
+            yield name
+
+
+def _refused(paths: Sequence[str], why: str) -> StrategyError:
+    return StrategyError(
+        f"tp_plan splits {', '.join(paths)}, and that is not known to be right.",
+        numbers=why,
+        hint="'colwise_gather' and 'rowwise_split' for such maps; where nothing was run: example=batch",
+    )
+
+
+def candidates(model: nn.Module, size: int, user: Mapping[str, str] | None = None) -> TensorPlan:
+    """What names and shapes, a HF model's own plan, and the user say; none of it is proven.
+
+    Arguments and errors: see `plan_of`.
     """
     said = _said_by_user(model, user or {})
     hf = {path: role for path, role in roles_of_hf(model).items() if _carries(model, path, role)}
@@ -51,7 +118,7 @@ def plan_of(model: nn.Module, size: int, user: Mapping[str, str] | None = None) 
     for pair in pairs:
         _divides(pair, size)
     _enough_rows(model, singles, size)
-    return TensorPlan(size, tuple(pairs), singles, reasons)
+    return agreed(model, TensorPlan(size, tuple(pairs), singles, reasons), said, trusted=lambda part: True)
 
 
 def _said_by_user(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
@@ -84,7 +151,7 @@ def _carries(model: nn.Module, path: str, role: str) -> bool:
 
 
 def _with_source(pair: Pair, from_hf: bool) -> Pair:
-    return Pair(pair.owner, pair.kind, pair.columns, pair.rows, pair.widths, pair.inner, pair.heads, from_hf)
+    return replace(pair, from_hf=from_hf)
 
 
 def _grouped(model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str]) -> list[Pair]:

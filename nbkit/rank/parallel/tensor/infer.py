@@ -193,11 +193,11 @@ def infer_vocabulary(model: nn.Module, taken: set[str]) -> dict[str, str]:
         and (path.split(".")[-1].lower() in _HEAD or _tied(part, tables) is not None)
         and any(sizes(part)[1] == table.num_embeddings for table in tables.values())
     }
-    named: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    named = _asked(model, "get_output_embeddings")
     head = paths.get(id(named)) if named is not None else next(reversed(heads), None)
     head = head if head in heads else None
     tied = _tied(heads[head], tables) if head is not None else None
-    named = getattr(model, "get_input_embeddings", lambda: None)() if hasattr(model, "config") else None
+    named = _asked(model, "get_input_embeddings") if hasattr(model, "config") else None
     table = tied or paths.get(id(named))
     if table is None:
         # Without a head, a table may be the head as well: some models multiply by its weight themselves.
@@ -207,6 +207,14 @@ def infer_vocabulary(model: nn.Module, taken: set[str]) -> dict[str, str]:
     # One matrix cannot be split in one place and whole in another.
     whole_twin = table is not None and any(_same(tables.get(table), m) for p, m in _linears(model) if p not in found)
     return found if table is None or table not in usable or whole_twin else {**found, table: "vocab"}
+
+
+def _asked(model: Any, getter: str) -> Any:
+    """What a HF model calls its embedding or its head; None when it has no answer (models of two parts)."""
+    try:
+        return getattr(model, getter, lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> str | None:

@@ -129,6 +129,7 @@ class Owner(nn.Module):
 
     _links: tuple[Link, ...]
     _attention: Link | None
+    _takes: bool
     _look: tuple[str, Heads] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ class Owner(nn.Module):
         self._look = None
         with restored(present()), looking:
             if self._attention is not None:
-                args, kwargs = _taken(self._attention, args, kwargs)
+                args, kwargs = _taken(self._attention, self._takes, args, kwargs)
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
@@ -149,17 +150,19 @@ class Owner(nn.Module):
         return out
 
 
-def _taken(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an attention, each heads' share of whose gradients has to be summed (learned masks, a memory).
+def _taken(
+    link: Link, takes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an attention, each heads' share of whose gradients has to be summed: learned masks, if it takes any.
 
-    The hidden states are left to the column maps, which know that they project; only where positions are split they
-    are gathered here, before the attention reads their shape.
+    The hidden states, and a memory, are left to the column maps, which know that they project; only where positions
+    are split they are gathered here, before the attention reads their shape.
     """
     hidden = first_tensor(args, kwargs)
 
     def change(x: Tensor) -> Tensor:
         if x is hidden:
             return link.take(x) if link.at_owner else x
-        return link.take(x, whole=True) if x.requires_grad else x
+        return link.take(x, whole=True) if x.requires_grad and (takes or link.at_owner) else x
 
     return tuple(mapped(arg, change) for arg in args), {key: mapped(value, change) for key, value in kwargs.items()}

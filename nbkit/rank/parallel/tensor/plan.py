@@ -7,7 +7,7 @@ made of the whole model, before a pipeline drops parts of it, so that all stages
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -49,7 +49,8 @@ class Pair:
     """Maps that split features and one that joins them, within the module `owner`.
 
     kind: "attention" (heads), "mlp" (features), or "module" (an nn.MultiheadAttention, whose maps are its own).
-    widths: column map -> features of each matrix that is packed in it. inner: features between the maps.
+    widths: column map -> features of each matrix that is packed in it. inner: features between the maps. taken: of an
+    attention, whose arguments beside the hidden states get gradients from between its maps.
     """
 
     owner: str
@@ -60,16 +61,24 @@ class Pair:
     inner: int
     heads: Heads | None = None
     from_hf: bool = False
+    taken: bool = True
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Pairs; roles of single modules (path -> role); why others stay whole (path -> reason); shown by `describe`."""
+    """Pairs; roles of single modules (path -> role); why others stay whole (path -> reason); shown by `describe`.
+
+    partial: parameters that are used between the maps of a pair. positions: blocks -> why their positions stay whole.
+    unproven: modules that look as if they could be split -> why that is not known to be right.
+    """
 
     size: int
     pairs: tuple[Pair, ...]
     singles: Mapping[str, str]
     reasons: Mapping[str, str]
+    partial: frozenset[str] = frozenset()
+    positions: Mapping[str, str] = field(default_factory=dict)
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self, module: nn.Module) -> list[tuple[str, str, str]]:
         """Rows (module, how it is split, why not) for modules with parameters; numbers in paths folded into *."""

@@ -166,4 +166,6 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     received = sent.new_empty(sent.shape[1:])
     if prod(received.shape):
         _scatter_single(received.view(-1), sent.view(-1), group=group)
-    return received.narrow(dim, 0, parts[group.rank()].shape[dim])
+    own = parts[group.rank()].shape[dim]
+    # No view, so that the model may change it in place.
+    return received if own == longest else received.narrow(dim, 0, own).clone()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
@@ -84,10 +85,10 @@ class _Surgery:
         self.params = {first: found[0][0]._parameters[found[0][1]] for first, found in self.places.items()}
         self.layouts = {name: Layout.whole(p.shape) for name, p in self.params.items() if p is not None}
         self.partial: set[str] = set()
-        self.notes: list[str] = []
+        self.notes = [f"{path or 'the model'} is whole: {why}" for path, why in plan.unproven.items()]
         self.parts = dict(module.named_modules())
         here = [pair for pair in plan.pairs if self._is_here(pair)]
-        self.plan = TensorPlan(plan.size, tuple(here), plan.singles, plan.reasons)
+        self.plan = replace_fields(plan, pairs=tuple(here))
 
     def apply(self, sequence: bool) -> None:
         """Pairs, then single modules, then blocks; parameters last, since ties are seen by identity."""
@@ -101,6 +102,9 @@ class _Surgery:
             self._cut_pair(pair, link)
         for owner, owned in links.items():
             self._own(owner, owned)
+        for path, _, attribute in (name.rpartition(".") for name in self.plan.partial):
+            if (part := self.parts.get(path)) is not None and part._parameters.get(attribute) is not None:
+                self.partial.add(self.names[id(part), attribute])
         for path, role in self.plan.singles.items():
             if (part := self.parts.get(path)) is not None:
                 self._cut_single(path, part, role, in_sequence=bool(split))
@@ -122,10 +126,9 @@ class _Surgery:
 
     def _may_split(self, chain: Chain) -> bool:
         able = [p.owner for p in chain.pairs if p.kind == "attention" and self._only_heads(p)]
-        why = why_not_split(chain, able)
-        if why:
-            first = chain.blocks[0][0]
-            self.notes.append(f"positions are not split in {first} and what follows: {why}")
+        said = (f"{path}: {self.plan.positions[path]}" for path, _ in chain.blocks if self.plan.positions.get(path))
+        if why := why_not_split(chain, able) or next(said, ""):
+            self.notes.append(f"positions are not split in {chain.blocks[0][0]} and what follows: {why}")
         return not why
 
     def _only_heads(self, pair: Pair) -> bool:
@@ -231,12 +234,9 @@ class _Surgery:
         for pair, _ in owned:
             if pair.kind == "attention" and pair.heads is not None:
                 shrink(part, pair.heads, size=self.team.size, own_config=not pair.from_hf)
-                covered = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
-                for name, p in part.named_parameters(prefix=owner):
-                    if not name.startswith(covered) and p.numel() == pair.heads.dim:
-                        self.partial.add(self._name_of(p))
         looked = next(((pair.owner, pair.heads) for pair, _ in owned if pair.kind == "attention"), None)
-        become(part, Owner, _links=tuple(link for _, link in owned), _attention=attention, _look=looked)
+        taken = any(pair.taken for pair, _ in owned if pair.kind == "attention")
+        become(part, Owner, _links=tuple(link for _, link in owned), _attention=attention, _takes=taken, _look=looked)
 
     def _enter(self, chain: Chain) -> None:
         for _, block in chain.blocks:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nbkit.mesh import Mesh
 from nbkit.rank.parallel.axes import Axes
 from nbkit.rank.parallel.skeleton import homes, replace, skeleton_of
-from nbkit.rank.parallel.tensor import TensorSplit, tensor_parallel
+from nbkit.rank.parallel.tensor import TensorPlan, TensorSplit, plan_of, tensor_parallel
+from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.train.batch import call
 
 
@@ -58,6 +59,12 @@ def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGrou
     return found
 
 
+def proven(model: nn.Module, value: Any, said: Any = None) -> TensorPlan:
+    """The plan of `model` for the ranks that there are, run on `value`."""
+    size = dist.get_world_size()
+    return plan_of(model, size, said, prove(model, lambda: call(model, value), [size], said))
+
+
 def compared(
     world: Any,
     model: nn.Module,
@@ -73,7 +80,7 @@ def compared(
     truth.backward()
     part = skeleton_of(model)
     axes = axes_of(world)
-    split = tensor_parallel(part, axes, plan=plan, sequence=sequence)
+    split = tensor_parallel(part, axes, plan=proven(model, value, plan), sequence=sequence)
     fill(part, model, split)
     ours = loss(call(part, value))
     ours.backward()

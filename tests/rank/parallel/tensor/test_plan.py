@@ -13,6 +13,7 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.tensor import plan_of
+from nbkit.rank.parallel.tensor.choose import candidates
 
 
 def rows(name: str) -> dict[str, str]:
@@ -48,10 +49,10 @@ def test_plans() -> None:
 
 def test_why_not() -> None:
     model = odd.Packed()
-    plan = plan_of(model, 2)
+    plan = candidates(model, 2)
     assert "nothing says how query, key and value are packed" in plan.reasons["blocks.0.attn"]
     assert plan.singles["blocks.0.attn.c_attn"] == "colwise_gather"
-    said = plan_of(model, 2, {"blocks.*.attn.*": "replicate", "head": "replicate"})
+    said = candidates(model, 2, {"blocks.*.attn.*": "replicate", "head": "replicate"})
     described = {path: (how, why) for path, how, why in said.describe(model)}
     assert described["blocks.*.attn.c_attn"] == ("whole", "tp_plan says so")
     assert described["head"][0] == "whole"
@@ -68,8 +69,8 @@ class Twins(nn.Module):
 
 
 def test_ties_stay_alike() -> None:
-    assert plan_of(Twins(), 2).singles == {"tokens": "vocab", "head": "head"}
-    assert plan_of(Twins(), 2, {"head": "replicate"}).singles == {}
+    assert candidates(Twins(), 2).singles == {"tokens": "vocab", "head": "head"}
+    assert candidates(Twins(), 2, {"head": "replicate"}).singles == {}
 
 
 @pytest.mark.parametrize(

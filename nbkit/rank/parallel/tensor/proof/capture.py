@@ -1,0 +1,263 @@
+"""One run of the whole model, watched: what its modules are called with, and what goes past the maps to be split.
+
+Every operation is seen (TorchDispatchMode), and memory is followed instead of Python objects. Two things rule out a
+split, wherever they happen: an operation on a weight outside of the call of its map, since a rank holds a part of it;
+and an operation outside of the module that holds a pair on what was computed between the maps, since a rank computes a
+part of that. An attribute that a split changes (a number of heads) must not be read from outside either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbkit.rank.parallel.flow import _memory, _written, tensors_in
+from nbkit.rank.parallel.tensor.kinds import adapters, core, is_linear
+from nbkit.rank.parallel.tensor.plan import TensorPlan
+
+__all__ = ["Call", "Capture", "Given"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor among the arguments of a call. hangs: it was computed from parameters; large ones are known by shape."""
+
+    value: Tensor
+    hangs: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call, tensors in them as `Given`; training: mode of the module that was called."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+
+
+@dataclass
+class Capture:
+    """What was seen of `model` under the candidates of `plan`.
+
+    calls: module -> its calls; only of those asked for. reads: module -> names of its own attributes that its forward
+    reads. refused: row map of a pair, or single module -> why it cannot be split. hidden: module -> numbers of the
+    leaves of its output that come from between the maps of a pair. loose: parameters that are used while no module
+    that holds a pair around them runs.
+    """
+
+    model: nn.Module
+    plan: TensorPlan
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    reads: dict[str, set[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    hidden: dict[str, set[int]] = field(default_factory=dict)
+    loose: set[str] = field(default_factory=set)
+
+    def run(self, call: Callable[[], Any], paths: Collection[str], changed: Mapping[str, Collection[str]]) -> None:
+        """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are kept.
+
+        changed: module -> its attributes that a split changes.
+        """
+        watch = _Watch(self, changed)
+        params = [(p, p.requires_grad) for p in self.model.parameters() if p.is_floating_point()]
+        with ExitStack() as undo:
+            for p, trained in params:
+                # Frozen ones too: what hangs on parameters is told by its gradient.
+                undo.callback(p.requires_grad_, trained)
+                p.requires_grad_(True)
+            undo.enter_context(_reading(self.model, watch.read))
+            for path, part in self.model.named_modules():
+                for handle in watch.hooks(path, part, kept=path in paths):
+                    undo.callback(handle.remove)
+            undo.enter_context(torch.enable_grad())
+            with watch:
+                output = call()
+            watch.end(output)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, seen: Capture, changed: Mapping[str, Collection[str]]) -> None:
+        super().__init__()
+        self.seen, self.changed = seen, changed
+        self.active: list[str] = []
+        self.weights: dict[StorageWeakRef, tuple[set[str], set[str]]] = {}  # -> modules that may use it, plan's keys
+        self.between: dict[StorageWeakRef, frozenset[str]] = {}  # -> row maps of the pairs it lies between
+        self.names: dict[StorageWeakRef, list[str]] = {}
+        self.owners: dict[str, str] = {}
+        self.columns: dict[str, str] = {}
+        self.rows: dict[str, str] = {}
+        model, plan = seen.model, seen.plan
+        for pair in plan.pairs:
+            (key,) = pair.rows
+            self.owners[key] = pair.owner
+            if pair.kind == "module":
+                self._weigh(model.get_submodule(pair.owner), key, (pair.owner, key))
+                self._weigh(model.get_submodule(key), key, (pair.owner, key))
+                continue
+            self.rows[key] = key
+            self.columns |= dict.fromkeys(pair.columns, key)
+            for path in (*pair.columns, key):
+                self._weigh(model.get_submodule(path), key, (path,))
+        for path in plan.singles:
+            self._weigh(model.get_submodule(path), path, (path,))
+        for name, param in model.named_parameters():
+            if any(name.startswith(f"{pair.owner}." if pair.owner else "") for pair in plan.pairs):
+                self.names.setdefault(_memory(param), []).append(name)
+
+    def _weigh(self, part: nn.Module, key: str, allowed: tuple[str, ...]) -> None:
+        held = [core(part), *(m for _, *both in adapters(part) for m in both)] if is_linear(part) else [part]
+        for module in held:
+            for param in module._parameters.values():
+                if param is not None:
+                    users, keys = self.weights.setdefault(_memory(param), (set(), set()))
+                    users.update(allowed)
+                    keys.add(key)
+
+    def hooks(self, path: str, part: nn.Module, *, kept: bool) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.active.append(path)
+            if kept:
+                memo: dict[int, Given] = {}
+                args, kwargs = pytree.tree_map_only(Tensor, lambda x: _given(x, memo), (args, kwargs))
+                self.seen.calls.setdefault(path, []).append(Call(args, kwargs, module.training))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.active.pop()
+            if path in self.columns:
+                for tensor in tensors_in(output):
+                    self.between[_memory(tensor)] = frozenset((self.columns[path],))
+            elif path in self.rows:
+                for tensor in tensors_in(output):
+                    self.between[_memory(tensor)] = frozenset()
+            elif (key := self._packed(path)) is not None:
+                for number, tensor in enumerate(tensors_in(output)):
+                    self.between[_memory(tensor)] = frozenset((key,)) if number else frozenset()
+            for number, leaf in enumerate(pytree.tree_leaves(output)):
+                if isinstance(leaf, Tensor) and self.between.get(_memory(leaf)):
+                    self.seen.hidden.setdefault(path, set()).add(number)
+
+        yield part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        yield part.register_forward_hook(leave)
+
+    def _packed(self, path: str) -> str | None:
+        return next((key for key, owner in self.owners.items() if owner == path and key not in self.rows), None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        result = func(*args, **kwargs)
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        lies: frozenset[str] = frozenset()
+        for tensor in given:
+            memory = _memory(tensor)
+            if not view:
+                self._use(memory)
+            lies |= self.between.get(memory, frozenset())
+        if lies and not view:
+            for key in lies:
+                if func is torch.ops.aten._local_scalar_dense.default:
+                    self._refuse(key, "what it computes next is decided by a number from between its maps")
+                if not self._runs(self.owners[key]):
+                    self._refuse(key, f"what is computed between its maps is used outside of it, by {self._user()}")
+        if lies:
+            for tensor in (*tensors_in(result), *_written(func, args, kwargs)):
+                memory = _memory(tensor)
+                self.between[memory] = self.between.get(memory, frozenset()) | lies
+        return result
+
+    def _use(self, memory: StorageWeakRef) -> None:
+        users, keys = self.weights.get(memory, ((), ()))
+        if keys and not any(path in users for path in self.active):
+            for key in keys:
+                self._refuse(key, f"its weight is used without calling it, by {self._user()}")
+        for name in self.names.get(memory, ()):
+            owners = (owner for owner in self.owners.values() if name.startswith(f"{owner}." if owner else ""))
+            if not any(self._runs(owner) for owner in owners):
+                self.seen.loose.add(name)
+
+    def read(self, path: str, name: str) -> None:
+        """An attribute of its own is asked of a module, by anybody."""
+        if path in self.active:
+            self.seen.reads.setdefault(path, set()).add(name)
+        elif self.active and name in self.changed.get(path, ()):
+            for key, owner in self.owners.items():
+                if path in (owner, key) or self.columns.get(path) == key:
+                    if not self._runs(owner):
+                        self._refuse(key, f"{name} of {path} is read outside of it, by {self._user()}")
+
+    def end(self, output: Any) -> None:
+        """What lies between maps must not outlive the run, as the output or as an attribute of a module."""
+        places = [("the output of the model", output)]
+        places += [(f"{path or 'the model'}.{name}", value) for path, part in self.seen.model.named_modules()
+                   for name, value in vars(part).items() if name not in _OF_MODULES]  # fmt: skip
+        for place, value in places:
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                    for key in self.between.get(_memory(leaf), ()):
+                        self._refuse(key, f"what is computed between its maps is kept in {place}")
+
+    def _runs(self, owner: str) -> bool:
+        return owner in self.active
+
+    def _user(self) -> str:
+        path = self.active[-1] if self.active else ""
+        return path or f"{type(self.seen.model).__name__}.forward"
+
+    def _refuse(self, key: str, why: str) -> None:
+        self.seen.refused.setdefault(key, why)
+
+
+def _given(tensor: Tensor, memo: dict[int, Given]) -> Given:
+    value = tensor.detach()
+    if tensor.requires_grad and tensor.numel() > _LARGE:
+        value = value.new_zeros(()).expand(tensor.shape)  # of all layers together they would not fit
+    return memo.setdefault(id(tensor), Given(value, tensor.requires_grad))
+
+
+_LARGE = 1 << 18
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class _Read:
+    """What a module's class gets as its first base while the reads of its attributes are noted."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name in own and name not in _OF_MODULES and "_noted" in own:
+            own["_noted"](name)
+        return super().__getattribute__(name)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@contextmanager
+def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside, `note(path, attribute)` is called for every own attribute that is asked of a module."""
+    before = [(part, type(part)) for part in model.modules()]
+    try:
+        for path, part in model.named_modules():
+            kind = type(part)
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            if kind not in _CLASSES:
+                body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+                make: Any = type(kind)
+                _CLASSES[kind] = make(kind.__name__, (_Read, kind), body)
+            part.__class__ = _CLASSES[kind]
+            vars(part)["_noted"] = lambda name, path=path: note(path, name)
+        yield
+    finally:
+        for part, kind in before:
+            part.__class__ = kind
+            vars(part).pop("_noted", None)

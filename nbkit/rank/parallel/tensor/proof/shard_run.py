@@ -1,0 +1,293 @@
+"""A module with pairs of maps, run once whole and once for each part of a split, in one process: the parts must fit.
+
+The maps themselves are not computed. What comes out of a column map is drawn, and a part gets its slice of that; what
+arrives at a row map of a part must be the slice of what arrives there in the whole. So the module's own code is run,
+with the sizes and the numbers of heads that it will have, and needs neither weights nor communication.
+
+With `sequence`, positions are split around the maps: a part gets its slice of the positions too, and at the maps, and
+at an attention, those of all parts. What the backward must be: gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nbkit.layout import bounds
+from nbkit.rank.parallel.tensor.attention import _Weights
+from nbkit.rank.parallel.tensor.kinds import sizes
+from nbkit.rank.parallel.tensor.link import first_tensor, mapped
+from nbkit.rank.parallel.tensor.plan import Pair
+from nbkit.rank.parallel.tensor.proof.capture import Given
+from nbkit.rank.parallel.tensor.proof.compare import unlike
+from nbkit.rank.parallel.tensor.proof.twin import Unit, WithoutDropout, twin_of
+
+__all__ = ["Differs", "Point", "Run"]
+
+
+class Differs(Exception):
+    """A part does not fit the whole. keys: row maps of the pairs that are to blame."""
+
+    def __init__(self, keys: Sequence[str], why: str) -> None:
+        super().__init__(why)
+        self.keys = tuple(keys)
+
+
+@dataclass
+class Point:
+    """Where the graph is cut: given goes in, leaves come out. what: "column", "row", "attention", "module".
+
+    first: number of the hidden states among `given` of an attention. direct: what is given is an argument of the
+    attention itself. cotangents: of `given`, drawn once.
+    """
+
+    what: str
+    path: str
+    pair: Pair
+    given: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
+    first: int | None = None
+    direct: bool = False
+    cotangents: tuple[Tensor, ...] = field(default=())
+
+
+class Run:
+    """One forward of a unit: of the whole, or (index, truth: the run of the whole) of one part.
+
+    draw: numbers drawn, as many as a prime. uneven: what is drawn is of another magnitude at each position, and
+    of another mean for each part. noise: what hangs on parameters is not quite what it was. Raises Differs, and what
+    the module raises.
+    """
+
+    def __init__(
+        self, unit: Unit, draw: Tensor, *, index: int | None = None, truth: Run | None = None,
+        dtype: torch.dtype, uneven: bool = False, noise: bool = True,
+    ) -> None:  # fmt: skip
+        self.unit, self.draw, self.index, self.truth = unit, draw, index, truth
+        self.dtype, self.uneven, self.noise = dtype, uneven, noise
+        self.points: list[Point] = []
+        self.pair_of = {path: pair for pair in unit.pairs for path in (*pair.columns, *pair.rows, pair.owner)}
+        self.positions = self._drawn = 0
+        self._passed: list[Tensor] = []
+        self.twin = twin_of(unit, self, index, dtype)
+        self.params = {name: p for name, p in self.twin.named_parameters() if name in unit.values}
+        args, kwargs = self._arguments()
+        torch.manual_seed(0)  # what the module draws by itself, it draws again
+        with WithoutDropout():
+            output = self._call(args, kwargs)
+        self.outputs = pytree.tree_leaves(output)
+        self.main = 0 if isinstance(output, Tensor) or (isinstance(output, tuple) and output) else None
+        if truth is not None:
+            self._compare_outputs(truth)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.twin(*args, **kwargs)
+        except Differs:
+            raise
+        except Exception as error:
+            if self.truth is None:
+                raise
+            through = {point.pair.rows[0] for point in self.points if point.what == "row"}
+            begun = [point.pair.rows[0] for point in self.points if point.what == "column"]
+            keys = [key for key in begun if key not in through] or self.unit.keys
+            raise Differs(keys, f"a part of it fails: {type(error).__name__}: {str(error).strip()[:150]}") from error
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of the call; what hangs on parameters is drawn around what it was."""
+        call, memo = self.unit.call, dict[int, Tensor]()
+        shown = pytree.tree_map_only(Given, lambda given: given.value, (call.args, call.kwargs))
+        first = first_tensor(*shown)
+        self.inputs: list[Tensor] = []
+        self.hidden_input: int | None = None
+
+        def passed(given: Given) -> Tensor:
+            value = given.value
+            if not value.is_floating_point():
+                return value
+            if id(given) in memo:
+                return memo[id(given)]
+            is_first = first is not None and value is first
+            leaf = value.to(self.dtype)
+            if (is_first or given.hangs) and self.truth is None and self.noise:
+                leaf = leaf + self.drawn(leaf.shape, leaf)
+            if (is_first or given.hangs) and self.truth is not None:
+                leaf = self.truth.inputs[len(self.inputs)].detach()
+            if is_first and self.unit.sequence:
+                if leaf.ndim != 3:
+                    raise Differs(self.unit.keys, f"its first argument {tuple(leaf.shape)} is not (B, T, D)")
+                self.positions = leaf.shape[1]
+                leaf = leaf if self.index is None else self.of_positions(leaf)
+            if is_first or given.hangs:
+                self.hidden_input = len(self.inputs) if is_first else self.hidden_input
+                leaf = leaf.detach().clone().requires_grad_()
+                self.inputs.append(leaf)
+                leaf = leaf.clone()
+            return memo.setdefault(id(given), leaf)
+
+        args, kwargs = pytree.tree_map_only(Given, passed, (call.args, call.kwargs))
+        if self.unit.sequence and self.hidden_input is None:
+            raise Differs(self.unit.keys, "its first argument is no tensor of hidden states")
+        return args, kwargs
+
+    def drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        number, many = prod(shape), len(self.draw)
+        start = self._drawn
+        self._drawn = (start + number) % many
+        made = self.draw.repeat((start + number) // many + 1)[start : start + number].view(tuple(shape))
+        if self.uneven and made.ndim:
+            made = made * 10 ** made[..., :1].mul(3).cos().mul(2.5).add(0.5)
+        return made.to(like.device, like.dtype if like.is_floating_point() else self.dtype)
+
+    def _apart(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """`x` moved up for one part and down for the next, so that no part has the mean or the size of the whole."""
+        signs = []
+        for width in widths:
+            for index in range(self.unit.size):
+                start, stop = bounds(width, self.unit.size, index)
+                signs.append(x.new_full((stop - start,), 1.0 - 2 * (index % 2)))
+        return x + 2 * torch.cat(signs) * x.abs().mean(-1, keepdim=True)
+
+    def of_features(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """The part of `x` along its last dim, where matrices of `widths` lie behind one another."""
+        assert self.index is not None
+        found, at = [], 0
+        for width in widths:
+            start, stop = bounds(width, self.unit.size, self.index)
+            found.append(x[..., at + start : at + stop])
+            at += width
+        return torch.cat(found, -1)
+
+    def of_positions(self, x: Tensor) -> Tensor:
+        """The part of `x` along dim 1."""
+        assert self.index is not None
+        start, stop = bounds(x.shape[1], self.unit.size, self.index)
+        return x[:, start:stop]
+
+    def column(self, path: str, x: Tensor) -> Tensor:
+        """What comes out of a column map that is given `x`."""
+        pair = self.pair_of[path]
+        widths = pair.widths[path]
+        direct = any(x is passed for passed in self._passed)
+        if self.truth is None:
+            self._fits(path, x, sizes(self.unit.module.get_submodule(path))[0], pair)
+            leaf = self.drawn((*x.shape[:-1], sum(widths)), x)
+            if self.uneven:
+                leaf = self._apart(leaf, widths)
+            return self._go_on("column", path, pair, (x,), (leaf,), direct=direct)
+        whole = self._whole("column", path, pair)
+        expected = whole.given[0]
+        if self.unit.sequence and pair.kind != "attention":
+            expected = self.of_positions(self._with_positions(expected, pair))
+        self._same(x, expected, pair, f"what goes into {path}")
+        return self._go_on("column", path, pair, (x,), (self.of_features(whole.leaves[0], widths),), direct=direct)
+
+    def row(self, path: str, x: Tensor) -> Tensor:
+        """What comes out of a row map that is given `x`."""
+        pair = self.pair_of[path]
+        if self.truth is None:
+            self._fits(path, x, pair.inner, pair)
+            out = sizes(self.unit.module.get_submodule(path))[1]
+            return self._go_on("row", path, pair, (x,), (self.drawn((*x.shape[:-1], out), x),))
+        whole = self._whole("row", path, pair)
+        self._same(x, self.of_features(whole.given[0], (pair.inner,)), pair, f"what goes into {path}")
+        leaf = whole.leaves[0]
+        if self.unit.sequence:
+            leaf = self.of_positions(self._with_positions(leaf, pair))
+        return self._go_on("row", path, pair, (x,), (leaf,))
+
+    def attention(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments of an attention as it gets them from the maps around it."""
+        pair, first = self.pair_of[path], first_tensor(args, kwargs)
+        whole = None if self.truth is None else self._whole("attention", path, pair)
+        given: list[Tensor] = []
+        leaves: list[Tensor] = []
+        memo: dict[int, Tensor] = {}
+
+        def change(x: Tensor) -> Tensor:
+            if not x.is_floating_point() or id(x) in memo:
+                return memo.get(id(x), x)
+            leaf = x.detach()
+            if whole is not None:
+                if len(given) >= len(whole.given):
+                    raise Differs(pair.rows, f"{path} is called with other arguments in a part")
+                expected = leaf = whole.given[len(given)].detach()
+                if self.unit.sequence and x is first:
+                    expected = self.of_positions(self._with_positions(expected, pair))
+                self._same(x, expected, pair, f"what goes into {path}")
+            given.append(x)
+            leaves.append(leaf.clone().requires_grad_(x.requires_grad or x is first))
+            self._passed.append(leaves[-1].clone())
+            memo[id(x)] = self._passed[-1]
+            return memo[id(x)]
+
+        args, kwargs = tuple(mapped(arg, change) for arg in args), {k: mapped(v, change) for k, v in kwargs.items()}
+        number = next((i for i, x in enumerate(given) if x is first), None)
+        self.points.append(Point("attention", path, pair, tuple(given), tuple(leaves), number))
+        return args, kwargs
+
+    def packed(self, path: str, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool) -> Any:
+        """The output of an nn.MultiheadAttention, which is split by itself, whatever it is given."""
+        pair, query = self.pair_of[path], inputs[0]
+        given = [query, *(x for x in inputs[1:] if x is not query)]
+        given += [x for x in masks if x is not None and x.is_floating_point()]
+        if self.truth is None:
+            leaf = self.drawn(query.shape, query)
+        else:
+            whole = self._whole("module", path, pair)
+            for i, (x, expected) in enumerate(zip(given, whole.given, strict=True)):
+                if i == 0 and self.unit.sequence:
+                    expected = self.of_positions(self._with_positions(expected, pair))
+                self._same(x, expected, pair, f"what goes into {path}")
+            leaf = self.of_positions(whole.leaves[0]) if self.unit.sequence else whole.leaves[0]
+        y = self._go_on("module", path, pair, tuple(given), (leaf,))
+        return y, _Weights() if need_weights else None
+
+    def _go_on(
+        self, what: str, path: str, pair: Pair, given: tuple[Tensor, ...], leaves: tuple[Tensor, ...], **more: Any
+    ) -> Tensor:
+        (leaf,) = (leaf.detach().clone().requires_grad_() for leaf in leaves)
+        self.points.append(Point(what, path, pair, given, (leaf,), **more))
+        return leaf.clone()  # which may be changed in place
+
+    def _whole(self, what: str, path: str, pair: Pair) -> Point:
+        assert self.truth is not None
+        point = self.truth.points[len(self.points)] if len(self.points) < len(self.truth.points) else None
+        if point is None or (point.what, point.path) != (what, path):
+            raise Differs(pair.rows, f"a part of it calls {path} where the whole does not")
+        return point
+
+    def _with_positions(self, x: Tensor, pair: Pair) -> Tensor:
+        if x.ndim != 3 or x.shape[1] != self.positions:
+            raise Differs(pair.rows, f"hidden states are {tuple(x.shape)} in it, not (B, T = {self.positions}, D)")
+        return x
+
+    def _fits(self, path: str, x: Tensor, features: int, pair: Pair) -> None:
+        if x.shape[-1] != features:
+            raise Differs(pair.rows, f"{path} is given {x.shape[-1]} features, and has {features}")
+
+    def _same(self, x: Tensor, expected: Tensor, pair: Pair, what: str) -> None:
+        if why := unlike(x, expected, by_row=self.uneven):
+            raise Differs(pair.rows, f"in a part of it, {what} is not what the whole has there: {why}")
+
+    def _compare_outputs(self, truth: Run) -> None:
+        keys = self.unit.keys
+        if len(self.points) != len(truth.points) or len(self.outputs) != len(truth.outputs):
+            raise Differs(keys, "a part of it makes other calls than the whole")
+        for number, (x, expected) in enumerate(zip(self.outputs, truth.outputs, strict=True)):
+            if number in self.unit.hidden:
+                continue
+            if self.unit.sequence and number == self.main:
+                expected = self.of_positions(self._with_positions(expected, self.unit.pairs[0]))
+            if isinstance(x, Tensor) and isinstance(expected, Tensor):
+                why = unlike(x, expected, by_row=self.uneven)
+            else:
+                why = "" if type(x) is type(expected) and (not isinstance(x, int | float) or x == expected) else f"{x}"
+            if why:
+                raise Differs(keys, f"what a part of it gives is not what the whole gives: {why}")

@@ -1,0 +1,176 @@
+"""A copy of a module in which the maps of its pairs are not computed: a run says what comes out of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from nbkit.layout import bounds
+from nbkit.rank.parallel.skeleton import placeholder
+from nbkit.rank.parallel.tensor.heads import shrink
+from nbkit.rank.parallel.tensor.kinds import core, feature_dims, sizes
+from nbkit.rank.parallel.tensor.link import become
+from nbkit.rank.parallel.tensor.plan import Pair
+from nbkit.rank.parallel.tensor.proof.capture import Call
+
+__all__ = ["Maps", "Unit", "WithoutDropout", "twin_of"]
+
+
+class Maps(Protocol):
+    """Who answers for the maps of a twin; paths from the twin."""
+
+    def column(self, path: str, x: Tensor) -> Tensor:
+        """What comes out of a column map that is given `x`."""
+
+    def row(self, path: str, x: Tensor) -> Tensor:
+        """What comes out of a row map that is given `x`."""
+
+    def attention(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments with which an attention goes on."""
+
+    def packed(self, path: str, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool) -> Any:
+        """The output of an nn.MultiheadAttention."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """module: that holds the pairs, as it is in the model; pairs: by paths from it; call: of it, as it was seen.
+
+    values: of its parameters but those of the maps, by name. placeholders: by ids, of all parameters of the model.
+    hidden: leaves of its output that come from between the maps, and that nobody uses.
+    """
+
+    module: nn.Module
+    pairs: tuple[Pair, ...]
+    call: Call
+    size: int
+    sequence: bool
+    values: Mapping[str, Tensor]
+    placeholders: Mapping[int, nn.Parameter]
+    hidden: frozenset[int] = frozenset()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Row maps of all pairs."""
+        return tuple(pair.rows[0] for pair in self.pairs)
+
+
+def twin_of(unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> nn.Module:
+    """A copy of the module of `unit` whose maps ask `run`: with the sizes of part `index`, or with those of the whole.
+
+    Its parameters beside the maps are those of `unit.values`; it drops nothing.
+    """
+    memo: dict[int, Any] = dict(unit.placeholders)
+    for name, p in unit.module.named_parameters():
+        if (value := unit.values.get(name)) is not None:
+            memo[id(p)] = _parameter(value, dtype)
+    for part in unit.module.modules():
+        if (config := vars(part).get("config")) is not None:
+            memo[id(config)] = config
+    twin = copy.deepcopy(unit.module, memo)
+    if not unit.call.training:
+        twin.eval()
+    for part in twin.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+        if isinstance(part, nn.modules.dropout._DropoutNd | nn.MultiheadAttention):
+            part.eval()
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0
+    for pair in unit.pairs:
+        _cut(twin, pair, unit, run, index, dtype)
+    return twin
+
+
+def _cut(twin: nn.Module, pair: Pair, unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> None:
+    owner = twin.get_submodule(pair.owner)
+    if pair.kind == "module":
+        become(owner, _Packed, _run=run, _path=pair.owner)
+        return
+    for path in (*pair.columns, *pair.rows):
+        part = twin.get_submodule(path)
+        base, column = core(part), path in pair.columns
+        dim = feature_dims(part)[column]
+        length = sizes(part)[column]
+        if index is not None:
+            widths = pair.widths[path] if column else (length,)
+            length = sum(stop - start for start, stop in (bounds(n, unit.size, index) for n in widths))
+            linear, conv = ("out_features", "nf") if column else ("in_features", "nx")
+            setattr(base, linear if hasattr(base, linear) else conv, length)
+        for name, along in (("weight", dim), ("bias", 0 if column else None)):
+            if (param := base._parameters.get(name)) is not None:
+                shape = tuple(length if d == along else n for d, n in enumerate(param.shape))
+                base._parameters[name] = placeholder(shape, nn.Parameter(param.detach()[:0].to(dtype)))
+        become(part, _Column if column else _Row, _run=run, _path=path)
+    if pair.kind == "attention":
+        if pair.heads is not None and index is not None:
+            shrink(owner, pair.heads, size=unit.size, own_config=not pair.from_hf)
+        become(owner, _Attention, _run=run, _path=pair.owner)
+
+
+def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    number = value.is_floating_point()
+    return nn.Parameter(value.to(dtype) if number else value, requires_grad=number)
+
+
+class _Column(nn.Module):
+    _run: Maps
+    _path: str
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._run.column(self._path, x)
+
+
+class _Row(nn.Module):
+    _run: Maps
+    _path: str
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._run.row(self._path, x)
+
+
+class _Attention(nn.Module):
+    _run: Maps
+    _path: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._run.attention(self._path, args, kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Packed(nn.Module):
+    _run: Maps
+    _path: str
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return self._run.packed(self._path, (query, key, value), (attn_mask, key_padding_mask), need_weights)
+
+
+_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+_DROPS |= {torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout, torch.dropout_}
+
+
+class WithoutDropout(TorchFunctionMode):
+    """What a job drops is keyed by element, and the same in every split."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if len(args) > 4:
+                del kwargs["dropout_p"]
+        return func(*args, **kwargs)

@@ -1,0 +1,44 @@
+"""Which splits of a model are known to be right: plain data, found once by running them (prove.py), the same on every
+rank.
+
+Names and module types say where a model may be split; a split is made where it was run beside the whole. Without an
+example to run, only classes whose source is known are split (known.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Proof", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On the splits into one number of parts.
+
+    right: row maps of the pairs that were run and fit. wrong: row map, or single module -> why it stays whole.
+    partial: parameters that are used between the maps of a pair, so that their gradients are sums. taken: attentions
+    whose arguments get gradients from between their maps. positions: blocks -> why their positions are not split, ""
+    where they are.
+    """
+
+    right: frozenset[str] = frozenset()
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
+    positions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """verdicts: by the number of parts. why: there are none."""
+
+    verdicts: Mapping[int, Verdict] = field(default_factory=dict)
+    why: str = "no example batch was there to run it with"
+
+    def of(self, size: int) -> Verdict | None:
+        """For `size` parts; for 1, where no part is made, any will do."""
+        if size == 1:
+            return next(iter(self.verdicts.values()), None)
+        return self.verdicts.get(size)

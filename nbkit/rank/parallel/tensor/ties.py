@@ -1,0 +1,102 @@
+"""A weight that several modules hold is cut in one way in all of them, or it stays whole in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from nbkit.rank.parallel.skeleton import homes
+from nbkit.rank.parallel.tensor.kinds import adapters, core, feature_dims, is_linear
+from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
+
+__all__ = ["agreed", "without"]
+
+Place = tuple[int, str]
+"""(id of a module, attribute)."""
+
+
+def agreed(
+    model: nn.Module, plan: TensorPlan, said: Collection[str] = (), *, trusted: Callable[[nn.Module], bool]
+) -> TensorPlan:
+    """`plan` without what would cut a weight in one of its places and leave it whole, or cut it otherwise, in another.
+
+    said: modules whose roles the user gave; a conflict with those is left to be refused. trusted: whether a module
+    that is no map is known not to compute with what it holds, as HF's heads that hold the bias of their map.
+    """
+    tied = {name: places for name, places in homes(model).items() if len(places) > 1}
+    while tied:
+        cuts: dict[Place, tuple[Hashable, str]] = {}
+        for pair in plan.pairs:
+            for part, attribute, how in _of_pair(model, pair):
+                cuts[id(part), attribute] = how, pair.rows[0]
+        for path, role in plan.singles.items():
+            for part, attribute, how in _of_single(model.get_submodule(path), role):
+                cuts[id(part), attribute] = how, path
+        out: dict[str, str] = {}
+        for name, places in tied.items():
+            wanted = [
+                cuts.get((id(part), attribute))
+                for part, attribute in places
+                if (id(part), attribute) in cuts or _computes(part) or not trusted(part)
+            ]
+            if len({None if each is None else each[0] for each in wanted}) > 1:
+                keys = {each[1] for each in wanted if each is not None}
+                why = f"{name} is tied in {len(places)} places, which do not all take the same part of it"
+                out |= {} if keys & set(said) else dict.fromkeys(keys, why)
+        if not out:
+            break
+        plan = without(plan, out)
+    return plan
+
+
+def _computes(part: nn.Module) -> bool:
+    return is_linear(part) or isinstance(part, nn.Linear | nn.Embedding | nn.MultiheadAttention)
+
+
+def without(plan: TensorPlan, out: dict[str, str]) -> TensorPlan:
+    """`plan` less the pairs, by their row maps, and the single modules of `out`, with the reasons there."""
+    kept = tuple(pair for pair in plan.pairs if pair.rows[0] not in out)
+    reasons = dict(plan.reasons) | {path: why for path, why in out.items() if path in plan.singles}
+    for pair in plan.pairs:
+        if pair.rows[0] in out:
+            members = (pair.owner,) if pair.kind == "module" else (*pair.columns, *pair.rows)
+            reasons |= dict.fromkeys(members, out[pair.rows[0]])
+    singles = {path: role for path, role in plan.singles.items() if path not in out}
+    return replace(plan, pairs=kept, singles=singles, reasons=reasons)
+
+
+def _of_pair(model: nn.Module, pair: Pair) -> Iterator[tuple[nn.Module, str, Hashable]]:
+    if pair.kind == "module":
+        part = model.get_submodule(pair.owner)
+        yield part, "in_proj_weight", (0, (pair.inner,) * 3)
+        yield part, "in_proj_bias", (0, (pair.inner,) * 3)
+        yield model.get_submodule(pair.rows[0]), "weight", (1, (pair.inner,))
+        return
+    for path in pair.columns:
+        yield from _columns(model.get_submodule(path), pair.widths[path])
+    for path in pair.rows:
+        yield from _rows(model.get_submodule(path), pair.inner)
+
+
+def _of_single(part: nn.Module, role: str) -> Iterator[tuple[nn.Module, str, Hashable]]:
+    if isinstance(part, nn.Embedding) and role == "vocab":
+        yield part, "weight", (0, (part.num_embeddings,))
+    elif is_linear(part):
+        total = int(core(part).weight.shape[feature_dims(part)[role != "rowwise_split"]])
+        yield from _rows(part, total) if role == "rowwise_split" else _columns(part, (total,))
+
+
+def _columns(part: nn.Module, widths: tuple[int, ...]) -> Iterator[tuple[nn.Module, str, Hashable]]:
+    yield core(part), "weight", (feature_dims(part)[1], tuple(widths))
+    yield core(part), "bias", (0, tuple(widths))
+    for _, _, up in adapters(part):
+        yield up, "weight", (0, tuple(widths))
+        yield up, "bias", (0, tuple(widths))
+
+
+def _rows(part: nn.Module, inner: int) -> Iterator[tuple[nn.Module, str, Hashable]]:
+    yield core(part), "weight", (feature_dims(part)[0], (inner,))
+    for _, down, _ in adapters(part):
+        yield down, "weight", (1, (inner,))

@@ -1,0 +1,221 @@
+"""A split that was not run beside the whole is not made: whatever a forward does, training equals one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import between
+import pytest
+import torch
+from between import INNER, MODELS, Block, Model, gelu
+from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, cross_entropy, hf_llama
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.tensor import plan_of
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.train.holdings import weights
+from nbkit.rank.train.job import prepare
+from nbkit.rank.train.trainer import Trainer
+
+IDS = torch.randint(VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+BATCH = (IDS, IDS.roll(-1, 1))
+STEPS = 2
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim < 2:  # no bias is zero, so that one that is forgotten shows
+                p.add_(torch.randn(p.shape, dtype=p.dtype) * 0.1)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def trained(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
+    """name -> (largest difference of a weight, of a loss, how many pairs were split, notes)."""
+    found = {}
+    for name in names:
+        model, alone = built(name), built(name)
+        optimizer, losses = sgd(alone), []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = cross_entropy(alone(IDS), BATCH[1])
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        job = prepare(model, sgd, loss=cross_entropy, strategy="tp", example=BATCH, log_dir=None)
+        for batch in job.batches([BATCH] * STEPS):
+            job.backward(batch)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        truth, off = dict(alone.named_parameters()), 0.0
+        for key, (tensor, layout) in weights(job.side).items():
+            whole = truth.get(key.removeprefix("weight/"))
+            for here, there in layout.pieces if whole is not None else ():
+                off = max(off, float((tensor[here.slices] - whole.detach()[there.slices]).abs().max()))  # type: ignore
+        apart = max(abs(a - record["loss"]) for a, record in zip(losses, job.history, strict=True))
+        pairs = job.blueprint.wishes.plan(job.blueprint.skeleton, 2).pairs
+        found[name] = (off, apart, len(pairs), tuple(job.side.notes))
+    return found
+
+
+NAMES = list(MODELS)
+
+
+@pytest.mark.parametrize("names", [NAMES[:32], NAMES[32:64], NAMES[64:]], ids=["features", "more", "heads and ties"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_model_trains_as_on_one_process_split_or_whole(names: list[str]) -> None:
+    answers = run_ranks(trained, 2, names, timeout=400)
+
+    for answer in answers:
+        for name, (off, apart, pairs, _) in answer.items():
+            assert off < 1e-9 and apart < 1e-9, (name, off, apart)
+            assert pairs == MODELS[name][1], name
+    if "mean of positions" in names:
+        for name in ("cumsum of positions", "mean of positions", "positions shifted", "the first position"):
+            assert "positions are not split" in " ".join(answers[0][name][3]), name
+        assert "parameter far goes into an attention" in " ".join(answers[0]["a learned mask"][3])
+
+
+def verdict_of(model: nn.Module, size: int = 2) -> Any:
+    proof = prove(model, lambda: model(IDS[:2]), [size])
+    assert proof.why == ""
+    return proof.of(size)
+
+
+def test_no_pair_is_split_over_four_where_its_parts_need_each_other() -> None:
+    for name in ("softmax", "four groups", "cumsum", "max-norm", "heads in order"):
+        assert verdict_of(built(name), 4).right == frozenset(), name
+    for name in ("gelu, deep", "a learned slope", "groups of eight", "attention"):
+        assert verdict_of(built(name), 4).wrong == {}, name
+
+
+def test_what_is_learned_between_the_maps_is_summed() -> None:
+    assert verdict_of(built("a learned slope")).partial == {"blocks.0.mlp.act.weight", "blocks.1.mlp.act.weight"}
+    assert verdict_of(built("one MLP twice")).partial == {"blocks.0.mlp.act.weight"}
+    assert verdict_of(built("gelu")).partial == frozenset()
+
+
+def test_the_model_is_as_before() -> None:
+    model = built("batch norm")
+    model.blocks[1].eval()  # type: ignore[union-attr]
+    before, kinds = copy.deepcopy(model.state_dict()), [type(part) for part in model.modules()]
+    modes, state = [part.training for part in model.modules()], torch.random.get_rng_state()
+    model.tokens.weight.requires_grad_(False)  # type: ignore[union-attr]
+    prove(model, lambda: model(IDS), [2])
+
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [type(part) for part in model.modules()] == kinds
+    assert [part.training for part in model.modules()] == modes
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["tokens.weight"]
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("_noted" in vars(part) for part in model.modules())
+
+
+def test_without_an_example_only_known_classes_are_split() -> None:
+    unknown = plan_of(built("gelu, deep"), 2)
+    assert unknown.pairs == () and unknown.singles == {}
+    assert "no example batch was there" in unknown.unproven["blocks.0.mlp"]
+    assert "no example batch" in {row[0]: row[2] for row in unknown.describe(built("gelu, deep"))}["blocks.*.mlp.up"]
+    for name, pairs in (("gpt", 8), ("gpt2", 8), ("llama", 8), ("qwen2", 8), ("sequential", 2)):
+        assert len(plan_of(ZOO[name].build(), 2).pairs) == pairs, name
+    assert plan_of(hf_llama(2, hidden_act="prelu"), 2).unproven.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
+
+
+class Softened(nn.GELU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1)
+
+
+def test_a_subclass_of_what_is_known_is_not_known() -> None:
+    row = nn.Sequential(nn.Linear(8, 16), Softened(), nn.Linear(16, 8))
+    assert plan_of(row, 2).pairs == ()
+    assert len(plan_of(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), 2).pairs) == 1
+
+
+SAID = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+
+def test_what_the_user_says_is_run_too() -> None:
+    wrong, right = built("softmax"), built("gelu")
+    with pytest.raises(StrategyError, match="blocks.0.mlp.down, and that is not known to be right".replace(".", r"\.")):
+        plan_of(wrong, 2, SAID, prove(wrong, lambda: wrong(IDS), [2], SAID))
+    with pytest.raises(StrategyError, match="example=batch"):
+        plan_of(right, 2, SAID)
+    assert len(plan_of(right, 2, SAID, prove(right, lambda: right(IDS), [2], SAID)).pairs) == 2
+    gathered = {"blocks.*.mlp.up": "colwise_gather", "blocks.*.mlp.down": "rowwise_split"}
+    assert plan_of(wrong, 2, gathered, prove(wrong, lambda: wrong(IDS), [2], gathered)).singles.keys() >= {
+        "blocks.0.mlp.up",
+        "blocks.0.mlp.down",
+    }
+
+
+def test_check_says_what_stays_whole_and_why() -> None:
+    found = nbkit.check(built("softmax, deep"), "tp=2", BATCH)
+    rows = {row[0]: row[1:] for row in found.rows}
+
+    assert found.ok
+    assert rows["blocks.*.attn.q"][0] == "columns: 4 heads over 2"
+    assert rows["blocks.*.mlp.up"][0] == "whole"
+    assert "what goes into down is not what the whole has there" in rows["blocks.*.mlp.up"][1]
+    assert "blocks.*.mlp: whole on every rank" in found.findings[0].what
+    unread = nbkit.check(built("gelu"), "tp=2")
+    assert "no example batch" in str(unread) and "nbkit.check(model, strategy, batch)" in str(unread)
+    assert "heads / tp 3" in str(nbkit.check(built("attention"), "tp=3", BATCH))
+
+
+def told(world: Any) -> tuple[list[str], list[str], int]:
+    import warnings
+
+    def batches() -> Any:
+        yield from ((row, target) for row, target in zip(*BATCH, strict=True))
+
+    asked: dict[str, Any] = {"loss": cross_entropy, "optimizer": sgd, "batch_size": 4, "log_dir": None}
+    asked |= {"strategy": "tp", "progress": False}
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return batches()
+
+    found = []
+    for more in ({}, {"example": BATCH}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = Trainer(model=lambda: built("gelu"), data=Rows(), **asked, **more)
+        found.append([str(warning.message) for warning in caught])
+    return found[0], found[1], len(trainer.job.blueprint.wishes.plan(trainer.job.blueprint.skeleton, 2).pairs)
+
+
+def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
+    without, given, pairs = run_ranks(told, 2, timeout=120)[0]
+
+    assert any("blocks.*.mlp" in text and "no example batch was there" in text for text in without)
+    assert given == [] and pairs == 2
+
+
+def test_uneven_features_and_a_width_that_heads_do_not_divide() -> None:
+    model = Model(lambda: nn.Sequential(nn.Linear(WIDTH, INNER + 1), nn.GELU(), nn.Linear(INNER + 1, WIDTH)))
+    assert verdict_of(model.double()).wrong == {}
+    model = Model(lambda: Block(between.Attention(), between.MLP(gelu, None)))
+    assert verdict_of(model.double(), 3).wrong == {}  # 4 heads over 3 ranks are refused with the numbers
+    with pytest.raises(StrategyError, match="4 heads over 3 ranks"):
+        plan_of(model, 3, None, prove(model, lambda: model(IDS), [3]))
+
+
+def test_a_model_that_does_not_run_is_whole() -> None:
+    model = built("gelu")
+    proof = prove(model, lambda: F.linear(IDS.double(), torch.ones(2, 3)), [2])
+
+    assert "does not run on the example: RuntimeError" in proof.why
+    assert plan_of(model, 2, None, proof).pairs == ()
