@@ -34,9 +34,13 @@ def units(module: nn.Module, chain: Chain | None = None) -> list[tuple[str, nn.M
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[list[str]]:
-    """The children with parameters of each outermost list; a list with only one such child is seen through."""
+    """The children with parameters of each outermost list; a list with only one such child is seen through.
+
+    So is one with a child that nobody can call, such as the ModuleDict(embedding, list of blocks, norm) of nanoGPT.
+    """
     children = _children(module, path)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(children) > 1:
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    if listed and len(children) > 1 and all(_has_forward(child) for _, child in children):
         yield [name for name, _ in children]
         return
     for name, child in children:
@@ -47,7 +51,15 @@ def _direct(module: nn.Module, path: str) -> list[str]:
     children = _children(module, path)
     if len(children) == 1:
         return _direct(children[0][1], children[0][0])
-    return [name for name, _ in children]
+    found = []
+    for name, child in children:
+        found += [name] if _has_forward(child) else _direct(child, name)
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: a ModuleList only holds others."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

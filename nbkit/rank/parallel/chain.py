@@ -19,6 +19,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.flow import Entry, Flow, tensors_in
 from nbkit.rank.parallel.gates import Gates, plain_attention
+from nbkit.rank.parallel.random_draws import Draws
 
 __all__ = ["Chain", "find_chain", "unchanged"]
 
@@ -236,9 +237,9 @@ def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
     """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
     trained = [(part, part.training) for part in module.modules()]
     module.eval()
-    gates = None
+    gates, drawn = None, list[str]()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Draws(drawn):
             whole = tensors_in(call())
             gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
             value: Any = ()
@@ -251,7 +252,8 @@ def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
                     raise _wrong(chain, i, f"{type(error).__name__}: {error}") from error
         parts = tensors_in(value)
         if len(parts) != len(whole) or not all(map(_equal, parts, whole)):
-            raise _wrong(chain, len(chain) - 1, "the output differs from that of the whole model")
+            why = f"it draws random numbers by itself, by {drawn[0]}, and a stage draws others" if drawn else ""
+            raise _wrong(chain, len(chain) - 1, why or "the output differs from that of the whole model")
     finally:
         if gates is not None:
             gates.remove()

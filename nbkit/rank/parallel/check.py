@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,13 @@ from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.chain import Chain, find_chain
 from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.findings import findings, warn_of_coupled
+from nbkit.rank.parallel.gather_plan import plan_gathers
+from nbkit.rank.parallel.positionwise import try_in_parts
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.tensor.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows, parts_rows
+from nbkit.rank.parallel.wishes import Wishes, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.train.batch import call, on_device, pair, rows_of, take
 from nbkit.rank.train.coupling import coupled
 from nbkit.rank.train.loss import Loss
@@ -103,13 +106,19 @@ def check(
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    chain, why, proof = None, "", Proof()
+    chain, why, proof, gathers, positionwise = None, "", Proof(), None, None
     if batch is not None and rows is None:
         rows = rows_of(batch)
+        run = _runner(module, batch, rows, inputs)
         try:
-            run = _run(module, batch, rows, inputs)
-            proof = prove(module, run, [chosen.tp], tp_plan) if chosen.tp > 1 else proof
+            if chosen.tp > 1:
+                proof = prove(module, run, [chosen.tp], tp_plan)
+            if chosen.zero == 3:
+                with suppress(Exception):
+                    gathers = plan_gathers(module, run)
             chain = _chain(module, run, stages)
+            if chosen.cp > 1:
+                positionwise = try_in_parts(module, chain.units, run)
         except Exception as error:
             why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
     elif chosen.pp > 1:
@@ -117,12 +126,26 @@ def check(
             Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
         )
     skeleton = skeleton_of(module)
-    wishes = Wishes(chain, why, tp_plan=tp_plan, experts=experts_in(module), proof=proof)
+    wishes = Wishes(
+        chain,
+        why,
+        tp_plan=tp_plan,
+        experts=experts_in(module),
+        proof=proof,
+        gathers=gathers,
+        positionwise=positionwise,
+    )
     if batch is not None and not isinstance(batch, int) and parts_rows(wishes, chosen):
         seen = coupled(module, lambda value: call(module, value), loss, Sample(batch), inputs)
         wishes = replace(wishes, coupled=seen)
     found += [*findings(skeleton, chosen, wishes, batch=rows), *warn_of_coupled(wishes, chosen)]
-    for needed in (need_rows, *([need_chain] if batch is not None and not isinstance(batch, int) else [])):
+    if gathers is not None and chosen.shard > 1:
+        found += [
+            Finding(False, "Some parameters are gathered for longer than one block.", note, "")
+            for note in gathers.notes
+        ]
+    run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
+    for needed in (need_rows, *run_too):
         try:
             needed(wishes, chosen)
         except StrategyError as error:
@@ -155,11 +178,15 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
     return Strategy.parse(strategy, size), misfit
 
 
-def _run(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> Callable[[], Any]:
-    """Runs the model on two rows of `batch`."""
+def _runner(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> Callable[[], Any]:
+    """Runs `module` on two rows; what is wrong with them is told when it does."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    value, _ = pair(on_device(take(batch, 0, min(2, rows), rows=rows), device), inputs)
-    return lambda: call(module, value)
+
+    def run() -> Any:
+        value, _ = pair(on_device(take(batch, 0, min(2, rows), rows=rows), device), inputs)
+        return call(module, value)
+
+    return run
 
 
 def _chain(module: nn.Module, run: Callable[[], Any], stages: Sequence[str] | None) -> Chain:

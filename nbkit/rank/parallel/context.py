@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -27,18 +26,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from nbkit.errors import StrategyError
 from nbkit.layout import bounds
 from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.parallel.context_checks import check_attention, check_mixing
 from nbkit.rank.parallel.extent import extent
+from nbkit.rank.parallel.peers import Group, Peers
 from nbkit.rank.parallel.skeleton import homes
 from nbkit.rank.parallel.tensor.parts import whole
-from nbkit.rank.parallel.tensor.regions import copy_to, gather_from, gather_seq, split_to
 
-__all__ = ["ContextSplit", "context_parallel"]
+if TYPE_CHECKING:
+    from nbkit.rank.parallel.positionwise import Positionwise
+
+__all__ = ["ContextSplit", "Spread", "context_parallel", "dim_of_positions"]
 
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 
 _MASKS = ("mask", "bias", "padding")
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,20 @@ class ContextSplit:
 
 
 def context_parallel(
-    module: nn.Module, axes: Axes, blocks: Sequence[str], *, held: Collection[str] | None = None
+    module: nn.Module,
+    axes: Axes,
+    blocks: Sequence[str],
+    *,
+    held: Collection[str] | None = None,
+    tried: Positionwise | None = None,
 ) -> ContextSplit:
     """Spread the positions of the chain `blocks` over the cp axis. In place: the blocks' `forward` is replaced.
 
     blocks: names of the whole chain in order; each takes hidden states (B, T, ...) first and gives such. held: those
-    that this rank has (default: all). Comes after tensor parallel surgery and before recomputation.
+    that this rank has (default: all). tried: what running the model on parts has shown (see positionwise). Comes after
+    tensor parallel surgery and before recomputation.
     Raises StrategyError for blocks that mix positions by other means than scaled_dot_product_attention; what only
-    running shows, it raises in the first forward pass.
+    running shows, and nobody has tried, it raises in the first forward pass.
     """
     group = axes.group("cp")
     if group is None:
@@ -68,11 +76,19 @@ def context_parallel(
             numbers=f"cp={axes.size('cp')}",
             hint="stages=[...] names them; or a strategy without cp",
         )
-    _check_attention(module)
+    check_attention(module)
     own = [name for name in blocks if held is None or name in held]
     for name in own:
-        _check_mixing(name, module.get_submodule(name))
-        wrapper = _Spread(name, group, first=name == blocks[0], last=name == blocks[-1], strict=axes.size("tp") == 1)
+        check_mixing(name, module.get_submodule(name))
+        wrapper = Spread(
+            name,
+            Group(group),
+            first=name == blocks[0],
+            last=name == blocks[-1],
+            strict=axes.size("tp") == 1,
+            attends=tried is None,
+            in_parts=tried.in_parts.get(name, frozenset()) if tried is not None else frozenset(),
+        )
         block = module.get_submodule(name)
         block.forward = wrapper.around(block.forward)  # type: ignore[method-assign]
     for part in module.modules():
@@ -80,7 +96,10 @@ def context_parallel(
             # Ragged tensors in evaluation have no dim of positions.
             part.use_nested_tensor = False
     module.register_forward_pre_hook(_note_positions, with_kwargs=True)
-    return ContextSplit(_partial(module, own), (f"positions in {axes.size('cp')} parts; embedding and head see all",))
+    between = tried.between if tried is not None else frozenset()
+    return ContextSplit(
+        _partial(module, own, between), (f"positions in {axes.size('cp')} parts; embedding and head see all",)
+    )
 
 
 def _note_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,7 +108,7 @@ def _note_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     _positions.set(next(long, None))
 
 
-def _partial(module: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+def _partial(module: nn.Module, blocks: Sequence[str], between: Collection[str]) -> frozenset[str]:
     inside = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
     partial = set()
     for name, places in homes(module).items():
@@ -100,48 +119,26 @@ def _partial(module: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
                 numbers="within, a rank's gradient is of its positions; outside, of all positions",
                 hint="a strategy without cp",
             )
-        if any(within):
+        if any(within) or name in between:
             partial.add(name)
     return frozenset(partial)
 
 
-def _check_attention(module: nn.Module) -> None:
-    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if kind not in (None, "sdpa"):
-        raise StrategyError(
-            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another one.",
-            numbers=f"attn_implementation={kind!r}",
-            hint="attn_implementation='sdpa'",
-        )
-
-
-def _check_mixing(name: str, block: nn.Module) -> None:
-    for path, part in block.named_modules():
-        where = f"{name}.{path}" if path else name
-        if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
-            raise StrategyError(
-                f"{where!r} takes (positions, samples, width); context parallelism splits (samples, positions, width).",
-                numbers="batch_first=False",
-                hint="batch_first=True",
-            )
-        one_by_one = isinstance(part, nn.modules.conv._ConvNd) and all(size == 1 for size in part.kernel_size)
-        if isinstance(part, _MIXERS) and not one_by_one:
-            raise StrategyError(
-                f"{where!r} mixes positions, which a part of them cannot do.",
-                numbers=f"{type(part).__name__} in a block",
-                hint="a strategy without cp",
-            )
-
-
 @dataclass(frozen=True)
-class _Spread:
-    """What a block does to work on a part of the positions. first, last: whether it is at that end of the chain."""
+class Spread:
+    """What a block does to work on a part of the positions. first, last: whether it is at that end of the chain.
+
+    strict: refuse hidden states that are not the rank's part. attends: refuse a block without attention. in_parts:
+    arguments beside the hidden states that were computed from a part of them.
+    """
 
     name: str
-    group: dist.ProcessGroup
+    peers: Peers
     first: bool
     last: bool
     strict: bool
+    attends: bool = True
+    in_parts: frozenset[str] = frozenset()
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(forward).parameters)
@@ -151,10 +148,10 @@ class _Spread:
             named = {**dict(zip(names, args, strict=False)), **kwargs}
             hidden = self._hidden(next(iter(named.values()), None))
             total = self._total(hidden)
-            if total < 2 * self.group.size() and not torch.is_grad_enabled():
+            if total < 2 * self.peers.size() and not torch.is_grad_enabled():
                 # The first tokens of a generation: every rank computes them all.
                 return forward(*args, **kwargs)
-            start, stop = bounds(total, self.group.size(), self.group.rank())
+            start, stop = bounds(total, self.peers.size(), self.peers.rank())
             if self.strict and not self.first and hidden.shape[1] != stop - start:
                 raise self._refusal("receives another number of positions than its part.", f"{hidden.shape[1]}", total)
             labels = [*names[: len(args)], *[""] * (len(args) - len(names))]
@@ -169,8 +166,9 @@ class _Spread:
             attention = _Attention(self, total, start, stop)
             with extent("sequence", start, total), attention:
                 output = forward(*placed, **of_kwargs)
-            if not attention.calls:
-                raise self._refusal("calls no attention that context parallelism knows.", "0 calls", total)
+            if self.attends and not attention.calls:
+                hint = "attention by F.scaled_dot_product_attention"
+                raise self._refusal("calls no attention that context parallelism knows.", "0 calls", total, hint)
             return tree_map_only(Tensor, partial(self._joined, stop - start, total), output) if self.last else output
 
         return spread
@@ -187,37 +185,42 @@ class _Spread:
             _positions.set(hidden.shape[1])
         if (total := _positions.get()) is None:
             raise self._refusal("cannot tell the number of positions from the model's input.", "", None)
-        if total < 2 * self.group.size() and torch.is_grad_enabled():
-            raise self._refusal("needs two positions per rank at least.", "", total)
+        if total < 2 * self.peers.size() and torch.is_grad_enabled():
+            raise self._refusal(
+                "needs two positions per rank at least.", "", total, "longer sequences, or a smaller cp"
+            )
         return total
 
     def _placed(self, carried: bool, name: str, value: Any, hidden: Tensor, total: int) -> Any:
         """An argument as the block on a part of the positions takes it."""
         if carried:
-            return tree_map_only(Tensor, lambda x: split_to(whole(x), self.group, 1), value) if self.first else value
+            return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
+        if name in self.in_parts:
+            return value
         return tree_map_only(Tensor, lambda x: self._beside(name.lower(), whole(x), hidden, total), value)
 
     def _beside(self, name: str, x: Tensor, hidden: Tensor, total: int) -> Tensor:
-        dim = None if any(word in name for word in _MASKS) else _dim_of_positions(name, x, hidden, total)
+        dim = dim_of_positions(name, x, hidden, total)
         if dim is not None:
-            return split_to(x, self.group, dim)
-        return copy_to(x, self.group) if x.requires_grad else x
+            return self.peers.split(x, dim)
+        return self.peers.copy(x) if x.requires_grad else x
 
     def _joined(self, part: int, total: int, x: Tensor) -> Tensor:
-        return gather_from(whole(x), self.group, 1, total) if x.ndim > 2 and x.shape[1] == part else x
+        return self.peers.join(whole(x), 1, total) if x.ndim > 2 and x.shape[1] == part else x
 
-    def _refusal(self, what: str, numbers: str, total: int | None) -> StrategyError:
-        counted = f"{total} positions over cp={self.group.size()}" if total is not None else f"cp={self.group.size()}"
-        return StrategyError(
-            f"The block {self.name!r} {what}",
-            numbers=", ".join(part for part in (counted, numbers) if part),
-            hint="longer sequences, a smaller cp, or attention by F.scaled_dot_product_attention",
-        )
+    def _refusal(
+        self, what: str, numbers: str, total: int | None, hint: str = "a strategy without cp"
+    ) -> StrategyError:
+        counted = f"{total} positions over {self.peers}" if total is not None else str(self.peers)
+        parts = (part for part in (counted, numbers) if part)
+        return StrategyError(f"The block {self.name!r} {what}", numbers=", ".join(parts), hint=hint)
 
 
-def _dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | None:
-    """Along which dim an argument that is no mask holds the positions: rotary tables, position ids, gates."""
+def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | None:
+    """Along which dim an argument holds the positions: rotary tables, position ids, gates. Masks are cut later."""
     shape = x.shape
+    if any(word in name for word in _MASKS):
+        return None
     if x.ndim >= 3:
         return next((dim for dim in range(1, x.ndim - 1) if shape[dim] == total), None)
     if x.ndim == 2 and not x.is_floating_point() and not x.is_complex():
@@ -230,7 +233,7 @@ def _dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int |
 class _Attention(TorchFunctionMode):
     """Within a block: attention of this rank's queries to the keys of all ranks."""
 
-    def __init__(self, spread: _Spread, total: int, start: int, stop: int) -> None:
+    def __init__(self, spread: Spread, total: int, start: int, stop: int) -> None:
         super().__init__()
         self.spread, self.total, self.start, self.stop, self.calls = spread, total, start, stop, 0
 
@@ -287,7 +290,7 @@ class _Attention(TorchFunctionMode):
         return F.multi_head_attention_forward(query, whole, whole, *args, **kwargs)
 
     def _all(self, x: Tensor, dim: int) -> Tensor:
-        return gather_seq(x, self.spread.group, dim, self.total)
+        return self.spread.peers.gather(x, dim, self.total)
 
     def _rows(self, mask: Tensor) -> Tensor:
         """A mask (..., T or 1, S or 1), of this rank's queries."""

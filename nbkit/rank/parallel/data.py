@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -77,6 +78,11 @@ class DataAxis:
     def finish(self) -> Tensor | None:
         """After that pass; on a rank without rows, instead of it. Returns the canary: see Replicas.finish."""
         raise NotImplementedError
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around all forwards and backwards of a step, losses included, or around those of an evaluation."""
+        yield
 
     def absent(self, *, backward: bool = False) -> None:
         """This rank makes no forward (and no backward) where the others make one: it takes part in what they gather."""

@@ -19,15 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Entry", "Flow", "tensors_in"]
+__all__ = ["SHAPE_ONLY", "Entry", "Flow", "tensors_in", "written_by"]
 
-_SHAPE_ONLY = {
+SHAPE_ONLY = {
     getattr(torch.ops.aten, name)
     for name in (
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
     )
 }
+"""Operations that ask a tensor for its shape, dtype or device, and read none of its values."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,10 @@ class Flow(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = [] if func.overloadpacket in _SHAPE_ONLY else tensors_in((args, kwargs))
+        given = [] if func.overloadpacket in SHAPE_ONLY else tensors_in((args, kwargs))
         hangs = [self._use(tensor, "") for tensor in given]
         result = func(*args, **kwargs)
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         for tensor in written:
             if (copied := self._copies.get(_memory(tensor))) is not None:
                 self._written[copied[0]].add(copied[1])
@@ -195,7 +196,8 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    """The tensors that an operation changes in place."""
     if not func._schema.is_mutable:
         return
     for i, argument in enumerate(func._schema.arguments):

@@ -15,7 +15,7 @@ from nbkit.planner.partition import partition
 from nbkit.rank.parallel.chain import Chain
 from nbkit.rank.parallel.skeleton import homes, skeleton_of
 from nbkit.rank.parallel.tensor.split import parts_of
-from nbkit.rank.parallel.wishes import Wishes, need_chain, need_rows
+from nbkit.rank.parallel.wishes import Wishes, need_chain, need_gathers, need_positionwise, need_rows
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
@@ -75,6 +75,8 @@ class Outlines:
         """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
         need_rows(self.wishes, strategy)
         need_chain(self.wishes, strategy)
+        need_gathers(self.wishes, strategy)
+        need_positionwise(self.wishes, strategy)
         self.stages(strategy)
         self.split(strategy.tp, 0)
 

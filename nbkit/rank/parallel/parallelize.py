@@ -24,6 +24,7 @@ from nbkit.rank.parallel.blocks import structural_blocks
 from nbkit.rank.parallel.compiled import compile_blocks, compiles
 from nbkit.rank.parallel.connect import Connections
 from nbkit.rank.parallel.context import context_parallel
+from nbkit.rank.parallel.gather_plan import GatherPlan
 from nbkit.rank.parallel.norms import synchronised
 from nbkit.rank.parallel.pipeline import Pipeline
 from nbkit.rank.parallel.recompute import recompute
@@ -54,6 +55,7 @@ class Cut:
     split: bool
     partial: Mapping[str, Sequence[str]]
     notes: Sequence[str]
+    gathers: GatherPlan | None
 
     def side(self, device: torch.device) -> Side:
         """Give it memory, and a pipeline its channels. Sends nothing."""
@@ -62,7 +64,18 @@ class Cut:
             group, index = axes.group("pp"), axes.index("pp")
             pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split)
         keep = pipeline is not None
-        data = data_axis(self.module, self.layouts, axes, zero=self.strategy.zero, units=self.units, keep=keep)
+        plan = self.gathers or GatherPlan()
+        data = data_axis(
+            self.module,
+            self.layouts,
+            axes,
+            zero=self.strategy.zero,
+            units=self.units,
+            keep=keep,
+            ahead=plan.ahead,
+            rooted=plan.rooted,
+            proven=self.gathers is not None,
+        )
         if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(self.strategy))
         return Side(self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes)
@@ -116,7 +129,7 @@ def cut(
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
-    blocks = [name for name in every if any(True for _ in module.get_submodule(name).parameters())]
+    blocks = [name for name in every if _holds(module, name)]
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
@@ -127,7 +140,7 @@ def cut(
         partial.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes
     if strategy.cp > 1:
-        context = context_parallel(module, axes, every, held=blocks)
+        context = context_parallel(module, axes, every, held=blocks, tried=wishes.positionwise)
         partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
     if wishes.checkpoint:
@@ -135,6 +148,13 @@ def cut(
     if compiles(wishes, strategy):
         compile_blocks(module, blocks, wishes.compile)
 
+    if strategy.zero == 3 and wishes.gathers is not None:
+        blocks = [name for name in wishes.gathers.units if _holds(module, name)]
+        notes += wishes.gathers.notes
     units = [module.get_submodule(name) for name in blocks]
-    split = not wishes.checkpoint
-    return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
+    split, gathers = not wishes.checkpoint, wishes.gathers
+    return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    return any(True for _ in module.get_submodule(name).parameters())

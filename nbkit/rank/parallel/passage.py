@@ -5,17 +5,19 @@ It needs the parameters from when it comes to any output until the gradients of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nbkit.rank.parallel.tensor.parts import InParts
 
-__all__ = ["awaited", "in_backward", "marked"]
+__all__ = ["awaited", "in_backward", "is_nested", "marked"]
 
 
 class _Passage(torch.autograd.Function):
@@ -56,6 +58,19 @@ def marked(
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
     return torch._C._current_graph_task_id() != -1
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def is_nested(module: nn.Module) -> bool:
+    """Whether a call of `module` runs within another call of it. Walks the stack: for what happens rarely."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:

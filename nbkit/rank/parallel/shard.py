@@ -16,7 +16,7 @@ gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,24 @@ def data_axis(
     units: Sequence[nn.Module] = (),
     keep: bool = False,
     ahead: int = 1,
+    rooted: Collection[str] = (),
+    proven: bool = False,
 ) -> DataAxis:
     """Give the skeleton `module` memory, and its gradients their way over the data axis. Local; sends nothing.
 
     layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor.
     For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
     keep: gather once, in the first forward, and let go in `finish` (pipelines, whose forwards precede their backwards);
-    ahead: units gathered before the backward pass comes to them.
+    ahead: units gathered before the backward pass comes to them;
+    rooted: names of parameters in units that are gathered with the root, and stay as long;
+    proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched.
     """
     if zero == 0 or axes.size("shard") == 1:
         return _Replicated(module, layouts, axes)
     if zero < 3:
         return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero)
-    return ShardedParameters(module, layouts, Links.of(axes), units=units, keep=keep, ahead=ahead)
+    links = Links.of(axes)
+    return ShardedParameters(module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven)
 
 
 class _Replicated(DataAxis):

@@ -98,22 +98,23 @@ class Side:
         left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. Of a pipeline on CPU ranks none
         returns before all in it have their gradients.
         """
-        if self.pipeline is not None and micros:
-            self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
-            self.data.hold()
-            self.data.start()
-        elif micros:
-            for micro in range(micros - 1):
-                forward(0, micro, ())[0].backward()
+        with self.data.computing():
+            if self.pipeline is not None and micros:
+                self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
                 self.data.hold()
-            (loss,) = forward(0, micros - 1, ())
-            launch()
-            self.data.start()
-            loss.backward()
-        else:
-            launch()
-            self.data.start()
-        canary = self.data.finish()
+                self.data.start()
+            elif micros:
+                for micro in range(micros - 1):
+                    forward(0, micro, ())[0].backward()
+                    self.data.hold()
+                (loss,) = forward(0, micros - 1, ())
+                launch()
+                self.data.start()
+                loss.backward()
+            else:
+                launch()
+                self.data.start()
+            canary = self.data.finish()
         self._sum_partial()
         if self.pipeline is not None and micros:
             self.pipeline.meet()
@@ -175,7 +176,7 @@ class Side:
         self.module.eval()
         try:
             # Torch's fast path for encoders gives other numbers at padding than the layers that train.
-            with torch.no_grad(), plain_attention():
+            with torch.no_grad(), plain_attention(), self.data.computing():
                 yield
         finally:
             for module, mode in modes:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from nbkit.rank.parallel.aliases import note_aliases, put_aliases, tensors_beside
+
 __all__ = ["homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
 
 
@@ -33,8 +35,14 @@ def skeleton_of(module: nn.Module) -> nn.Module:
 
     Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
     """
-    memo = {id(p): placeholder(p.shape, p) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    memo: dict[int, torch.Tensor] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
+    for _, tensor in tensors_beside(module):
+        if not tensor.is_leaf:
+            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
+            memo.setdefault(id(tensor), tensor.detach().clone())
+    copied = copy.deepcopy(module, memo)
+    note_aliases(copied)
+    return copied
 
 
 def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -51,6 +59,7 @@ def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
-    """Put `param` wherever another one was held; None leaves an absent parameter there."""
+    """Put `param` wherever another one was held, in lists too; None leaves an absent parameter there."""
     for part, attribute in places:
         part._parameters[attribute] = param
+        put_aliases(part, attribute, param)

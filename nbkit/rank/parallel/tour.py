@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["Tour", "backward_tour", "nested"]
+from nbkit.errors import TrainingError
+
+__all__ = ["OutOfOrder", "Tour", "backward_tour", "nested"]
 
 Stop = tuple[bool, int]
 """(whether the unit of this number is gathered; else its gradients are reduced)"""
@@ -89,3 +91,19 @@ class Tour:
         """What comes next, and go on."""
         self._next += 1
         return self._stops[self._next - 1]
+
+
+class OutOfOrder(TrainingError):
+    """A rank's forward or backward runs through the units in another order than the one that all ranks keep to.
+
+    unit: the name of the one that is needed; again: when it is computed once more in backward.
+    """
+
+    def __init__(self, unit: str, how: str, order: Sequence[str], *, again: bool = False) -> None:
+        super().__init__(
+            f"{unit!r} {how}.",
+            numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
+            hint="strategy='zero2', which gathers nothing; or a batch to see the order with beforehand: example=batch "
+            "of nbkit.prepare, data that can be indexed of a Trainer",
+        )
+        self.unit, self.again = unit, again

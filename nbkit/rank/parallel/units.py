@@ -6,7 +6,8 @@ parameters are tensors whose memory comes and goes: autograd and hooks keep the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,28 @@ from torch import Tensor, nn
 from nbkit.layout import Layout
 from nbkit.rank.parallel.data import fresh
 from nbkit.rank.parallel.hollow import emptied
+from nbkit.rank.parallel.not_gathered import NotGathered
 from nbkit.rank.parallel.packing import Packing
 from nbkit.rank.parallel.scatter import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.skeleton import homes, replace
 
-__all__ = ["Slot", "Unit", "units_of"]
+__all__ = ["Slot", "Unit", "assigned", "units_of"]
 
 Place = tuple[nn.Module, str]
 
 
 class Slot:
-    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it."""
+    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
+
+    absent: stands there while something runs that does not have it.
+    """
 
     def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
         self.name, self.places, self.layout = name, places, layout
         self.old: nn.Parameter = getattr(*places[0])
         self.shard: nn.Parameter
         self.whole: nn.Parameter
+        self.absent: NotGathered
         self.grad: Tensor | None = None
 
 
@@ -66,6 +72,7 @@ class _Part:
         trained = [slot for slot in self.slots if slot.shard.requires_grad]
         for slot in self.slots:
             slot.whole.requires_grad_(slot.shard.requires_grad)
+            slot.absent.follow(slot.shard.requires_grad)
         if trained == self.trained:
             return
         self.trained, self.reduction, self.sums = trained, None, None
@@ -112,7 +119,10 @@ class Unit:
         for slot in slots:
             kinds.setdefault((slot.old.dtype, slot.old.device), []).append(slot)
         self._parts = [_Part(some, links) for some in kinds.values()]
+        for slot in slots:
+            slot.absent = NotGathered(slot.whole, slot.name, name)
         self.here = True
+        self.guarded = False
         self.rest()
 
     def rest(self) -> None:
@@ -123,6 +133,7 @@ class Unit:
                 slot.whole.grad = None
         self.close()
         self.begin_pass()
+        self.filling, self.depth = False, 0
         # Calls whose end has not been reached, innermost last: whether backward will tell when it has passed them.
         self.calls: list[bool] = []
 
@@ -165,6 +176,7 @@ class Unit:
     @torch.no_grad()
     def open(self) -> None:
         """Put the whole parameters into the module; after `gather`."""
+        self.filling = True
         for part in self._parts:
             assert part.arriving is not None
             matrix, work = part.arriving
@@ -172,9 +184,8 @@ class Unit:
             part.storage.resize_(part.num_bytes)
             part.packing.unpack(matrix, part.flats)
             part.arriving = None
-        for slot in self.slots:
-            replace(slot.places, slot.whole)
-        self.here = True
+        self.reveal()
+        self.here, self.filling = True, False
 
     def close(self) -> None:
         """Put the shards back, and let the memory of whole parameters go; what is coming is waited for and dropped."""
@@ -186,9 +197,25 @@ class Unit:
             if self.here:
                 part.storage.resize_(0)
         if self.here:
-            for slot in self.slots:
-                replace(slot.places, slot.shard)
+            self.show()
         self.here = False
+
+    def reveal(self) -> None:
+        """Put the whole parameters into the module."""
+        for slot in self.slots:
+            replace(slot.places, slot.whole)
+
+    def show(self) -> None:
+        """Put the shards back into the module; what raises when it is used, while `guarded`."""
+        for slot in self.slots:
+            replace(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
+
+    def guard(self, guarded: bool) -> None:
+        """Whether something runs that must not take a shard for the whole."""
+        if self.guarded != guarded:
+            self.guarded = guarded
+            if not self.here:
+                self.show()
 
     def reduce(self, flight: InFlight) -> None:
         """Send the gradients of this pass; whole ones are let go."""
@@ -205,13 +232,48 @@ class Unit:
             part.give()
 
 
-def units_of(module: nn.Module, blocks: Sequence[nn.Module], layouts: Mapping[str, Layout], links: Links) -> list[Unit]:
-    """A unit for each of the blocks (see `nested`); each parameter of `module` in the innermost that holds it."""
-    owner = {id(part): i for i, block in enumerate(blocks) for part in block.modules()}
+def units_of(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    parents: Sequence[int],
+    layouts: Mapping[str, Layout],
+    links: Links,
+    rooted: Collection[str] = (),
+) -> list[Unit]:
+    """A unit for each of the blocks; see `assigned`."""
+    return [Unit(name, slots, links) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
+
+
+def assigned(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    parents: Sequence[int],
+    layouts: Mapping[str, Layout],
+    rooted: Collection[str],
+) -> list[tuple[str, list[Slot]]]:
+    """Name and parameters of each block (see `nested`), every parameter of `module` in the innermost that holds it.
+
+    What several blocks hold, and what is `rooted`, belongs to the root, which is there whenever any of them is.
+    """
     slots: list[list[Slot]] = [[] for _ in blocks]
+    owners = _owners(blocks, parents)
     for name, places in homes(module).items():
-        owners = {owner[id(part)] for part, _ in places}
-        # A tied parameter that several units use belongs to the root, which is there whenever any of them is.
-        slots[owners.pop() if len(owners) == 1 else 0].append(Slot(name, places, layouts[name]))
+        owning = {owners[id(part)] for part, _ in places} if name not in rooted else {0}
+        slots[owning.pop() if len(owning) == 1 else 0].append(Slot(name, places, layouts[name]))
     names = {id(part): path or "the root" for path, part in module.named_modules()}
-    return [Unit(names[id(block)], some, links) for block, some in zip(blocks, slots, strict=True)]
+    return [(names[id(block)], some) for block, some in zip(blocks, slots, strict=True)]
+
+
+def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, int]:
+    """id of a module -> number of the innermost block that holds it; 0 where blocks beside each other do."""
+    owners: dict[int, int] = {}
+    shared: set[int] = set()
+    for i, block in enumerate(blocks):
+        around, number = {i}, i
+        while (number := parents[number]) >= 0:
+            around.add(number)
+        for part in map(id, block.modules()):
+            if owners.get(part, 0) not in around:
+                shared.add(part)
+            owners[part] = i
+    return owners | dict.fromkeys(shared, 0)

@@ -18,7 +18,7 @@ __all__ = ["watch", "weakly"]
 
 
 class _Hears(Protocol):
-    def before(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def after(self, number: int, output: Any) -> None: ...
 
@@ -57,7 +57,7 @@ def _wrapped(units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[nn.Modu
 
 def _around(itself: weakref.ref[_Hears], number: int) -> tuple[Callable[..., Any], Callable[..., None]]:
     def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if (axis := itself()) is None else axis.before(number, args, kwargs)
+        return None if (axis := itself()) is None else axis.before(number, block, args, kwargs)
 
     def after(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (axis := itself()) is not None:

@@ -9,12 +9,14 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.chain import Chain
+from nbkit.rank.parallel.gather_plan import GatherPlan
+from nbkit.rank.parallel.positionwise import Positionwise
 from nbkit.rank.parallel.tensor.choose import plan_of
 from nbkit.rank.parallel.tensor.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.strategy import Strategy
 
-__all__ = ["Coupled", "Wishes", "need_chain", "need_rows", "parts_rows"]
+__all__ = ["Coupled", "Wishes", "need_chain", "need_gathers", "need_positionwise", "need_rows", "parts_rows"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Wishes:
     experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
     was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
     compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
-    tensor of that kind. proof: of the ways to split it over a tensor axis, found by running them.
+    tensor of that kind. proof: of the ways to split the model over a tensor axis, found by running them. gathers: what
+    ZeRO 3 gathers together; positionwise: what running the model on parts of the positions has shown; None when nothing
+    could be run to find out.
     """
 
     chain: Chain | None = None
@@ -53,6 +57,8 @@ class Wishes:
     compile: bool | str = False
     hidden: tuple[int, int] | None = None
     proof: Proof = field(default_factory=Proof)
+    gathers: GatherPlan | None = None
+    positionwise: Positionwise | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:
         """How `model` is split over `size` ranks of a tensor axis; see `plan_of`."""
@@ -98,3 +104,16 @@ def _keeps_experts_whole(wishes: Wishes, strategy: Strategy) -> str:
     if strategy.pp > 1 and wishes.chain is None:
         return f"pp {strategy.pp}: of other stages' blocks a rank knows shapes alone, and routing depends on values"
     return ""
+
+
+def need_gathers(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` shards parameters and the model was seen to train otherwise so."""
+    refused = wishes.gathers.refused if wishes.gathers is not None else None
+    if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
+        raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
+
+
+def need_positionwise(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` parts the positions and the model was seen to need them together."""
+    if strategy.cp > 1 and wishes.positionwise is not None and wishes.positionwise.refused is not None:
+        raise wishes.positionwise.refused

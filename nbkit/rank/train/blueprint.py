@@ -11,32 +11,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from nbkit.errors import NbkitError
 from nbkit.rank.link import link_of
 from nbkit.rank.parallel.axes import forget, groups_made
-from nbkit.rank.parallel.chain import Chain, find_chain
+from nbkit.rank.parallel.chain import find_chain
 from nbkit.rank.parallel.connect import Connections, connect, served
 from nbkit.rank.parallel.costs import measure_costs
 from nbkit.rank.parallel.edges import meet
 from nbkit.rank.parallel.experts import experts_in
 from nbkit.rank.parallel.fill import fill_state, fill_weights
 from nbkit.rank.parallel.findings import warn_of
+from nbkit.rank.parallel.gather_plan import plan_gathers
 from nbkit.rank.parallel.hidden import hidden_between
 from nbkit.rank.parallel.outline import Outlines
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
+from nbkit.rank.parallel.positionwise import try_in_parts
 from nbkit.rank.parallel.replicate import broadcast_from_first
 from nbkit.rank.parallel.side import Side
 from nbkit.rank.parallel.skeleton import skeleton_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.wishes import Coupled, Wishes
-from nbkit.rank.train.batch import call, on_device, pair
+from nbkit.rank.train.batch import call, on_device, pair, rows_of
 from nbkit.rank.train.checkpoint import agree
 from nbkit.rank.train.coupling import coupled
 from nbkit.rank.train.first_batches import FirstBatches
 from nbkit.rank.train.follow import Changes, follow
+from nbkit.rank.train.loss import weigh
 from nbkit.rank.train.offload import offload
 from nbkit.rank.train.plans import Kinds, Plans
 from nbkit.rank.train.pretrained import Pretrained, Shell
@@ -88,19 +90,13 @@ class Blueprint:
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        chain, costs, why, found, hidden, proof = self._look(setup)
         self.wishes = Wishes(
-            chain,
-            why,
-            costs,
-            setup.tp_plan,
-            setup.checkpoint,
+            tp_plan=setup.tp_plan,
+            checkpoint=setup.checkpoint,
             experts=experts_in(self.skeleton),
-            coupled=found,
             cut=setup.microbatch is not None,
             compile=setup.compile,
-            hidden=hidden,
-            proof=proof,
+            **self._look(setup),
         )
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.outlines = Outlines(self.skeleton, self.wishes)
@@ -226,27 +222,25 @@ class Blueprint:
         """The job computes with `side` now."""
         self.template.follow(side.held)
 
-    def _look(
-        self, setup: Setup
-    ) -> tuple[Chain | None, tuple[float, ...], str, Coupled | None, tuple[int, int] | None, Proof]:
-        """(chain, costs, why there is no chain, what couples the rows, hidden, proof): see Wishes.
+    def _look(self, setup: Setup) -> dict[str, Any]:
+        """What running the model on the example shows: attributes of Wishes.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
+        found: dict[str, Any] = {}
         if setup.example is None:
-            return None, (), "", None, None, Proof()
-        found: list[Any] = [None, (), "", None, None, Proof()]
+            return found
         if self.rank == 0:
             try:
                 self._probe(setup, found)
             except Exception as error:
-                found[2] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+                found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
-            dist.broadcast_object_list(found, src=0, device=self.device)
-        chain, costs, why, couples, hidden, proof = found
-        return chain, costs, why, couples, hidden, proof
+            dist.broadcast_object_list(sent := [found], src=0, device=self.device)
+            found = sent[0]
+        return found
 
-    def _probe(self, setup: Setup, found: list[Any]) -> None:
+    def _probe(self, setup: Setup, found: dict[str, Any]) -> None:
         example = on_device(setup.example, self.device)
         value, _ = pair(example, setup.inputs)
 
@@ -257,16 +251,27 @@ class Blueprint:
             with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
                 sample = setup.sample() if setup.sample is not None else Sample(setup.example)
                 if sample is not None:
-                    found[3] = coupled(self.module, run, setup.loss, sample, setup.inputs)
-        sizes = [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]
-        if sizes:
-            found[5] = prove(self.module, run, sizes, setup.tp_plan)
+                    found["coupled"] = coupled(self.module, run, setup.loss, sample, setup.inputs)
+        if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
+            found["proof"] = prove(self.module, run, sizes, setup.tp_plan)
+            with suppress(Exception):
+                # What is wrong with the model is said, in full, where it is trained.
+                found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, setup))
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
             chain = find_chain(self.module, run, stages=setup.stages)
-            found[:2] = chain, measure_costs(self.module, chain, run)
-            found[4] = hidden_between(self.module, chain, run)
+            found["chain"], found["costs"] = chain, measure_costs(self.module, chain, run)
+            found["hidden"] = hidden_between(self.module, chain, run)
         finally:
             for part, mode in modes:
                 part.training = mode
+        if self.world_size > 1:
+            found["positionwise"] = try_in_parts(
+                self.module, chain.units, run, lambda output: _loss(output, example, setup)
+            )
+
+
+def _loss(output: Any, example: Any, setup: Setup) -> Tensor:
+    value, _, _ = weigh(setup.loss(output, pair(example, setup.inputs)[1]), rows_of(example))
+    return value

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbkit.rank.parallel.flow import _memory, _written, tensors_in
+from nbkit.rank.parallel.flow import _memory, tensors_in, written_by
 from nbkit.rank.parallel.tensor.kinds import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan import TensorPlan
 
@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):
                 if not self._runs(self.owners[key]):
                     self._refuse(key, f"what is computed between its maps is used outside of it, by {self._user()}")
         if lies:
-            for tensor in (*tensors_in(result), *_written(func, args, kwargs)):
+            for tensor in (*tensors_in(result), *written_by(func, args, kwargs)):
                 memory = _memory(tensor)
                 self.between[memory] = self.between.get(memory, frozenset()) | lies
         return result

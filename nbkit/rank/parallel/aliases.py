@@ -1,0 +1,84 @@
+"""Parameters that are also held elsewhere than as attributes of modules: in lists, tuples, dicts and plain objects.
+
+`self.decayed = [block.weight for block in self.blocks]` holds the tensors themselves. A strategy that puts another
+tensor in the place of a parameter has to put it there too, or the model goes on with one that nobody trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["note_aliases", "put_aliases", "tensors_beside"]
+
+_NOTE = "_nbkit_aliases"
+_OWN = {"_parameters", "_buffers", "_modules", _NOTE}
+_LEAVES = (str, bytes, int, float, complex, bool, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_DEPTH, _MOST = 4, 4096
+
+Where = tuple[Any, Any, tuple[int, ...]]
+"""(a dict or list, the key in it, the way on from there through tuples)"""
+
+
+def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
+    """Every tensor in the attributes of `module` and what is in it, beside parameters and buffers, and where it is."""
+    seen: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            continue  # looks after its own list
+        for key, value in list(vars(part).items()):
+            if key not in _OWN:
+                yield from _below((vars(part), key, ()), value, _DEPTH, seen)
+
+
+def _below(where: Where, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[Where, Tensor]]:
+    if isinstance(value, Tensor):
+        yield where, value
+        return
+    if value is None or isinstance(value, (*_LEAVES, nn.Module)) or depth == 0:
+        return
+    if isinstance(value, tuple):
+        for i, inner in enumerate(value):
+            yield from _below((where[0], where[1], (*where[2], i)), inner, depth - 1, seen)
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: Any = value
+    if not isinstance(value, list | MutableMapping):
+        inside = getattr(value, "__dict__", {})
+    if len(inside) > _MOST:
+        return  # a vocabulary, a cache
+    for key, inner in list(enumerate(inside) if isinstance(inside, list) else inside.items()):
+        yield from _below((inside, key, ()), inner, depth - 1, seen)
+
+
+def note_aliases(module: nn.Module) -> None:
+    """Note on each module in `module` where else its parameters are held; copies of it have the note too."""
+    homes = {id(p): (part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None}
+    found: dict[int, dict[str, list[Where]]] = {}
+    for where, tensor in tensors_beside(module):
+        if (home := homes.get(id(tensor))) is not None:
+            found.setdefault(id(home[0]), {}).setdefault(home[1], []).append(where)
+    for part in module.modules():
+        vars(part).pop(_NOTE, None)
+        if id(part) in found:
+            vars(part)[_NOTE] = found[id(part)]
+
+
+def put_aliases(part: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Put `param` wherever else the parameter `name` of `part` was noted."""
+    if (noted := vars(part).get(_NOTE)) is not None:
+        for holder, key, path in noted.get(name, ()):
+            holder[key] = _with(holder[key], path, param) if path else param
+
+
+def _with(value: Any, path: tuple[int, ...], param: nn.Parameter | None) -> Any:
+    """A tuple with `param` at `path`."""
+    first, *rest = path
+    inner = _with(value[first], tuple(rest), param) if rest else param
+    items = (*value[:first], inner, *value[first + 1 :])
+    return items if type(value) is tuple else type(value)(*items)

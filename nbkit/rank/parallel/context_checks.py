@@ -1,0 +1,43 @@
+"""What context parallelism refuses by looking at a model: other attention, and layers that mix positions."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nbkit.errors import StrategyError
+
+__all__ = ["check_attention", "check_mixing"]
+
+_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase)
+
+
+def check_attention(module: nn.Module) -> None:
+    """Raises StrategyError for a transformers model that does not attend by scaled_dot_product_attention."""
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if kind not in (None, "sdpa"):
+        raise StrategyError(
+            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another one.",
+            numbers=f"attn_implementation={kind!r}",
+            hint="attn_implementation='sdpa'"
+            if getattr(module, "_supports_sdpa", True)
+            else f"a strategy without cp: {type(module).__name__} has no other",
+        )
+
+
+def check_mixing(name: str, block: nn.Module) -> None:
+    """Raises StrategyError for a block with convolutions, recurrent layers or BatchNorm. name: of the block."""
+    for path, part in block.named_modules():
+        where = f"{name}.{path}" if path else name
+        if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+            raise StrategyError(
+                f"{where!r} takes (positions, samples, width); context parallelism splits (samples, positions, width).",
+                numbers="batch_first=False",
+                hint="batch_first=True",
+            )
+        one_by_one = isinstance(part, nn.modules.conv._ConvNd) and all(size == 1 for size in part.kernel_size)
+        if isinstance(part, _MIXERS) and not one_by_one:
+            raise StrategyError(
+                f"{where!r} mixes positions, which a part of them cannot do.",
+                numbers=f"{type(part).__name__} in a block",
+                hint="a strategy without cp",
+            )

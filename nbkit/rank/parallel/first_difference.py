@@ -1,0 +1,129 @@
+"""Compares what is computed on all positions with what parts of them give; and says which call differs first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Trace", "first_difference", "gap", "joined"]
+
+_SEEN = 1e-7
+
+
+def joined(whole: Tensor, parts: Sequence[Tensor]) -> tuple[int | None, Tensor]:
+    """(dim of positions, the parts put together along it); (None, the first) where each part has the shape of `whole`.
+
+    Raises ValueError where they do not make up `whole`.
+    """
+    shapes = [part.shape for part in parts]
+    if all(shape == whole.shape for shape in shapes):
+        return None, parts[0]
+    for dim in range(whole.ndim):
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
+        same = rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])}
+        if same and sum(shape[dim] for shape in shapes) == whole.shape[dim]:
+            return dim, torch.cat(list(parts), dim)
+    raise ValueError(f"{tuple(whole.shape)} is not made up of {', '.join(str(tuple(shape)) for shape in shapes)}")
+
+
+def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest value (or to `scale`, if that is more). inf for NaN."""
+    if not whole.numel():
+        return 0.0
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 0.0 if torch.equal(whole, other) else float("inf")
+    a, b = whole.detach(), other.detach()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = (a - b).abs().masked_fill(same, 0).max()
+    largest = a.abs().masked_fill(~a.isfinite(), 0).max()
+    found = float(apart) / max(float(largest), scale, 1e-30)
+    return found if found == found else float("inf")
+
+
+class Trace:
+    """What each call of a torch function gave while a block ran, in each of several threads."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self._inside = threading.local()
+
+    def around(self, forward: Callable[..., Any], log: Callable[[], list[Any]]) -> Callable[..., Any]:
+        """`forward`, which appends (call, module, tensors that it gave) to log()."""
+
+        @wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with self._hooks(), _Recording(log(), self._path):
+                return forward(*args, **kwargs)
+
+        return traced
+
+    def _path(self) -> str:
+        stack = getattr(self._inside, "stack", [])
+        return stack[-1] if stack else ""
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._inside.stack = []
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                if threading.get_ident() == thread:
+                    self._inside.stack.append(name)
+
+            return hook
+
+        def leave(*_: Any) -> None:
+            if threading.get_ident() == thread and self._inside.stack:
+                self._inside.stack.pop()
+
+        with ExitStack() as hooks:
+            for name, part in self.block.named_modules():
+                if name:
+                    hooks.callback(part.register_forward_pre_hook(enter(name)).remove)
+                    hooks.callback(part.register_forward_hook(leave).remove)
+            yield
+
+
+class _Recording(TorchFunctionMode):
+    def __init__(self, log: list[Any], path: Callable[[], str]) -> None:
+        super().__init__()
+        self._log, self._path = log, path
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        path, result = self._path(), func(*args, **(kwargs or {}))
+        tensors = [leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if tensors:
+            self._log.append((getattr(func, "__name__", str(func)), path, tensors))
+        return result
+
+
+def first_difference(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> str:
+    """The first call of which the parts do not give the whole, from logs of a Trace; "" where all do."""
+    for (name, path, tensors), *others in zip(whole, *parts, strict=False):
+        if any(other[0] != name or len(other[2]) != len(tensors) for other in others):
+            return _spelled(name, path)
+        for i, tensor in enumerate(tensors):
+            given = [other[2][i] for other in others]
+            try:
+                rule, together = joined(tensor, given)
+            except ValueError:
+                return _spelled(name, path)
+            if any(gap(tensor, each) > _SEEN for each in (given if rule is None else [together])):
+                return _spelled(name, path)
+    return ""
+
+
+def _spelled(name: str, path: str) -> str:
+    called = "x[...]" if name == "__getitem__" else name.strip("_")
+    return f"{called} in {path}" if path else called

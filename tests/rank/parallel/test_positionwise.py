@@ -1,0 +1,216 @@
+"""Context parallelism of models that mix positions by calls: refused by name, before anything trains, or equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from odd_models import HEADS, LENGTH, LM, MLP, WIDTH, Block, NanoGPT, built, doing, penalised, penalty, rows, verdict
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.rank.parallel.positionwise import try_in_parts
+
+
+class Mixing(Block):
+    """A block with something of its own between attention and MLP."""
+
+    def __init__(self, mix: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.inner = mix, nn.Linear(WIDTH, WIDTH)
+        self.kernel, self.table = nn.Parameter(torch.randn(WIDTH, 1, 3)), nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.mix(self, x))
+
+
+def attention_by_hand(block: Any, x: Tensor) -> Tensor:
+    return torch.softmax(x @ block.inner(x).transpose(1, 2) / 4, -1) @ x
+
+
+def convolution(block: Any, x: Tensor) -> Tensor:
+    return F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), block.kernel, groups=WIDTH).transpose(1, 2)
+
+
+def hidden_gradient(_: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad / grad.norm())
+    return x
+
+
+# what a block adds -> the call that is named
+MIXED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "running sums": (lambda _, x: x.cumsum(1) / 10, "cumsum"),
+    "the mean": (lambda _, x: x.mean(1, keepdim=True), "mean"),
+    "the mean, faintly": (lambda _, x: x.mean(1, keepdim=True) / 1e5, "mean"),
+    "the largest": (lambda _, x: x.max(1, keepdim=True).values, "max"),
+    "the first token": (lambda _, x: x[:, :1], "x[...]"),
+    "rolled": (lambda _, x: x.roll(1, 1), "roll"),
+    "flipped": (lambda _, x: x.flip(1), "flip"),
+    "a convolution": (convolution, "pad"),
+    "a token shift": (lambda _, x: F.pad(x, (0, 0, 1, -1)), "pad"),
+    "sorted": (lambda _, x: x.sort(1).values, "sort"),
+    "softmax over positions": (lambda _, x: x * torch.softmax(x, 1), "softmax"),
+    "attention by hand": (attention_by_hand, "matmul"),
+    "a norm over positions": (lambda _, x: x / x.norm(dim=(1, 2), keepdim=True), "norm"),
+    "the mean of everything": (lambda block, x: torch.tanh(block.inner(x) - x.mean()), "mean"),
+    "a table by position": (lambda block, x: block.table[: x.shape[1]].expand_as(x), "x[...]"),
+    "positions counted anew": (lambda _, x: x * torch.arange(x.shape[1])[:, None], "arange"),
+    "the number of positions": (lambda _, x: x / x.shape[1], "div"),
+    "a gradient's norm": (hidden_gradient, "parts differ by"),
+    "attention to the first three": (
+        lambda _, x: F.scaled_dot_product_attention(x, x[:, :3], x[:, :3]),
+        "does not compute each position by itself",
+    ),
+    "noise": (lambda _, x: torch.randn_like(x), "random numbers by itself"),
+}
+LOCAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a norm per position": lambda block, x: torch.tanh(block.inner(x)) * x.norm(dim=-1, keepdim=True),
+    "a second attention": lambda block, x: F.scaled_dot_product_attention(x, block.inner(x), x),
+}
+
+
+def mixing(mix: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: LM(2, lambda: Mixing(mix))
+
+
+class Gated(Block):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * torch.sigmoid(gate)
+
+
+class Faint(nn.Module):
+    """Mixes positions, by a factor that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = Block(), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.factor * x.mean(1, keepdim=True)
+
+
+class Weighing(nn.Module):
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attention, self.use = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.attention(x, x, x)
+        return x + y * self.use(weights)[..., None]
+
+
+def between(how: Callable[[Any, Tensor, Tensor, int], Tensor]) -> Callable[[], nn.Module]:
+    """Calls how(model, hidden states, those of the embedding, number) before each block."""
+
+    def through(model: Any, x: Tensor) -> Tensor:
+        first = x
+        for i, block in enumerate(model.blocks):
+            x = block(how(model, x, first, i))
+        return x
+
+    return doing(through)
+
+
+def gates(model: Any, x: Tensor) -> Tensor:
+    gate = torch.sin(x)
+    for block in model.blocks:
+        x = block(x, gate)
+        gate = torch.sin(x)
+    return x
+
+
+def gates_by_a_layer(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x, model.gate(x))
+    return x
+
+
+def skips(model: Any, x: Tensor) -> Tensor:
+    x = model.blocks[0](x)
+    return model.blocks[2](model.blocks[1](x) + x)
+
+
+def pooled(model: Any, x: Tensor) -> Tensor:
+    x = model.through(x, range(3))
+    return x + x.mean(1, keepdim=True)
+
+
+EQUAL: dict[str, Callable[[], nn.Module]] = {
+    **{name: mixing(mix) for name, mix in LOCAL.items()},
+    "plain": LM,
+    "nanoGPT": NanoGPT,
+    "a skip around a block": doing(skips),
+    "the mean after the blocks": doing(pooled),
+    "gates of the hidden states": doing(gates, block=Gated),
+    "a scale before later blocks": between(lambda model, x, _, i: x * model.scale[i] if i else x),
+    "a layer between blocks": between(lambda model, x, _, i: model.gate(x) if i else x),
+    "weights of attention, by position": lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)),
+}
+# model -> what is said
+BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "the mean between blocks": (between(lambda _, x, __, i: x + x.mean(1, keepdim=True)), "'blocks.0' and 'blocks.1'"),
+    "a table between blocks": (between(lambda model, x, _, i: x + model.table[: x.shape[1]]), "needs all positions"),
+    "rolled between blocks": (between(lambda _, x, __, i: x.roll(1, 1) if i == 2 else x), "'blocks.1' and 'blocks.2'"),
+    "the embedding again": (between(lambda _, x, first, i: x + first), "does not run on a part"),
+    "a scale before all blocks": (between(lambda model, x, _, i: x * model.scale[i]), "'scale' is used within"),
+    "a gate by a layer": (doing(gates_by_a_layer, block=Gated), "'gate."),
+    "a penalty on the weights": (doing(penalty), "mlp.up.weight' is used within the blocks and outside"),
+    "mixed by a factor of zero": (lambda: LM(2, Faint), "mean"),
+    "weights of attention, summed": (lambda: LM(2, lambda: Weighing(lambda weights: weights.sum(1))), "'blocks.0'"),
+    "no attention": (lambda: LM(2, MLP), "No block attends"),
+}
+
+
+def table(world: Any) -> dict[str, tuple[str, str]]:
+    found = {name: verdict(make, "cp=2") for name, make in EQUAL.items()}
+    found |= {name: verdict(mixing(mix), "cp=2") for name, (mix, _) in MIXED.items()}
+    found |= {name: verdict(make, "cp=2") for name, (make, _) in BETWEEN.items()}
+    found["a penalty in the loss"] = verdict(LM, "cp=2", loss=penalised)
+    found["switched"] = verdict(mixing(MIXED["the mean"][0]), "cp=2", first="ddp")
+    return found
+
+
+def test_what_mixes_positions_by_a_call_is_refused_and_the_rest_is_equal() -> None:
+    said = {name: text for name, (_, text) in (MIXED | BETWEEN).items()}
+    said |= {"a penalty in the loss": "is used within the blocks and outside", "switched": "mean"}
+    for found in run_ranks(table, 2, timeout=170):
+        assert {name: found[name] for name in EQUAL if found[name][0] != "equal"} == {}
+        for name, text in said.items():
+            kind, told = found[name]
+            assert kind == "refused" and text in told, (name, kind, told)
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = built(mixing(MIXED["the mean"][0]))
+    model.blocks[0].attn.qkv.weight.requires_grad_(False)
+    values = [p.detach().clone() for p in model.parameters()]
+    flags = [p.requires_grad for p in model.parameters()]
+    state = torch.get_rng_state()
+    found = try_in_parts(model, ["blocks.0", "blocks.1"], lambda: model(rows(1)[0][0][None]))
+    assert found.refused is not None and "mean" in str(found.refused)
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_between_the_blocks_are_known() -> None:
+    model = built(EQUAL["a layer between blocks"])
+    found = try_in_parts(model, [f"blocks.{i}" for i in range(3)], lambda: model(rows(1)[0][0][None]))
+    assert found.refused is None and found.between == {"gate.weight", "gate.bias"} and not found.in_parts
+    model = built(EQUAL["gates of the hidden states"])
+    found = try_in_parts(model, [f"blocks.{i}" for i in range(3)], lambda: model(rows(1)[0][0][None]))
+    assert found.in_parts == {"blocks.1": {"gate"}, "blocks.2": {"gate"}} and not found.between
+
+
+def test_check_says_the_same_without_ranks() -> None:
+    batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
+    for name, (mix, text) in list(MIXED.items())[:3]:
+        refused = nbkit.check(built(mixing(mix)), "cp=2", batch, 2)
+        assert not refused.ok and text in str(refused), name
+    assert nbkit.check(built(EQUAL["a layer between blocks"]), "cp=2", batch, 2).ok
