@@ -50,7 +50,7 @@ class Capture:
         self._send: Callable[..., Any] = session.send
         self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
         self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
-        self.comms = Comms(self._send, self._keep, self._mark)
+        self.comms = Comms(self._deliver, self._keep, self._mark)
         session.send = self.send
         for stream in (sys.stdout, sys.stderr):
             stream.flush_interval = FLUSH_SECONDS  # type: ignore[union-attr]
@@ -107,6 +107,9 @@ class Capture:
                 msg_or_type["metadata"]["nbkit"] = mark
             else:
                 options["metadata"] = {**(options.get("metadata") or {}), "nbkit": mark}
+        return self._deliver(stream, msg_or_type, content, *rest, **options)
+
+    def _deliver(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
         try:
             return self._send(stream, msg_or_type, content, *rest, **options)
         except UnicodeEncodeError:  # nothing has gone out; a message that is not sent would be waited for

@@ -152,3 +152,15 @@ def test_a_notebook_that_comes_later_has_the_bar_too(kernel: Kernel) -> None:
     assert len(bars) == 2
     assert [updates(seen, "value")[bar][-1][1] for bar in bars] == [300, 300]
     assert all(len(updates(seen, "value")[bar]) > 3 for bar in bars)
+
+
+def test_a_widget_whose_text_cannot_be_encoded_shows_it_as_an_escape(kernel: Kernel) -> None:
+    cell = kernel.run(
+        "%%rank 0\nimport ipywidgets\ndisplay(ipywidgets.HTML('odd ' + chr(0xD800) + ' text')); print('on')"
+    )
+
+    assert cell.status == "ok", cell.text
+    assert "on" in cell.text
+    opened = [content["data"]["state"] for _, kind, content in cell.messages if kind == "comm_open"]
+    assert any("odd \\ud800 text" in str(state.get("value")) for state in opened)
+    assert is_live(kernel)
