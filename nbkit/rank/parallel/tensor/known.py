@@ -1,7 +1,7 @@
 """Classes whose source is known to split as the names of their parts say: what is split without a run to prove it.
 
 Exact classes; a subclass may do anything. Those of transformers are named by their files, each of which was run in
-parts beside the whole (tests/rank/parallel/tensor/test_hugging_face.py).
+parts beside the whole (proof/).
 """
 
 from __future__ import annotations
