@@ -67,7 +67,9 @@ def block_rules(block: nn.Module, called: BlockCall, size: int, *, backward: boo
         except Exception as error:
             failed = error
     said = " ".join(f"{type(failed).__name__}: {failed}".split()) if failed else "it gives NaN"
-    raise refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300])
+    recomputed = "Checkpoint" in type(failed).__name__
+    hint = "turn off the model's own activation checkpointing: checkpoint=True recomputes, too" if recomputed else ""
+    raise refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint)
 
 
 class _Comparison:

@@ -83,18 +83,18 @@ def _tried(
     module: nn.Module, blocks: Sequence[str], call: Callable[[], Any], loss: Callable[[Any], Tensor] | None
 ) -> Between:
     draws: list[str] = []
+    calls, uses, attentions = list[BlockCall](), _Uses(module, blocks), _Attentions()
 
     def run() -> Any:
         torch.manual_seed(0)
-        with DroppingNothing(), Draws(draws):
+        # Dropping, attention is computed otherwise: it is counted before.
+        with DroppingNothing(), attentions, Draws(draws):
             return call()
-
-    calls, uses, attentions = list[BlockCall](), _Uses(module, blocks), _Attentions()
 
     def record(name: str, forward: Any) -> Callable[..., Any]:
         return _recording(name, forward, calls, uses)
 
-    with torch.no_grad(), uses, attentions, replaced(module, blocks, record):
+    with torch.no_grad(), uses, replaced(module, blocks, record):
         whole = run()
     if attentions.count == 0:
         raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")

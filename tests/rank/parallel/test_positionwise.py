@@ -166,6 +166,20 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+class Dropping(Block):
+    """Attention that drops; the mode of a model in training is the one that is tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn.p = 0.2
+
+
+def test_dropout_in_attention_is_attention() -> None:
+    model = built(lambda: LM(2, Dropping))
+    found = try_in_parts(model, ["blocks.0", "blocks.1"], lambda: model(rows(1)[0][0][None]))
+    assert found.refused is None
+
+
 def table(world: Any) -> dict[str, tuple[str, str]]:
     found = {name: verdict(make, "cp=2") for name, make in EQUAL.items()}
     found |= {name: verdict(mixing(mix), "cp=2") for name, (mix, _) in MIXED.items()}

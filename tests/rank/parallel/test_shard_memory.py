@@ -15,6 +15,7 @@ from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.rank import groups
 from nbkit.rank.parallel.axes import Axes
+from nbkit.rank.parallel.not_gathered import NotGathered
 from nbkit.rank.parallel.shard import data_axis
 from nbkit.rank.parallel.skeleton import skeleton_of
 
@@ -72,7 +73,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
 
                 def look(*_: Any) -> None:
                     by_then.append(len(sent))
-                    opened.append(sum(one.shape[0] == WIDTH for one in (b[0].weight for b in module.blocks)))
+                    opened.append(sum(not isinstance(b[0].weight, NotGathered) for b in module.blocks))
 
                 block.register_forward_hook(look)
                 block.register_full_backward_hook(look)
