@@ -88,7 +88,7 @@ def loss_alone(
             again = trial.run(places)
         except Exception:
             continue
-        if not isfinite(whole.value) or again.value != whole.value:
+        if not isfinite(whole.value + whole.weight) or again.value != whole.value:
             return None
         parts = trial.alone(len(places))
         used = frozenset(whole.grads)

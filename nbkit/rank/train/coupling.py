@@ -141,7 +141,7 @@ class _Look:
             whole = self._measured(together, range(len(together)))
             with coarsest() as seen:
                 again = self._measured(together, range(len(together)), seed=2, backward=False)
-            if not isfinite(whole.value):
+            if not isfinite(whole.value + whole.weight):
                 return None
             repeats = isclose(again.value, whole.value, rel_tol=8 * seen.eps)
             try:

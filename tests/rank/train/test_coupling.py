@@ -72,6 +72,7 @@ def test_what_couples_rows_is_told_with_its_numbers_and_what_to_write() -> None:
 def test_what_cannot_be_told_is_not_said() -> None:
     assert says(lambda out, target: mean_loss(out, target) * torch.rand(())) == ""
     assert says(lambda out, target: out.log().sum()) == says(lambda out, target: 1 / 0) == ""
+    assert says(lambda out, target: (out.sum(), torch.tensor(float("nan")))) == ""
     assert says(contrastive, default_collate(points(1))) == ""
     assert says(lambda out, target: mean_loss(out.bfloat16(), target)) == ""
 
