@@ -73,7 +73,8 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
 
                 def look(*_: Any) -> None:
                     by_then.append(len(sent))
-                    opened.append(sum(not isinstance(b[0].weight, NotGathered) for b in module.blocks))
+                    weights = [b[0].weight for b in module.blocks]
+                    opened.append(sum(w.shape[0] == WIDTH and not isinstance(w, NotGathered) for w in weights))
 
                 block.register_forward_hook(look)
                 block.register_full_backward_hook(look)
