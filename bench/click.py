@@ -22,8 +22,8 @@ from bench.kernel import environment
 from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute, skipped
-from nbkit.recordfile import START, read_since
-from nbkit.records import Header, StepRecord
+from nbkit.records.record_file import START, read_since
+from nbkit.records.records import Header, StepRecord
 
 RANKS, ROUNDS = 4, 3
 STRATEGIES = ("dp=4 zero=3", "tp=4", "pp=4 schedule=1f1b microbatches=8", "dp=4")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nbkit
 from bench.jobs import config, data, token_loss
-from nbkit.rank.parallel.side import Side
+from nbkit.rank.parallel.sharded_model import Side
 
 STEPS = 2
 SETTLE_SECONDS = 0.3

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.rank.parallel.pipeline import Pipeline
-from nbkit.rank.world import World
+from nbkit.rank.parallel.pipeline.executor import Pipeline
+from nbkit.rank.world.world import World
 from nbkit.schedules import Schedule
 
 _LATE = 0.0002

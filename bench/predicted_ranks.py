@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.jobs import config, trainer
-from nbkit.rank.train import preview
-from nbkit.rank.train.seconds import measured_step
+from nbkit.rank.train.estimate import strategy_table
+from nbkit.rank.train.estimate.time_model import measured_step
 from nbkit.strategy import Strategy
 
 
@@ -37,7 +37,7 @@ class Worker:
     def _row(self, strategy: str) -> dict[str, Any]:
         """Of rank 0's table; the others let it have the machine."""
         wanted = str(Strategy.parse(strategy, dist.get_world_size()))
-        rows = preview.table(self.job.job)["options"] if dist.get_rank() == 0 else []
+        rows = strategy_table.table(self.job.job)["options"] if dist.get_rank() == 0 else []
         dist.barrier()
         found: dict[str, Any] = next(
             (row for row in rows if row["strategy"] == wanted),

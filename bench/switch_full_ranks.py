@@ -10,10 +10,11 @@ import torch
 
 from bench.jobs import config, trainer
 from nbkit.errors import SwitchError
-from nbkit.rank.parallel.hollow import Filling
+from nbkit.rank.parallel.reshard.resizable_storage import Filling
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak, storage_bytes
-from nbkit.rank.train import blueprint, holdings
-from nbkit.rank.train.room import side_bytes, trim
+from nbkit.rank.train import builder
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.estimate.free_memory import side_bytes, trim
 from nbkit.strategy import Strategy
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ class Worker:
     """A job of a GPT that has made its first steps."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
-        setattr(blueprint, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(builder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
         self.step()
 
@@ -69,7 +70,7 @@ class Worker:
         """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
         side, inner = self.job.job.side, self.job.job.optimizer.inner
         seen: set[int] = set()
-        state = [tensor for tensor, _ in holdings.state(side, inner).values()]
+        state = [tensor for tensor, _ in job_state.state(side, inner).values()]
         return storage_bytes([*state, *_buckets(side.data)], seen)
 
 

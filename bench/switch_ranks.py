@@ -23,7 +23,9 @@ from nbkit.bridge.controls import Control, Controls
 from nbkit.errors import Stopped
 from nbkit.layout import Layout
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak
-from nbkit.rank.train import blueprint, boundary, holdings
+from nbkit.rank.train import builder
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.control import step_boundary
 
 
 class Worker:
@@ -31,7 +33,7 @@ class Worker:
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int = 256, block: int = 16) -> None:
         # Equal blocks, so that the stages of two pipelines nest, whatever else the machine did when they were timed.
-        setattr(blueprint, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(builder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)
@@ -48,13 +50,13 @@ class Worker:
 
         def follow(trainer: Any, record: dict[str, Any]) -> None:
             if record["step"] == first:
-                number = boundary.inbox.acted + 1
-                Thread(target=boundary.inbox.post, args=(number, "control", asked)).start()
+                number = step_boundary.inbox.acted + 1
+                Thread(target=step_boundary.inbox.post, args=(number, "control", asked)).start()
             elif self.controls.verdicts:
                 raise Stopped("the switch has happened, at the same step on every rank")
 
         def train(act: Callable[[Callable[[], object]], None]) -> None:
-            boundary.handlers["control"] = lambda control: act(lambda: self.controls.serve(control))
+            step_boundary.handlers["control"] = lambda control: act(lambda: self.controls.serve(control))
             with suppress(Stopped):
                 self.job.fit(10_000)
 
@@ -142,4 +144,4 @@ class Worker:
 
     def _state(self) -> dict[str, tuple[Tensor, Layout]]:
         side, inner = self.job.job.side, self.job.job.optimizer.inner
-        return holdings.weights(side) | holdings.per_element(side, inner)
+        return job_state.weights(side) | job_state.per_element(side, inner)

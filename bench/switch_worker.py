@@ -20,9 +20,9 @@ from torch import Tensor
 from bench.loopback import measured
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.planner.exchange import Plan
-from nbkit.rank.parallel.digest import digest
-from nbkit.rank.parallel.reshard import Exchange
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.state_digest import digest
 
 CPU = torch.device("cpu")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

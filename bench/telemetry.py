@@ -14,7 +14,7 @@ from bench.forked import Ranks
 from bench.settings import Settings, shuffled
 from bench.stats import quantile, ratio
 from bench.table import Row, compared
-from nbkit.records import LISTEN_EVERY
+from nbkit.records.records import LISTEN_EVERY
 
 RANKS = 2
 STRATEGIES = ("ddp", "zero3", "tp", "pp")

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from bench.jobs import config, trainer
 from bench.paced import Paced
-from nbkit.rank.telemetry import record
-from nbkit.rank.telemetry.board import BoardWriter
+from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
+from nbkit.rank.telemetry.tensorboard import BoardWriter
 from nbkit.rank.train.recorder import Recorder
 
 _RECORDS = (BoardWriter, ScalarWriter, Session, Recorder)
@@ -32,13 +32,13 @@ class Worker:
     def block(self, mode: str, steps: int) -> tuple[float, float, float]:
         """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
         "time" with all that a run records of itself."""
-        record.set_mode(mode)
+        collectives.set_mode(mode)
         job = self._trainer.job
         job.recorder, job.ledger.listeners[:] = self._recording[mode == "time"]
         dist.barrier()
         self._pace.restart()
-        before = record.own_ns()
+        before = collectives.own_ns()
         self._trainer.fit(steps + 1)
-        own = (record.own_ns() - before) / (steps + 1) / 1e9
-        record.set_mode("time")
+        own = (collectives.own_ns() - before) / (steps + 1) / 1e9
+        collectives.set_mode("time")
         return self._pace.seconds, self._pace.cpu_seconds, own

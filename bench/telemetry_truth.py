@@ -26,14 +26,14 @@ from bench.forked import Ranks
 from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute
-from nbkit import recordfile
-from nbkit.advice import largest_loss
-from nbkit.lateness import Bar, Late, late_rank
-from nbkit.links import Link, links, slow_link
-from nbkit.notebook.board.plugin import moments
-from nbkit.notebook.board.plugin.following import Run
-from nbkit.readings import bars, members_of, usual_bars
-from nbkit.records import Detail, Group, Header, Record, StepRecord
+from nbkit.notebook.board.plugin import step_timeline
+from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.records import record_file
+from nbkit.records.advice import largest_loss
+from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.pipeline_links import Link, links, slow_link
+from nbkit.records.readings import bars, members_of, usual_bars
+from nbkit.records.records import Detail, Group, Header, Record, StepRecord
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
@@ -73,7 +73,7 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         every: dict[int, list[Record]] = {
-            rank: recordfile.read_since(path)[0] for rank, path in recordfile.rank_files(folder).items()
+            rank: record_file.read_since(path)[0] for rank, path in record_file.rank_files(folder).items()
         }
         self.members = members_of(one for those in every.values() for one in those if isinstance(one, Group))
         self.offsets = {
@@ -261,7 +261,7 @@ def _bubble(settings: Settings, ranks: Ranks, schedule: str, stages: int, micros
     found.refresh()
     seen = []
     for step in range(first + 1, last + 1):
-        shown = moments.of_step(found, step, text)
+        shown = step_timeline.of_step(found, step, text)
         if shown is not None and shown["step"] == step:
             seen.append(shown["measured_bubble"])
     known = simulate(Schedule.of(schedule, stages, micros)).bubble

@@ -15,10 +15,10 @@ from torch.utils.data import default_collate
 import nbkit
 from bench.jobs import config, data, token_loss
 from bench.pipeline_rank import Along, Beside, until
-from nbkit.rank.groups import DelegatingGroup, live
-from nbkit.rank.operations import COLLECTIVES
+from nbkit.rank.comm.operations import COLLECTIVES
+from nbkit.rank.comm.process_group import DelegatingGroup, live
 from nbkit.rank.train.trainer import Trainer
-from nbkit.rank.world import World
+from nbkit.rank.world.world import World
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 

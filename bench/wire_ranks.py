@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.jobs import config, trainer
 from bench.loopback import measured
-from nbkit.rank.telemetry import record
+from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.trainer import Trainer
 
 
@@ -15,7 +15,7 @@ class Worker:
     """Nothing is kept from one strategy to the next."""
 
     def __init__(self) -> None:
-        record.set_mode("count")
+        collectives.set_mode("count")
 
     def step(self, *, width: int, layers: int, block: int, batch: int, strategy: str) -> dict[str, Any]:
         """wire: bytes of a step, of all ranks; recorded: axis -> bytes that this rank sends by what telemetry noted."""
@@ -36,12 +36,12 @@ def _run(job: Trainer, steps: int) -> dict[str, Any]:
     ends = []
 
     def train() -> None:
-        ends.append(record.ring.end)
+        ends.append(collectives.ring.end)
         job.fit(steps)
-        ends.append(record.ring.end)
+        ends.append(collectives.ring.end)
 
     _, wire = measured(train)
-    calls, lost = record.ring.between(*ends)
+    calls, lost = collectives.ring.between(*ends)
     assert not lost
     found: dict[str, float] = {}
     for call in calls:

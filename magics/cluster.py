@@ -9,8 +9,8 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
-from nbkit.notebook.cluster.handle import handle_of
 
 
 @magics_class

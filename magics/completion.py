@@ -7,9 +7,9 @@ from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from nbkit.cells import first_rank
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.cluster import current
+from nbkit.wire.cells import first_rank
 
 PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds even while it trains; typing must not wait for more
 _NAME = re.compile(r"[A-Za-z_][\w.]*$")

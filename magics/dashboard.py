@@ -9,7 +9,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from magics.arguments import HelpShown, MagicParser, parse
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.tracing import Traced
-from nbkit.notebook.widgets.dashboard import Dashboard
+from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.report import Written
 
 

@@ -9,7 +9,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from magics.arguments import HelpShown, parse, strategy_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.widgets.panel import StrategyPanel
+from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
 _ALONE = ("undo", "pause", "resume", "checkpoint")
 

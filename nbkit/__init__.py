@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "nbkit.notebook.cluster.cluster",
     "Board": "nbkit.notebook.board.board",
-    "Dashboard": "nbkit.notebook.widgets.dashboard",
-    "StrategyPanel": "nbkit.notebook.widgets.panel",
+    "Dashboard": "nbkit.notebook.widgets.dashboard.dashboard",
+    "StrategyPanel": "nbkit.notebook.widgets.panel.panel",
     "Trainer": "nbkit.rank.train.trainer",
-    "from_pretrained": "nbkit.rank.train.pretrained",
+    "from_pretrained": "nbkit.rank.models.pretrained",
     "prepare": "nbkit.rank.train.job",
     "check": "nbkit.rank.parallel.check",
     "GPT": "nbkit.rank.models.gpt",

@@ -1,7 +1,7 @@
 """Named axes x degrees -> the grid of ranks.
 
 Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. On a
-single node tp may be the slowest instead, which a switch uses to move fewer bytes: see nbkit.planner.placement.
+single node tp may be the slowest instead, which a switch uses to move fewer bytes: see nbkit.planner.reshard.placement.
 """
 
 from __future__ import annotations

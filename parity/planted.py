@@ -17,19 +17,20 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from nbkit.rank.parallel import norm, scatter
-from nbkit.rank.parallel.backward import Deferred
-from nbkit.rank.parallel.context import _Attention
-from nbkit.rank.parallel.pipeline import _Run
-from nbkit.rank.parallel.scatter import Reduction
-from nbkit.rank.parallel.sharded import ShardedOptimizer
-from nbkit.rank.parallel.side import Side
-from nbkit.rank.parallel.tensor.link import Link
-from nbkit.rank.parallel.tensor.regions import _GatherSum, _own
-from nbkit.rank.parallel.tensor.split import _Surgery
-from nbkit.rank.train import gradients
-from nbkit.rank.train.dropout import KeyedDropout
-from nbkit.rank.train.gradients import Gradients
+from nbkit.rank.parallel import grad_norm
+from nbkit.rank.parallel.context.context_parallel import _Attention
+from nbkit.rank.parallel.data_parallel import bucket_collectives
+from nbkit.rank.parallel.data_parallel.bucket_collectives import Reduction
+from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
+from nbkit.rank.parallel.pipeline.executor import _Run
+from nbkit.rank.parallel.pipeline.split_backward import Deferred
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.tensor.apply import _Surgery
+from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
+from nbkit.rank.parallel.tensor.column_row_pair import Link
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.train.step import gradients
+from nbkit.rank.train.step.gradients import Gradients
 from parity.cells import Cell
 from parity.figures import BARS, compared
 from parity.rounds import truths
@@ -172,7 +173,7 @@ def _mask_too_early(attend: Any) -> Any:
 
 
 def _local_norm(_: Any) -> Any:
-    return lambda self, device: norm.grad_norm(self.held, {}, device=device, world_size=1)
+    return lambda self, device: grad_norm.grad_norm(self.held, {}, device=device, world_size=1)
 
 
 def _cell(strategy: str, *extras: str, subject: str = "gpt") -> Cell:
@@ -201,7 +202,7 @@ BUGS = (
     Bug("queries attend to another rank's key-value heads", _cell("tp", subject="llama"),
         _around(_Surgery, "_cut_columns", _another_ranks_keys)),
     Bug("a shard is updated from a gradient that was not summed", _cell("dp=2 zero=2"),
-        _around(scatter, "_reduce_scatter", _own_gradient)),
+        _around(bucket_collectives, "_reduce_scatter", _own_gradient)),
     Bug("the other parts of a weight stay as they were after an update", _cell("dp=2 zero=1"),
         _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
     Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),

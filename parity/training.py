@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.layout import Layout
-from nbkit.rank.train.batch import call
-from nbkit.rank.train.dropout import KeyedDropout
-from nbkit.rank.train.holdings import weights
+from nbkit.rank.data.batch import call
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.train.checkpoint.job_state import weights
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 from parity.cells import Cell

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nbkit.chrometrace import chrome_trace, write_trace
-from nbkit.records import Detail, Group, Header, PipelineOp, StepRecord, TimedCall, Traffic
+from nbkit.records.chrome_trace import chrome_trace, write_trace
+from nbkit.records.records import Detail, Group, Header, PipelineOp, StepRecord, TimedCall, Traffic
 
 MS = 1_000_000
 DP, PP = Group("dp 1 [0,1]", "dp", (0, 1)), Group("pp 2 [0,1]", "pp", (0, 1))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.events import Checkpointed, Event, LrChanged, RunStarted, RunStopped, StepDone, from_json, to_json
+from nbkit.records.events import Checkpointed, Event, LrChanged, RunStarted, RunStopped, StepDone, from_json, to_json
 
 
 @pytest.mark.parametrize(

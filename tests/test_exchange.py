@@ -12,10 +12,10 @@ import pytest
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.planner.exchange import Plan
-from nbkit.planner.placement import orders, placed
-from nbkit.planner.rounds import peaks, rounds
-from nbkit.planner.steps import steps
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.reshard.placement import orders, placed
+from nbkit.planner.reshard.rank_steps import steps
+from nbkit.planner.reshard.rounds import peaks, rounds
 from nbkit.strategy import Strategy
 
 Side = list[dict[str, Layout]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbkit import forecast
-from nbkit.planner.facts import Facts, Weight
+from nbkit.planner import forecast
+from nbkit.planner.job_facts import Facts, Weight
 from nbkit.strategy import Strategy
 
 WEIGHTS = [Weight(f"block{i}", (8, 16), blocks=(i,)) for i in range(4)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbkit.processes import Process, followers
+from nbkit.wire.processes import Process, followers
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="start ticks and the boot's name are Linux's")
 

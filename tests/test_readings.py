@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from nbkit import readings
-from nbkit.advice import largest_loss, reading
-from nbkit.rank.telemetry.files import mean_of
-from nbkit.readings import Bar, Late, bars, late_rank, mean_bars, table, traffic_matrix
-from nbkit.records import Group, StepRecord, Traffic
+from nbkit.rank.telemetry.record_writer import mean_of
+from nbkit.records import readings
+from nbkit.records.advice import largest_loss, reading
+from nbkit.records.readings import Bar, Late, bars, late_rank, mean_bars, table, traffic_matrix
+from nbkit.records.records import Group, StepRecord, Traffic
 
 N = 4
 ALL = {"dp 1 [0,1,2,3]": (0, 1, 2, 3)}

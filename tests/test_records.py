@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nbkit import recordfile, records
-from nbkit.rank.telemetry.files import Overview, RecordFile, mean_of
-from nbkit.records import Group, Header, Record, StepRecord, Traffic
+from nbkit.rank.telemetry.record_writer import Overview, RecordFile, mean_of
+from nbkit.records import record_file, records
+from nbkit.records.records import Group, Header, Record, StepRecord, Traffic
 
 ROW = Traffic("all_reduce", "dp", "dp 1 [0,1]", None, 2, 1024, 2, 0.25, 0.125)
 DETAIL = records.Detail(
@@ -71,38 +71,38 @@ def test_times_of_ranks_come_onto_one_axis() -> None:
 
 def test_a_reader_sees_what_is_new_and_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    assert recordfile.read_since(path) == ([], recordfile.START)
+    assert record_file.read_since(path) == ([], record_file.START)
     file = RecordFile(path, head)
     file.write([step(1), step(2)])
 
-    found, cursor = recordfile.read_since(path)
+    found, cursor = record_file.read_since(path)
     assert found == [*head(0), step(1), step(2)]
-    assert recordfile.read_since(path, cursor) == ([], cursor)
+    assert record_file.read_since(path, cursor) == ([], cursor)
 
     file.write([step(3)])
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
-    assert recordfile.read_since(path, cursor) == ([], cursor)
+    assert record_file.read_since(path, cursor) == ([], cursor)
     path.write_bytes(whole)
-    assert numbers(recordfile.read_since(path, cursor)[0]) == [3]
+    assert numbers(record_file.read_since(path, cursor)[0]) == [3]
 
 
 def test_a_cursor_follows_into_new_parts_and_each_part_can_be_read_alone(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     file = RecordFile(path, head, part_bytes=4_000)
-    cursor, seen = recordfile.START, []
+    cursor, seen = record_file.START, []
     for number in range(200):
         file.write([step(number)])
         if number % 7 == 0:
-            found, cursor = recordfile.read_since(path, cursor)
+            found, cursor = record_file.read_since(path, cursor)
             seen += numbers(found)
-    found, cursor = recordfile.read_since(path, cursor)
+    found, cursor = record_file.read_since(path, cursor)
 
     assert seen + numbers(found) == list(range(200))
-    assert recordfile.read_head(path)[1] == head(0)[1]
+    assert record_file.read_head(path)[1] == head(0)[1]
     assert sum(one.stat().st_size for one in tmp_path.iterdir()) < 10_000
     # Who slept through several parts gets what is left, beginning with a header.
-    late, _ = recordfile.read_since(path, (0, 100))
+    late, _ = record_file.read_since(path, (0, 100))
     assert isinstance(late[0], Header)
     assert numbers(late) == list(range(numbers(late)[0], 200))
 
@@ -110,12 +110,12 @@ def test_a_cursor_follows_into_new_parts_and_each_part_can_be_read_alone(tmp_pat
 def test_a_process_that_takes_over_begins_a_part_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     RecordFile(path, head).write([step(1)])
-    _, cursor = recordfile.read_since(path)
+    _, cursor = record_file.read_since(path)
     with path.open("a") as file:
         file.write('{"kind":"step","st')  # killed here
     RecordFile(path, head).write([step(2)])
 
-    found, cursor = recordfile.read_since(path, cursor)
+    found, cursor = record_file.read_since(path, cursor)
     assert numbers(found) == [2] and isinstance(found[0], Header)
     assert cursor[0] == 1
 
@@ -124,7 +124,7 @@ def test_a_long_file_is_opened_near_its_end(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     RecordFile(path, head).write([step(number) for number in range(2_000)])
 
-    found, _ = recordfile.read_since(path, recordfile.cursor_near_end(path, num_bytes=2_000))
+    found, _ = record_file.read_since(path, record_file.cursor_near_end(path, num_bytes=2_000))
 
     assert 3 < len(found) < 20
     assert numbers(found)[-1] == 1_999
@@ -136,7 +136,7 @@ def test_the_overview_of_a_long_run_is_short_and_its_means_are_right(tmp_path: P
     for number in range(1, 10_001):
         overview.add(step(number))
 
-    kept = recordfile.read_overview(path)
+    kept = record_file.read_overview(path)
 
     assert 32 <= len(kept) < 64
     assert {one.span for one in kept} == {overview.span} == {256}

@@ -1,4 +1,4 @@
-"""What the notebook calls on a rank by name, in its main thread. See nbkit/remote.py."""
+"""What the notebook calls on a rank by name, in its main thread. See nbkit/wire/remote.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 from typing import Any
 
 from nbkit.bridge.runner import Runner
-from nbkit.cells import CellRecord, CellRequest
 from nbkit.errors import ClusterError
-from nbkit.rank import world
+from nbkit.rank.world import world
+from nbkit.wire.cells import CellRecord, CellRequest
 
 runner: Runner | None = None  # set once, by the engine
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back

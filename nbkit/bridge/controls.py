@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
-from nbkit.events import Switched
-from nbkit.rank.train import ahead, boundary, hold, preview
-from nbkit.rank.train.newest import newest
-from nbkit.rank.train.seconds import measured_step
+from nbkit.rank.train.control import pause, step_boundary
+from nbkit.rank.train.control.active_job import newest
+from nbkit.rank.train.estimate import strategy_table
+from nbkit.rank.train.estimate.time_model import measured_step
+from nbkit.rank.train.switch import prefetch
+from nbkit.records.events import Switched
 
 VERDICTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
@@ -47,21 +49,21 @@ class Controls:
         self._timed = False  # whether it has seconds of a step of the strategy in force
         self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
-        boundary.handlers["control"] = self.serve
-        boundary.preparers["control"] = self.prepare
+        step_boundary.handlers["control"] = self.serve
+        step_boundary.preparers["control"] = self.prepare
 
-    def prepare(self, control: Control) -> boundary.Preparation:
-        """Before its boundary: begin what a switch needs beside the training. See nbkit.rank.train.ahead."""
-        owner = boundary.training()
+    def prepare(self, control: Control) -> step_boundary.Preparation:
+        """Before its boundary: begin what a switch needs beside the training. See nbkit.rank.train.switch.prefetch."""
+        owner = step_boundary.training()
         job = getattr(owner, "job", owner)
         text = control.args.get("strategy") if control.do in ("switch", "try") else None
         if control.do == "undo" and job is not None:
             text = job.previous
-        return ahead.begin(job, text)
+        return prefetch.begin(job, text)
 
     def serve(self, control: Control) -> None:
         """At a boundary, on all ranks, or in a cell when no training makes steps."""
-        owner = boundary.training() or newest()
+        owner = step_boundary.training() or newest()
         job = getattr(owner, "job", owner)
         try:
             result = _act(control, owner)
@@ -71,14 +73,14 @@ class Controls:
             if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
-        goes_on = boundary.training() is not None and not hold.is_held()
+        goes_on = step_boundary.training() is not None and not pause.is_held()
         if control.do in ("switch", "undo") and goes_on and getattr(job, "fallback", None) is not None:
             # The first step under the new strategy says what came of it: nothing else acts before that.
             job.fallback.listeners.append(lambda event, error: self._proven(control, owner, event, error))
             return
         self._tell(control, owner, result=result)
         if control.do == "pause":
-            hold.hold(job.device)
+            pause.hold(job.device)
 
     def _proven(self, control: Control, owner: Any, event: Switched | None, error: BaseException | None) -> None:
         self._tell(control, owner, result=asdict(event) if event is not None else None, error=error)
@@ -99,9 +101,9 @@ class Controls:
 
         The table is made in a thread of its own: with many ranks it takes longer than other requests can wait.
         """
-        training = boundary.training()
+        training = step_boundary.training()
         owner = training or newest()
-        told: dict[str, Any] = {"training": training is not None, "held": hold.is_held(), "job": owner is not None}
+        told: dict[str, Any] = {"training": training is not None, "held": pause.is_held(), "job": owner is not None}
         if owner is None:
             return {**told, "stamp": "", "table": None}
         job = getattr(owner, "job", owner)
@@ -120,13 +122,13 @@ class Controls:
             self._tabling.start()
             self._tabling.join(TABLE_SECONDS)
         table, stamp = self._table, self._stamp
-        told |= {"step": step, "strategy": strategy, "progress": boundary.progress(), "stamp": stamp}
+        told |= {"step": step, "strategy": strategy, "progress": step_boundary.progress(), "stamp": stamp}
         return {**told, "table": table if stamp != known else None}
 
     def _make_table(self, job: Any, stamp: str, timed: bool) -> None:
         began = time.time()
         try:
-            self._table, self._stamp, self._timed = preview.table(job), stamp, timed
+            self._table, self._stamp, self._timed = strategy_table.table(job), stamp, timed
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
             # A switch may have replaced the side under way: the next look tries again.
@@ -155,7 +157,7 @@ def _torn(owner: Any) -> bool:
     """Whether the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off, which
     it may have done on this rank alone while the others wait in it."""
     job = getattr(owner, "job", owner)
-    broken_off = boundary.training() is not None and getattr(job, "broken_off", False)
+    broken_off = step_boundary.training() is not None and getattr(job, "broken_off", False)
     return bool(broken_off or getattr(job, "half_way", False))
 
 
@@ -186,13 +188,13 @@ def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:
 
 
 def _pause(owner: Any) -> dict[str, Any]:
-    if boundary.training() is None:
+    if step_boundary.training() is None:
         raise UsageError("Nothing makes steps, so there is nothing to pause.", hint="trainer.fit(...)   with --detach")
     return {}
 
 
 def _resume(owner: Any) -> dict[str, Any]:
-    if not hold.let_go():
+    if not pause.let_go():
         raise UsageError("The training is not paused.", hint="%strategy --pause")
     return {}
 
@@ -206,9 +208,9 @@ def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
 
 
 def _trace(owner: Any, steps: int) -> dict[str, Any]:
-    if boundary.training() is None:
+    if step_boundary.training() is None:
         raise UsageError("Nothing makes steps, so there is nothing to trace.", hint="trainer.fit(...)   with --detach")
-    if hold.is_held():
+    if pause.is_held():
         raise UsageError("The training is paused, so there is nothing to trace.", hint="%strategy --resume")
     job = getattr(owner, "job", owner)
     return dict(job.recorder.trace(steps, after=job.step))

@@ -15,16 +15,16 @@ from typing import Any
 from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
-from nbkit.bridge.capture import Capture
-from nbkit.bridge.link import Link
-from nbkit.bridge.progress_bars import draw_as_text
+from nbkit.bridge.output.capture import Capture
+from nbkit.bridge.output.progress_bars import draw_as_text
+from nbkit.bridge.parent.link import Link
+from nbkit.bridge.parent.spec import Spec
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
-from nbkit.bridge.spec import Spec
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
-from nbkit.rank import watchdog, world
-from nbkit.rank.breakable import forming
+from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.world import watchdog, world
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from nbkit.bridge import controls
 from nbkit.bridge.controls import Control, Controls
-from nbkit.bridge.recorded import recorded
+from nbkit.bridge.record_files import recorded
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
-from nbkit.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
-from nbkit.rank import watchdog, world
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.world import watchdog, world
+from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
 
 MESSAGE_TYPE = "nbkit_request"
 COMPLETIONS = 200
@@ -38,9 +38,9 @@ class Requests:
         self.process = psutil.Process()
         self.delivered = ""
         self.controls = controls.controls = Controls()
-        boundary.handlers["cell"] = self._run_live
-        boundary.handlers["nothing"] = lambda _: None
-        boundary.handlers["unserved"] = self._not_run
+        step_boundary.handlers["cell"] = self._run_live
+        step_boundary.handlers["nothing"] = lambda _: None
+        step_boundary.handlers["unserved"] = self._not_run
         self.table: dict[str, Callable[..., dict[str, Any]]] = {
             "hello": self.hello,
             "status": self.status,
@@ -92,9 +92,9 @@ class Requests:
             "age": time.time() - cell.started if cell else 0.0,
             "live": running[-1].request.id if len(running) > 1 else "",
             "where": watchdog.where() if cell else "",
-            "progress": boundary.progress(),
-            "training": boundary.training() is not None,
-            "requests": boundary.inbox.highest(),
+            "progress": step_boundary.progress(),
+            "training": step_boundary.training() is not None,
+            "requests": step_boundary.inbox.highest(),
             "undelivered": self._undelivered(),
         }
 
@@ -119,12 +119,12 @@ class Requests:
         return self._post(number, "control", Control(id, action, args))
 
     def _post(self, number: int, kind: str, payload: Any) -> dict[str, Any]:
-        boundary.inbox.post(number, kind, payload)
-        queued = boundary.training() is not None
+        step_boundary.inbox.post(number, kind, payload)
+        queued = step_boundary.training() is not None
         if not queued:
             # The training has ended on this rank. It said so before it dropped what was waiting, so whatever comes
             # later is dropped here, and nothing by both.
-            for unserved in boundary.inbox.drop(number):
+            for unserved in step_boundary.inbox.drop(number):
                 self._not_run(unserved)
         return {"queued": queued}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 
 from nbkit.bridge.runner import Runner, Running
-from nbkit.rank import watchdog
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.world import watchdog
 
 COOPERATE_SECONDS = 0.7  # a training gets this long to reach its next step boundary
 SIGINT_SECONDS = 0.15  # Python code needs less than that; what needs more is waiting in C
@@ -33,7 +33,7 @@ class Stopping:
         live: it is a live cell that is stopped; the training around it goes on.
         """
         # Posted in any case: the numbers of requests have no gap, or later ones would wait for the missing one.
-        boundary.inbox.post(number, "nothing" if live else "stop", None)
+        step_boundary.inbox.post(number, "nothing" if live else "stop", None)
         running = self._find(cell)
         if running is None:
             if live:
@@ -51,7 +51,7 @@ class Stopping:
         threading.Thread(target=self._release, args=(running, reason), name="nbkit-release", daemon=True).start()
 
     def _stop(self, running: Running, live: bool) -> None:
-        if not live and boundary.training() is not None and running.ended.wait(COOPERATE_SECONDS):
+        if not live and step_boundary.training() is not None and running.ended.wait(COOPERATE_SECONDS):
             return
         running.stopped = True
         self.runner.interrupt(running)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbkit import parcel
 from nbkit.bridge import calls
+from nbkit.wire import parcel
 
 
 def put(path: str) -> None:

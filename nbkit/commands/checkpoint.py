@@ -18,5 +18,5 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # A process of its own: this one never imports torch.
-    command = [sys.executable, "-m", "nbkit.rank.train.export", arguments.folder, arguments.file]
+    command = [sys.executable, "-m", "nbkit.rank.train.checkpoint.export_safetensors", arguments.folder, arguments.file]
     return subprocess.run(command, check=False).returncode

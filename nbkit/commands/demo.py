@@ -15,7 +15,7 @@ from typing import Any
 
 import nbkit
 from nbkit.errors import CellError, NbkitError, UsageError
-from nbkit.notebook.cluster.devices import pins_here
+from nbkit.notebook.cluster.launch.pinning import pins_here
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 
 NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_live.ipynb"

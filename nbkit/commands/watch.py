@@ -12,10 +12,10 @@ import psutil
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.widgets.feed import Feed
-from nbkit.notebook.widgets.source import newest_run
-from nbkit.notebook.widgets.text import Piece, lines_of, plain
-from nbkit.recordfile import written
+from nbkit.notebook.widgets.dashboard.record_source import newest_run
+from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.dashboard.text_view import Piece, lines_of, plain
+from nbkit.records.record_file import written
 
 _EVERY_S = 1.0
 _STYLES = {

@@ -19,9 +19,9 @@ from importlib import metadata
 from typing import Literal
 
 from nbkit.errors import NbkitError
-from nbkit.notebook.cluster.devices import cores_here, pins_here
-from nbkit.notebook.cluster.gpus import Survey, show_mib, survey_gpus
-from nbkit.notebook.cluster.platform import check_platform, release, starts_by_forking, torch_version
+from nbkit.notebook.cluster.launch.gpus import Survey, show_mib, survey_gpus
+from nbkit.notebook.cluster.launch.pinning import cores_here, pins_here
+from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking, torch_version
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")

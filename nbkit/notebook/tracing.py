@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbkit.chrometrace import chrome_trace, write_trace
 from nbkit.errors import TrainingError
-from nbkit.notebook.board.plugin.lookup import groups_of
+from nbkit.notebook.board.plugin.record_lookup import groups_of
 from nbkit.notebook.cluster import presence
-from nbkit.notebook.widgets.source import ClusterRun
-from nbkit.recordfile import START, cursor_near_end, rank_files, read_head, read_since
-from nbkit.records import Detail, EventRecord, Header, Record, StepRecord
+from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
+from nbkit.records.chrome_trace import chrome_trace, write_trace
+from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
+from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster

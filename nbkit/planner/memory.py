@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbkit.planner.facts import Cuts, Weight, cuts_for, held
+from nbkit.planner.job_facts import Cuts, Weight, cuts_for, held
 from nbkit.strategy import Strategy
 
 __all__ = ["ADAM", "MIXED_ADAM", "SGD", "Bytes", "Rest", "at_rest", "per_element"]

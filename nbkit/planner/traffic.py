@@ -30,9 +30,9 @@ from itertools import pairwise
 
 from nbkit.errors import StrategyError
 from nbkit.layout import bounds
-from nbkit.planner.facts import Cuts, Facts, Weight, cuts_for, held, holders
+from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.memory import ADAM, Bytes
-from nbkit.planner.partition import ranks_of_stages
+from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.strategy import Strategy
 
 __all__ = ["Traffic", "per_step", "wire_bytes"]

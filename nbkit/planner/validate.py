@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 from nbkit.layout import bounds
-from nbkit.planner.facts import Facts
-from nbkit.planner.partition import partition, ranks_of_stages, spelled
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.strategy import Strategy, divisors
 
 __all__ = ["Finding", "refuse", "validate"]

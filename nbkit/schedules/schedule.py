@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nbkit.errors import StrategyError
-from nbkit.schedules import rules
+from nbkit.schedules import gpipe_1f1b
 from nbkit.schedules.ops import Op
-from nbkit.schedules.zerobubble import zero_bubble
+from nbkit.schedules.zero_bubble import zero_bubble
 
 __all__ = ["NAMES", "Schedule"]
 
@@ -95,13 +95,13 @@ def _made(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
     every = range(ranks)
     lists: list[list[Op]]
     if name == "gpipe":
-        lists = [rules.gpipe(ranks, microbatches, rank) for rank in every]
+        lists = [gpipe_1f1b.gpipe(ranks, microbatches, rank) for rank in every]
     elif name == "1f1b":
-        lists = [rules.one_f_one_b(ranks, microbatches, rank) for rank in every]
+        lists = [gpipe_1f1b.one_f_one_b(ranks, microbatches, rank) for rank in every]
     elif name == "interleaved":
-        lists = [rules.interleaved(ranks, microbatches, rank, virtual) for rank in every]
+        lists = [gpipe_1f1b.interleaved(ranks, microbatches, rank, virtual) for rank in every]
     elif name == "dualpipev":
-        lists = [rules.dualpipev(ranks, microbatches, rank) for rank in every]
+        lists = [gpipe_1f1b.dualpipev(ranks, microbatches, rank) for rank in every]
     else:
         lists = zero_bubble(ranks, microbatches, virtual, lambda s: _place(s, ranks, v_shaped=name == "zbv"))
     return Schedule(name, ranks, microbatches, virtual, tuple(map(tuple, lists)))

@@ -10,7 +10,7 @@ import pytest
 
 from nbkit.bridge.controls import VERDICTS_KEPT, Control, Controls
 from nbkit.errors import NotFinite, StrategyError, TrainingError
-from nbkit.rank.train import boundary, newest
+from nbkit.rank.train.control import active_job, step_boundary
 
 
 class Refusing:
@@ -28,13 +28,13 @@ class Refusing:
 
 @pytest.fixture
 def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
-    monkeypatch.setattr(newest, "_newest", None)
+    monkeypatch.setattr(active_job, "_newest", None)
     yield Controls()
-    boundary.handlers.pop("control")
+    step_boundary.handlers.pop("control")
 
 
 def served(controls: Controls, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
-    newest.note(owner)
+    active_job.note(owner)
     controls.serve(Control("a", do, args))
     return dict(controls.verdict("a")["verdict"])
 
@@ -64,7 +64,7 @@ def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
     """It may be this rank's alone, while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
     owner.job.broken_off = True
-    monkeypatch.setattr(boundary, "_training", owner)
+    monkeypatch.setattr(step_boundary, "_training", owner)
     with pytest.raises(TrainingError):
         served(controls, owner, strategy="pp")
 
@@ -101,7 +101,8 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     monkeypatch.setattr("nbkit.bridge.controls.newest", lambda: owner)
     monkeypatch.setattr("nbkit.bridge.controls.measured_step", lambda job, strategy: next(iter(timed), None))
     monkeypatch.setattr(
-        "nbkit.rank.train.preview.table", lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step}
+        "nbkit.rank.train.estimate.strategy_table.table",
+        lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step},
     )
 
     def look(step: int) -> None:

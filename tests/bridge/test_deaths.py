@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from nbkit import Cluster
-from nbkit.cells import CellRecord, CellRequest
+from nbkit.wire.cells import CellRecord, CellRequest
 
 REFORM = "nbkit.bridge.calls:reform"
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from nbkit import Cluster
-from nbkit.cells import CellRequest
 from nbkit.errors import CellError
-from nbkit.notebook.cluster import sending
-from nbkit.notebook.cluster.handle import CellHandle
+from nbkit.notebook.cluster.cells import submit
+from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.wire.cells import CellRequest
 
 TRAINER = """
 import asyncio, time
@@ -62,10 +62,10 @@ def test_a_live_cell_may_await_while_the_training_is_awaited(two: Cluster, train
 def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: Cluster, training: CellHandle) -> None:
     two.run("begun = False", at_step=True)
     # The stop reaches only one rank before the cell; the other one hears of it from that.
-    first = sending.request_for(two, "begun = True", None, at_step=True)
+    first = submit.request_for(two, "begun = True", None, at_step=True)
     for future in two.post.wire.request([1], "stop", cell=first.id, number=0, live=True).values():
         future.result(timeout=10)
-    running = sending.send(two, first, "", live=True)
+    running = submit.send(two, first, "", live=True)
     running.reason = "stopped"
     assert running.done.result(timeout=20).status == "interrupted"
     assert two.run("begun", at_step=True).values == {0: False, 1: False}
@@ -74,6 +74,6 @@ def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: 
 
 def test_a_live_cell_that_comes_after_the_training_is_told_as_not_run(two: Cluster) -> None:
     request = CellRequest("too-late", "1", 1, (0, 1))
-    results = sending.send(two, request, "", live=True).done
+    results = submit.send(two, request, "", live=True).done
     with pytest.raises(CellError, match="the training ended"):
         results.result(timeout=10)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nbkit.bridge.processes import has_ended
-from nbkit.processes import Process
+from nbkit.bridge.parent.child_processes import has_ended
+from nbkit.wire.processes import Process
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_parent_whose_notebook_is_gone_before_the_controller_is_up_gives_up(fo
     spec = json.loads((folder / "spec.json").read_text())
     spec["launcher"]["started"] += 1  # a notebook that has ended since
     (folder / "spec.json").write_text(json.dumps(spec))
-    parent = subprocess.Popen([sys.executable, "-m", "nbkit.bridge.parent", str(folder)])
+    parent = subprocess.Popen([sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)])
     try:
         assert parent.wait(timeout=60) == 0
         assert controller.wait(timeout=10) != 0
@@ -57,8 +57,8 @@ def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> 
     script = """
 import os, signal, sys
 from pathlib import Path
-from nbkit.bridge import parent as parents
-from nbkit.bridge.link import Link
+from nbkit.bridge.parent import parent as parents
+from nbkit.bridge.parent.link import Link
 import socket
 
 started = []

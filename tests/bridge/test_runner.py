@@ -28,7 +28,7 @@ def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> Non
 
 def test_what_is_kept_of_a_cell_within_a_cell_cannot_be_interrupted(two: Cluster) -> None:
     open_to_interrupts = two.run(
-        INSIDE + "from nbkit.cells import CellRequest\nseen = []\n"
+        INSIDE + "from nbkit.wire.cells import CellRequest\nseen = []\n"
         "def end(capturing): seen.append(runner.in_user_code); del runner.capture.end; runner.capture.end(capturing)\n"
         "runner.capture.end = end\n"
         "runner.run(CellRequest('nested', 'within = runner.in_user_code', 9, (0, 1)))\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbkit.notebook.widgets.report import write_report
-from nbkit.rank.telemetry.files import OVERVIEW_LINES
+from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
 
 SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
 CELLS = {

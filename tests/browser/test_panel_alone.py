@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nbkit.notebook.widgets.panel import STATIC
-from nbkit.notebook.widgets.state import Looked, State, reduce
-from nbkit.notebook.widgets.view import job_view, pulse_view
+from nbkit.notebook.widgets.panel.panel import STATIC
+from nbkit.notebook.widgets.panel.state import Looked, State, reduce
+from nbkit.notebook.widgets.panel.view import job_view, pulse_view
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebook" / "widgets"))
 from tables import answer_of, table_of

@@ -13,7 +13,7 @@ import nbkit
 from nbkit.commands import main, subcommands
 from nbkit.errors import NbkitError
 from nbkit.notebook import doctor as module
-from nbkit.notebook.cluster.gpus import Gpu, GpuProcess, Survey
+from nbkit.notebook.cluster.launch.gpus import Gpu, GpuProcess, Survey
 from nbkit.notebook.doctor import Finding, Report, doctor, required_versions
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from nbkit.errors import TrainingError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.recordfile import rank_files, read_since
-from nbkit.records import Detail, StepRecord
+from nbkit.records.record_file import rank_files, read_since
+from nbkit.records.records import Detail, StepRecord
 
 RANKS, MICROS = 4, 4
 TRAINER = """

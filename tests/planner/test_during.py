@@ -1,6 +1,6 @@
 """What a switch takes while it happens: both sides where they fit on every rank, else the larger one."""
 
-from nbkit.planner.during import SPARE_BYTES, during
+from nbkit.planner.switch_cost import SPARE_BYTES, during
 
 MB = 1 << 20
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from transformer_weights import transformer
 
-from nbkit.planner.facts import Weight, held, holders
+from nbkit.planner.job_facts import Weight, held, holders
 from nbkit.planner.memory import ADAM, MIXED_ADAM, SGD, Rest, at_rest, per_element
-from nbkit.planner.partition import place
+from nbkit.planner.stage_partition import place
 from nbkit.strategy import Strategy
 
 PLAIN = [Weight("up", (64, 16)), Weight("down", (16, 64)), Weight("bias", (64,))]

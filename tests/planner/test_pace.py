@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.planner.link import Link, Way
-from nbkit.planner.pace import Seen, Sends, step_seconds
+from nbkit.planner.link_speed import Link, Way
+from nbkit.planner.step_time import Seen, Sends, step_seconds
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

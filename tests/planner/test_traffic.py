@@ -9,7 +9,7 @@ import pytest
 from transformer_weights import FACTS, transformer
 
 from nbkit.errors import StrategyError
-from nbkit.planner.facts import Facts, Weight
+from nbkit.planner.job_facts import Facts, Weight
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.strategy import Strategy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbkit.errors import StrategyError
-from nbkit.planner.facts import Facts
+from nbkit.planner.job_facts import Facts
 from nbkit.planner.validate import refuse, validate
 from nbkit.strategy import Strategy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbkit.planner.facts import Facts, Weight
+from nbkit.planner.job_facts import Facts, Weight
 
 
 def transformer(

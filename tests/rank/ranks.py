@@ -23,8 +23,8 @@ _PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
     "torch.distributed.pipelining",
-    "nbkit.rank.world",
-    "nbkit.rank.watchdog",
+    "nbkit.rank.world.world",
+    "nbkit.rank.world.watchdog",
 ]
 
 listeners: list[socket.socket] = []
@@ -113,7 +113,7 @@ def _be_rank(
 ) -> None:
     import torch
 
-    from nbkit.rank.world import Place, World
+    from nbkit.rank.world.world import Place, World
 
     os.setpgid(0, 0)
     # A shell that starts the tests in the background has it ignored; some ranks are interrupted on purpose.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ranks import next_generation, run_ranks
 
 from nbkit.errors import ClusterError
-from nbkit.rank import watchdog
-from nbkit.rank.alarm import Alarm, Heard
-from nbkit.rank.groups import DelegatingGroup
+from nbkit.rank.comm.process_group import DelegatingGroup
+from nbkit.rank.world import watchdog
+from nbkit.rank.world.failure_alarm import Alarm, Heard
 
 
 def total(group: Any = None) -> float:

@@ -20,10 +20,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nbkit.divergence import differences
 from nbkit.errors import ClusterError
-from nbkit.rank import groups
-from nbkit.rank.world import World
+from nbkit.rank.comm import process_group
+from nbkit.rank.world.world import World
+from nbkit.records.divergence import differences
 
 N = 4
 
@@ -235,7 +235,9 @@ def all_workloads(who: Any) -> dict[str, Any]:
         fd = listeners[0].detach() if rank == 0 else None
         store = dist.TCPStore("127.0.0.1", port, N, rank == 0, wait_for_workers=False, master_listen_fd=fd)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=N)
-    return {work.__name__: (work(rank), isinstance(dist.group.WORLD, groups.DelegatingGroup)) for work in WORKLOADS}
+    return {
+        work.__name__: (work(rank), isinstance(dist.group.WORLD, process_group.DelegatingGroup)) for work in WORKLOADS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +269,9 @@ def test_results_equal_those_of_raw_gloo(raw_and_ours: tuple[list[Any], list[Any
 
 def counted(world: World) -> Any:
     rank, heard = world.place.rank, []
-    before = groups.where()
+    before = process_group.where()
     pair, _ = dist.new_subgroups(2)
-    groups.listeners.append(lambda *told: heard.append(told))
+    process_group.listeners.append(lambda *told: heard.append(told))
     dist.all_reduce(torch.ones(8))
     parts = [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
     dist.all_gather(parts, torch.ones(4, dtype=torch.float64), group=pair)
@@ -278,9 +280,9 @@ def counted(world: World) -> Any:
         dist.send(torch.ones(3), 1)
     if rank == 1:
         dist.recv(torch.ones(3), 0)
-    groups.listeners.clear()
+    process_group.listeners.clear()
     dist.barrier()
-    return groups.fingerprint(), heard, before, groups.where()
+    return process_group.fingerprint(), heard, before, process_group.where()
 
 
 def test_operations_are_counted_told_and_shown() -> None:
@@ -326,18 +328,18 @@ def other_kinds(world: World) -> Any:
     assert default is not None
     timeouts = [default._get_backend(torch.device("cpu")).options._timeout]
     named = dist.new_group(backend="gloo")
-    assert isinstance(named, groups.DelegatingGroup)
+    assert isinstance(named, process_group.DelegatingGroup)
     timeouts.append(named._get_backend(torch.device("cpu")).options._timeout)
     asked = dist.new_group(timeout=timedelta(seconds=7))
-    assert isinstance(asked, groups.DelegatingGroup)
+    assert isinstance(asked, process_group.DelegatingGroup)
     timeouts.append(asked._get_backend(torch.device("cpu")).options._timeout)
     fake = dist.new_group(backend="fake")
-    return timeouts, isinstance(fake, groups.DelegatingGroup), dist.get_backend(fake)
+    return timeouts, isinstance(fake, process_group.DelegatingGroup), dist.get_backend(fake)
 
 
 def test_only_gloo_and_nccl_are_delegated_and_only_an_asked_timeout_holds() -> None:
     for timeouts, fake_is_delegated, name in run_ranks(other_kinds, 2):
-        assert timeouts == [groups.FOREVER, groups.FOREVER, timedelta(seconds=7)]
+        assert timeouts == [process_group.FOREVER, process_group.FOREVER, timedelta(seconds=7)]
         assert (fake_is_delegated, name) == (False, "fake")
 
 
@@ -354,7 +356,7 @@ def test_monitored_barrier_names_the_rank_that_did_not_come() -> None:
 
 
 def test_every_communication_method_of_this_torch_is_delegated() -> None:
-    inherited = {name for name in vars(dist.ProcessGroup) if name not in vars(groups.DelegatingGroup)}
+    inherited = {name for name in vars(dist.ProcessGroup) if name not in vars(process_group.DelegatingGroup)}
     # What is right on the outer object itself, and what its constructor sets there.
     own = {
         "rank", "size", "boxed", "unbox", "_id", "_device_types", "_register_backend", "_set_default_backend",
@@ -366,7 +368,7 @@ def test_every_communication_method_of_this_torch_is_delegated() -> None:
 
 
 def test_a_broken_group_says_why_and_what_to_type() -> None:
-    broken = groups.Broken("Group dp is broken.", numbers="members [0, 1]", hint="new_group(...)")
+    broken = process_group.Broken("Group dp is broken.", numbers="members [0, 1]", hint="new_group(...)")
 
     with pytest.raises(ClusterError, match=r"Group dp is broken\.\nmembers \[0, 1\]\n→ new_group"):
         broken.allreduce([torch.ones(1)])

@@ -8,23 +8,23 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from nbkit.planner.link import Link, Way
+from nbkit.planner.link_speed import Link, Way
 from nbkit.planner.traffic import Traffic
-from nbkit.rank import link
-from nbkit.rank.telemetry import record
+from nbkit.rank.comm import link_probe
+from nbkit.rank.telemetry import collectives
 
 
 def measured(world: Any, forgets: int) -> dict[str, Any]:
-    record.set_mode("count")
-    first = link.link_of(torch.device("cpu"))
-    calls = record.ring.end
-    again = link.link_of(torch.device("cpu"))
-    known = record.ring.end - calls
+    collectives.set_mode("count")
+    first = link_probe.link_of(torch.device("cpu"))
+    calls = collectives.ring.end
+    again = link_probe.link_of(torch.device("cpu"))
+    known = collectives.ring.end - calls
     if world.place.rank == forgets:
-        link._known = None  # as a process that joined later
-    calls = record.ring.end
-    link.link_of(torch.device("cpu"))
-    return {"link": first, "same": again is first, "known": known, "forgotten": record.ring.end - calls}
+        link_probe._known = None  # as a process that joined later
+    calls = collectives.ring.end
+    link_probe.link_of(torch.device("cpu"))
+    return {"link": first, "same": again is first, "known": known, "forgotten": collectives.ring.end - calls}
 
 
 def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
@@ -72,4 +72,4 @@ def test_seconds_are_latency_and_bytes() -> None:
     ],
 )
 def test_ranks_that_share_what_they_compute_with_are_known(units: Any, each: int, crowded: bool) -> None:
-    assert link._crowded(["here", "here"], units, each=each) is crowded
+    assert link_probe._crowded(["here", "here"], units, each=each) is crowded

@@ -21,8 +21,8 @@ from ranks import next_generation, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nbkit.rank import watchdog
-from nbkit.rank.world import World
+from nbkit.rank.world import watchdog
+from nbkit.rank.world.world import World
 
 GENEROUS = 20.0  # seconds; released means: long before that
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote, urlsplit
 
-from nbkit import tags
 from nbkit.errors import BoardError
 from nbkit.notebook.board import address
+from nbkit.records import tags
 
 _current: Board | None = None
 _LOG_LINES = 12

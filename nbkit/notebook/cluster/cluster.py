@@ -16,25 +16,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nbkit.cells import CellRequest
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
-from nbkit.notebook.cluster import presence, registry, screen, sending
-from nbkit.notebook.cluster.choose import chosen_ranks, made_up_name, names_of_notebook
-from nbkit.notebook.cluster.devices import Pinning, pins_here
-from nbkit.notebook.cluster.generation import Generation
-from nbkit.notebook.cluster.handle import CellHandle
-from nbkit.notebook.cluster.launch import connect, launch, pinning_of
-from nbkit.notebook.cluster.platform import check_platform
-from nbkit.notebook.cluster.post import Post
+from nbkit.notebook.cluster import presence, registry
+from nbkit.notebook.cluster.cells import submit
+from nbkit.notebook.cluster.cells.dispatcher import Post
+from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.cluster.cells.results import Results
+from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
+from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
+from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
+from nbkit.notebook.cluster.launch.platform_check import check_platform
+from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, names_of_notebook
+from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry, Process
-from nbkit.notebook.cluster.results import Results
-from nbkit.notebook.cluster.running import Running
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
-from nbkit.notebook.cluster.switching import Training
+from nbkit.notebook.cluster.training_control import Training
 from nbkit.notebook.cluster.transfer import pull, push
-from nbkit.notebook.cluster.verdict import Verdict
-from nbkit.notebook.cluster.waiting import until_training, wait_async, wait_for, wait_here
+from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.notebook.tracing import Traced
+from nbkit.wire.cells import CellRequest
 
 TTL_SECONDS = 7200.0
 _current: Cluster | None = None
@@ -155,7 +157,7 @@ class Cluster:
         held = held or next((s["undelivered"] for s in states.values() if s["undelivered"]), None)
         if held:
             request = CellRequest(held["cell"], held["source"], held["number"], tuple(held["ranks"]))
-            self.post.follow(Running(request, screen.here(), self.post.wire.later, names_of_notebook))
+            self.post.follow(Running(request, display.here(), self.post.wire.later, names_of_notebook))
         return self
 
     def _adopt(self) -> None:
@@ -207,9 +209,9 @@ class Cluster:
             time.sleep(0.02)
         for _ in until_training(self) if at_step else ():
             time.sleep(0.05)
-        request = sending.request_for(self, cell, ranks, at_step=at_step)
+        request = submit.request_for(self, cell, ranks, at_step=at_step)
         note = "" if at_step else self.generation.ensure()
-        running = sending.send(self, request, note, live=at_step)
+        running = submit.send(self, request, note, live=at_step)
         return CellHandle(self, running, timeout) if detach else wait_here(self, running, timeout)
 
     async def run_async(
@@ -227,10 +229,10 @@ class Cluster:
             await asyncio.sleep(0.02)
         for _ in until_training(self) if at_step else ():
             await asyncio.sleep(0.05)
-        request = sending.request_for(self, cell, ranks, at_step=at_step)
+        request = submit.request_for(self, cell, ranks, at_step=at_step)
         # In a thread, because a new generation may take long to form, and the stop button needs the event loop.
         note = await asyncio.to_thread(self.generation.ensure) if self.generation.spoilt and not at_step else ""
-        running = sending.send(self, request, note, live=at_step)
+        running = submit.send(self, request, note, live=at_step)
         return CellHandle(self, running, timeout) if detach else await wait_async(self, running, timeout)
 
     def wait(self, timeout: float | None = None) -> Results | None:

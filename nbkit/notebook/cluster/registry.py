@@ -7,7 +7,7 @@
       logs/              controller, parent, one per rank
       output/            what each rank has printed, as text (rankN.out) and as messages (rankN.jsonl)
 
-A process is named by pid and start together (nbkit/processes.py), so that a pid which the system has given to
+A process is named by pid and start together (nbkit/wire/processes.py), so that a pid which the system has given to
 somebody else since then is never mistaken for one of ours.
 """
 
@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from nbkit.errors import ClusterNotFound
-from nbkit.processes import Process as Process
-from nbkit.processes import followers
+from nbkit.wire.processes import Process as Process
+from nbkit.wire.processes import followers
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbkit.cells import first_line
-from nbkit.notebook.cluster.gpus import find_gpus
+from nbkit.notebook.cluster.launch.gpus import find_gpus
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.cells import first_line
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ipyparallel.error import IPythonError
 
-from nbkit import parcel
-from nbkit.cells import ranks_text
 from nbkit.errors import ClusterError, TransferError
+from nbkit.wire import parcel
+from nbkit.wire.cells import ranks_text
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster

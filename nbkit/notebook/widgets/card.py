@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import NbkitError
-from nbkit.notebook.cluster.running import Running
-from nbkit.notebook.widgets.feed import Feed
-from nbkit.notebook.widgets.source import ClusterRun
-from nbkit.notebook.widgets.text import failure, figure, steps_of
+from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
+from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster

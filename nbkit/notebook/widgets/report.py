@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.cluster.verdict import size
-from nbkit.notebook.widgets.feed import Feed
-from nbkit.notebook.widgets.modules import joined, style
+from nbkit.notebook.cluster.control_result import size
+from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.javascript import joined, style
 
 __all__ = ["Written", "page_of", "write_report"]
 

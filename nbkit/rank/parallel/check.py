@@ -17,23 +17,23 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.planner.partition import partition, ranks_of_stages, spelled
+from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.planner.validate import Finding
-from nbkit.rank.parallel.blocks import structural_blocks
-from nbkit.rank.parallel.chain import Chain, find_chain
-from nbkit.rank.parallel.experts import experts_in
-from nbkit.rank.parallel.findings import findings, warn_of_coupled
-from nbkit.rank.parallel.gather_plan import plan_gathers
-from nbkit.rank.parallel.positionwise import try_in_parts
-from nbkit.rank.parallel.skeleton import homes, skeleton_of
-from nbkit.rank.parallel.tensor.plan import TensorPlan
+from nbkit.rank.data.batch import call, on_device, pair, rows_of, take
+from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.check_findings import findings, warn_of_coupled
+from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.module.mixture_of_experts import experts_in
+from nbkit.rank.parallel.options import Wishes, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
+from nbkit.rank.parallel.pipeline.layer_chain import Chain, find_chain
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.wishes import Wishes, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
-from nbkit.rank.train.batch import call, on_device, pair, rows_of, take
-from nbkit.rank.train.coupling import coupled
-from nbkit.rank.train.loss import Loss
-from nbkit.rank.train.sample import Sample
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.strategy import Strategy
 
 __all__ = ["Check", "check"]

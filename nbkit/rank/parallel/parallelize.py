@@ -19,22 +19,22 @@ import torch
 from torch import nn
 
 from nbkit.layout import Layout
-from nbkit.planner.partition import partition, spelled
-from nbkit.rank.parallel.blocks import structural_blocks
-from nbkit.rank.parallel.compiled import compile_blocks, compiles
-from nbkit.rank.parallel.connect import Connections
-from nbkit.rank.parallel.context import context_parallel
-from nbkit.rank.parallel.gather_plan import GatherPlan
-from nbkit.rank.parallel.norms import synchronised
-from nbkit.rank.parallel.pipeline import Pipeline
-from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.parallel.shard import data_axis
-from nbkit.rank.parallel.side import Side
-from nbkit.rank.parallel.skeleton import homes, skeleton_of
-from nbkit.rank.parallel.stages import Staged
-from nbkit.rank.parallel.tensor.split import tensor_parallel
-from nbkit.rank.parallel.wishes import Wishes, need_chain
-from nbkit.rank.parallel.wrapper import mark_parts
+from nbkit.planner.stage_partition import partition, spelled
+from nbkit.rank.parallel.context.context_parallel import context_parallel
+from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.parallel.module.batch_norm import synchronised
+from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.module.compile import compile_blocks, compiles
+from nbkit.rank.parallel.module.forward_wrapper import mark_parts
+from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.options import Wishes, need_chain
+from nbkit.rank.parallel.pipeline.executor import Pipeline
+from nbkit.rank.parallel.pipeline.stage_module import Staged
+from nbkit.rank.parallel.process_groups import Connections
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 

@@ -4,7 +4,7 @@ In a cell: `from nbkit.rank import telemetry; telemetry.recent()` lists the newe
 `with telemetry.phase("data"):` says what a loop of one's own is doing.
 """
 
+from nbkit.rank.telemetry.collectives import mode, recent, set_mode
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.telemetry.record import mode, recent, set_mode
 
 __all__ = ["clock", "mode", "phase", "recent", "set_mode"]

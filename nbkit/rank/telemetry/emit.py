@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbkit.events import Event
+from nbkit.records.events import Event
 
 __all__ = ["emit", "listeners"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from nbkit.records import GpuHealth, HealthRecord
+from nbkit.records.records import GpuHealth, HealthRecord
 
 __all__ = ["Health", "core_mhz", "parse_gpus", "slowed_by"]
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from nbkit.records import MemoryRecord
+from nbkit.records.records import MemoryRecord
 
 __all__ = ["bytes_held", "memory_of", "reset_peak", "storage_bytes"]
 

@@ -132,7 +132,7 @@ class StepClock:
             self._complete = False
 
     def on_op(self, kind: str, stage: int, micro: int, start_ns: int, stop_ns: int) -> None:
-        """A pipeline's operation is done (ns of perf_counter): see nbkit.records.PipelineOp."""
+        """A pipeline's operation is done (ns of perf_counter): see nbkit.records.records.PipelineOp."""
         if self.laps is not None and len(self.ops) < _LAPS_AT_MOST:
             self.ops.append((kind, stage, micro, start_ns, stop_ns))
 

@@ -17,13 +17,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nbkit import tags
-from nbkit.events import Event, RunStarted, RunStopped
-from nbkit.rank.telemetry.board import add_values
-from nbkit.rank.telemetry.files import mean_of
-from nbkit.readings import members_of, table
-from nbkit.recordfile import START, read_since
-from nbkit.records import Group, MemoryRecord, Record, StepRecord
+from nbkit.rank.telemetry.record_writer import mean_of
+from nbkit.rank.telemetry.tensorboard import add_values
+from nbkit.records import tags
+from nbkit.records.events import Event, RunStarted, RunStopped
+from nbkit.records.readings import members_of, table
+from nbkit.records.record_file import START, read_since
+from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
 __all__ = ["ScalarWriter", "scalars_of"]
 

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from nbkit.events import Event, RunStarted, RunStopped, StepDone, Switched
-from nbkit.rank.telemetry.files import RecordFile
+from nbkit.rank.telemetry.collectives import own_ns, ring
 from nbkit.rank.telemetry.health import Health
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock
-from nbkit.rank.telemetry.record import own_ns, ring
-from nbkit.rank.telemetry.writer import Mark, Writer
-from nbkit.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
+from nbkit.rank.telemetry.record_writer import RecordFile
+from nbkit.rank.telemetry.writer_thread import Mark, Writer
+from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
 
 __all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
 

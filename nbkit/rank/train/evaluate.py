@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.data_rng import alike
+from nbkit.rank.data.stream import shards
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.reading import alike
-from nbkit.rank.train.stream import shards
 
 __all__ = ["evaluate"]
 

@@ -18,32 +18,34 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import NotFinite, Stopped, TrainingError
-from nbkit.events import RunStarted, RunStopped, Switched
-from nbkit.rank.parallel.norm import clip
-from nbkit.rank.parallel.side import Side
+from nbkit.rank.data import data_rng
+from nbkit.rank.data.batch import Shard, shard_of
+from nbkit.rank.data.data_position import Feed
+from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.grad_norm import clip
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.rng.seeding import SHARED, seed_step
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.train import boundary, reading, verdict
-from nbkit.rank.train.agreement import become_one
-from nbkit.rank.train.batch import Shard, shard_of
-from nbkit.rank.train.blueprint import Blueprint, Model, Optimizer
-from nbkit.rank.train.fallback import Fallback, first_step
-from nbkit.rank.train.feed import Feed
-from nbkit.rank.train.gradients import Gradients
-from nbkit.rank.train.handle import OptimizerHandle
-from nbkit.rank.train.history import History
+from nbkit.rank.train import validation
+from nbkit.rank.train.builder import Blueprint, Model, Optimizer
+from nbkit.rank.train.config import Setup
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.recovery import become_one
 from nbkit.rank.train.loop import Loop
-from nbkit.rank.train.loss import Loss
-from nbkit.rank.train.newest import note
-from nbkit.rank.train.pending import Pending
-from nbkit.rank.train.precision import Precision, begin_update
-from nbkit.rank.train.proof import Proof, give_up, settled
-from nbkit.rank.train.randomness import SHARED, seed_step
 from nbkit.rank.train.recorder import Recorder, record_run
-from nbkit.rank.train.reduction import Result
-from nbkit.rank.train.setup import Setup
-from nbkit.rank.train.switch import Switchable
-from nbkit.rank.train.underway import sent
-from nbkit.rank.world import World
+from nbkit.rank.train.step.async_copy import sent
+from nbkit.rank.train.step.gradients import Gradients
+from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.optimizer import OptimizerHandle
+from nbkit.rank.train.step.pending_step import Pending
+from nbkit.rank.train.step.precision import Precision, begin_update
+from nbkit.rank.train.step.step_stats import Result
+from nbkit.rank.train.switch.fallback import Fallback, first_step
+from nbkit.rank.train.switch.switch import Switchable
+from nbkit.rank.train.switch.verify import Proof, give_up, settled
+from nbkit.rank.world.world import World
+from nbkit.records.events import RunStarted, RunStopped, Switched
 from nbkit.strategy import Strategy
 
 __all__ = ["Job", "Result", "prepare"]
@@ -165,7 +167,7 @@ class Job(Switchable):
         DataLoader shuffles or a dataset draws is seeded here, so that the ranks agree. A loop that was left by an
         error ends when the next one begins.
         """
-        verdict.check_loader(loader)
+        validation.check_loader(loader)
         return self._loop.over(self, loader)
 
     def backward(self, batch: Any) -> Result:
@@ -200,9 +202,9 @@ class Job(Switchable):
         shard = batch if isinstance(batch, Shard) else shard_of(batch, **rows)
         # Ranks that work on the same rows draw the same.
         seed_step(self.seed, self.step, axes.index("dp"))
-        asked = boundary.inbox.acted + 1
+        asked = step_boundary.inbox.acted + 1
         reduction = self.gradients.backward(
-            shard, step=self.step, asked=lambda: boundary.inbox.stage(asked), seconds=self.ledger.clock.lap
+            shard, step=self.step, asked=lambda: step_boundary.inbox.stage(asked), seconds=self.ledger.clock.lap
         )
         self._reduced = True
         strategy = self.strategy
@@ -240,24 +242,24 @@ class Job(Switchable):
     @contextmanager
     def running(self, *, total: int = 0, owner: Any = None, arithmetic: str = "") -> Iterator[None]:
         """Steps are made inside: requests are served at boundaries, and the history is complete after it."""
-        if isinstance(other := boundary.training(), Job):
+        if isinstance(other := step_boundary.training(), Job):
             other._loop.leave()
-        if boundary.training() is not None:
+        if step_boundary.training() is not None:
             raise TrainingError(
                 "A training runs already.",
-                numbers=f"it has made {boundary.training().step} steps",
+                numbers=f"it has made {step_boundary.training().step} steps",
                 hint="wait, or stop it",
             )
         become_one(self)  # a step of zero 3 that was broken off shows whole parameters until then
-        verdict.check_parameters(self.optimizer, self.model, known=self._known, held=self.side.held.values())
+        validation.check_parameters(self.optimizer, self.model, known=self._known, held=self.side.held.values())
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.
-            boundary.enter(owner or self, self.device)
+            step_boundary.enter(owner or self, self.device)
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
-            with reading.own_draws():
+            with data_rng.own_draws():
                 yield
             self.ledger.settle(act=True)
             settled(self)
@@ -274,7 +276,7 @@ class Job(Switchable):
             raise
         finally:
             self._running = False
-            boundary.leave()
+            step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
     def at_boundary(self) -> None:
@@ -289,7 +291,7 @@ class Job(Switchable):
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
-        reading.seed(self.seed, self.step, self.world_size + 1 + self.side.axes.index("dp") if own else SHARED)
+        data_rng.seed(self.seed, self.step, self.world_size + 1 + self.side.axes.index("dp") if own else SHARED)
 
     def _after_step(self) -> None:
         self.side.data.after_step()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from nbkit.events import Event, RunStarted, RunStopped, StepDone, Switched
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
+from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 
 __all__ = ["ProgressLine"]
 
@@ -32,7 +32,7 @@ class ProgressLine:
                 self._show()
         elif isinstance(event, Switched) and event.in_place:
             print(f"\r{event.new} in place: memory does not hold it beside {event.old}".ljust(self._width), flush=True)
-        elif isinstance(event, RunStopped) and "loss" in boundary.progress():
+        elif isinstance(event, RunStopped) and "loss" in step_boundary.progress():
             self._show()
             print(flush=True)
 
@@ -45,7 +45,7 @@ class ProgressLine:
 
 def progress_line() -> str:
     """The line as it stands."""
-    now = boundary.progress()
+    now = step_boundary.progress()
     parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
     if "loss" in now:
         parts.append(f"loss {now['loss']:.3f}")

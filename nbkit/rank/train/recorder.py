@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nbkit import forecast
 from nbkit.errors import NbkitError, TrainingError, UsageError
-from nbkit.events import Event, RunStarted, Switched
-from nbkit.rank import world
-from nbkit.rank.telemetry.align import clock_offset
-from nbkit.rank.telemetry.board import BoardWriter, new_run_dir
+from nbkit.planner import forecast
+from nbkit.rank.telemetry.clock_offset import clock_offset
+from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
-from nbkit.rank.telemetry.record import mode
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
-from nbkit.rank.train.foresight import foresee
-from nbkit.records import StepRecord
+from nbkit.rank.telemetry.tensorboard import BoardWriter, new_run_dir
+from nbkit.rank.train.estimate.cost_model import foresee
+from nbkit.rank.world import world
+from nbkit.records.events import Event, RunStarted, Switched
+from nbkit.records.records import StepRecord
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job

@@ -12,29 +12,29 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.events import Checkpointed, Event, LrChanged, StepDone
+from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.rank.data.data_position import Feed
+from nbkit.rank.data.sample_rows import sample_of
+from nbkit.rank.data.stream import open_stream
+from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.train import checkpoint
-from nbkit.rank.train.agreement import ensure_one
-from nbkit.rank.train.arithmetic import Arithmetic
-from nbkit.rank.train.blueprint import Model, Optimizer
+from nbkit.rank.train.builder import Model, Optimizer
+from nbkit.rank.train.checkpoint import checkpoint
+from nbkit.rank.train.config import Setup, example_of, warn_without_effect
+from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.recovery import ensure_one
 from nbkit.rank.train.evaluate import evaluate
-from nbkit.rank.train.fallback import first_step
-from nbkit.rank.train.feed import Feed
-from nbkit.rank.train.generate import generate
-from nbkit.rank.train.history import Records
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.loss import Loss
-from nbkit.rank.train.newest import note
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.rate import Rate
 from nbkit.rank.train.recorder import record_run
-from nbkit.rank.train.sample import sample_of
-from nbkit.rank.train.setup import Setup, example_of, warn_without_effect
-from nbkit.rank.train.stream import open_stream
-from nbkit.rank.train.switch import Switchable
-from nbkit.rank.train.trial import try_out
-from nbkit.rank.train.verdict import check_counts
+from nbkit.rank.train.step.history import Records
+from nbkit.rank.train.step.lr_schedule import Rate
+from nbkit.rank.train.switch.fallback import first_step
+from nbkit.rank.train.switch.switch import Switchable
+from nbkit.rank.train.switch.trial import try_out
+from nbkit.rank.train.validation import check_counts
+from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone
 from nbkit.strategy import Strategy
 
 __all__ = ["Trainer"]
@@ -200,7 +200,7 @@ class Trainer(Switchable):
     def generate(
         self, prompt: str | bytes | Tensor, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
     ) -> bytes | Tensor:
-        """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.train.generate."""
+        """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.models.generate."""
         check_counts(tokens=tokens)
         with self.job.ledger.clock.stopped():
             ensure_one(self.job)

@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from nbkit import forecast
 from nbkit.mesh import Mesh
-from nbkit.planner.facts import Facts, Weight
-from nbkit.rank.telemetry.files import Overview, RecordFile
-from nbkit.records import (
+from nbkit.planner import forecast
+from nbkit.planner.job_facts import Facts, Weight
+from nbkit.rank.telemetry.record_writer import Overview, RecordFile
+from nbkit.records.records import (
     LISTEN_EVERY,
     Detail,
     EventRecord,

@@ -9,8 +9,8 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.lines import Lines
-from nbkit.notebook.cluster.running import Running
+from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.output.lines import Lines
 
 # Half of a surrogate pair: a Python string may hold it, UTF-8 cannot. Written so that this file holds none.
 LONE = r"chr(0xd800)"
@@ -143,7 +143,7 @@ def test_a_reply_that_cannot_be_read_ends_the_wait_for_it(two: Cluster) -> None:
 def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbkit.notebook.cluster.post.LATE_SECONDS", 0.1)
+    monkeypatch.setattr("nbkit.notebook.cluster.cells.dispatcher.LATE_SECONDS", 0.1)
     monkeypatch.setattr(Running, "on_output", lambda *args: None)  # it is lost on its way
     log = two.entry.folder / "output" / "rank1.jsonl"
     handle = two.run("import time; print(rank); time.sleep(1)", detach=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.gpus import (
+from nbkit.notebook.cluster.launch.gpus import (
     choose_gpus,
     find_gpus,
     parse_gpus,

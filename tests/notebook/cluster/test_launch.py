@@ -16,7 +16,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLa
 from nbkit import Cluster
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.processes import followers
+from nbkit.wire.processes import followers
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
@@ -38,7 +38,7 @@ def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # A sitecustomize that breaks a module which only ranks import.
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.watchdog'] = None\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.watchdog'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"nbkit\.rank\.watchdog"):
         Cluster.start(2, cpu=True, name="broken")

@@ -113,8 +113,8 @@ def test_attaching_twice_in_one_notebook_shows_everything_once(
 
 
 def test_a_rank_that_dies_during_a_pull_leaves_nothing_in_shared_memory(cluster: Cluster) -> None:
-    from nbkit import parcel
     from nbkit.errors import TransferError
+    from nbkit.wire import parcel
 
     cluster.run(
         "class Deadly:\n    def __reduce__(self):\n        import os, time\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbkit.notebook.cluster.lines import FOLD_SECONDS, UP, Lines
+from nbkit.notebook.cluster.output.lines import FOLD_SECONDS, UP, Lines
 
 
 def shown(lines: Lines, now: float, *, final: bool = False) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError, UsageError
-from nbkit.notebook.cluster.handle import CellHandle
+from nbkit.notebook.cluster.cells.handle import CellHandle
 
 TRAINER = """
 import time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbkit.errors import ClusterError
-from nbkit.notebook.cluster.platform import check_platform, release, starts_by_forking, torch_version
+from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking, torch_version
 
 RIGHT = {"system": "linux", "python": (3, 11, 7), "torch": "2.13.0+cpu"}
 

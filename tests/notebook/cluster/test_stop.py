@@ -84,7 +84,7 @@ def mortal(nbkit_home: object) -> Iterator[Cluster]:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ladder with shorter times."""
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS", "READ_SECONDS"):
-        monkeypatch.setattr(f"nbkit.notebook.cluster.stop.{name}", 0.7)
+        monkeypatch.setattr(f"nbkit.notebook.cluster.cells.stop.{name}", 0.7)
 
 
 @pytest.mark.parametrize("source", [SWALLOWS, REGEX], ids=["swallows interrupts for a while", "holds the interpreter"])
@@ -239,7 +239,7 @@ def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_
 def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
     mortal: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbkit.notebook.cluster.waiting.END_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("nbkit.notebook.cluster.cells.wait.END_AFTER_SECONDS", 1.0)
     with pytest.raises(CellError, match=r"stopped after 1 s \(--timeout\).*Rank 2 had to be ended"):
         mortal.run(f"if rank == 2: {C_CALL}", ranks=[0, 2], timeout=1)
     assert "If not over 1 s from now, or when you press stop: that ends rank 2" in shown

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nbkit import Cluster, parcel
+from nbkit import Cluster
 from nbkit.errors import TransferError, UsageError
+from nbkit.wire import parcel
 
 
 def test_what_is_pushed_arrives_on_every_rank(two: Cluster) -> None:
@@ -91,7 +92,7 @@ def test_an_instance_of_a_class_that_the_ranks_do_not_know_names_the_way_round(n
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool", "complex64"])
 def test_a_tensor_keeps_its_type_and_bits_from_torch_to_torch(dtype: str, tmp_path: Path) -> None:
     code = (
-        "import torch; from nbkit import parcel\n"
+        "import torch; from nbkit.wire import parcel\n"
         f"t = (torch.arange(12).reshape(3, 4) % 2).to(torch.{dtype}).t()\n"
         "back = parcel.read(parcel.write(parcel.pack({'t': t, 'twice': t})))['t']\n"
         "assert back.dtype == t.dtype and torch.equal(back, t), back\n"

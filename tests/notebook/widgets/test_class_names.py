@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nbkit.notebook.widgets import modules
+from nbkit.notebook.widgets import javascript
 
-OURS = Path(modules.__file__).parent / "static"
-BOARDS = modules._BOARDS
+OURS = Path(javascript.__file__).parent / "static"
+BOARDS = javascript._BOARDS
 FILES = sorted(path for folder in (OURS, BOARDS) for path in folder.iterdir() if path.suffix in (".css", ".js"))
 
 # Rules that stand alone (".name {"), of JupyterLab and its widgets, Font Awesome 4 to 6, and Bootstrap 3 and 5, which

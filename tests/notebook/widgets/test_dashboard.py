@@ -16,15 +16,15 @@ import pytest
 from nbkit.commands import main
 from nbkit.errors import UsageError
 from nbkit.notebook.widgets.card import card_text
-from nbkit.notebook.widgets.curve import COLUMNS, Curve, packed
-from nbkit.notebook.widgets.dashboard import Dashboard
-from nbkit.notebook.widgets.feed import Feed
-from nbkit.notebook.widgets.modules import joined
-from nbkit.notebook.widgets.pump import Pump
+from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
+from nbkit.notebook.widgets.dashboard.record_source import newest_run
+from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
+from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
+from nbkit.notebook.widgets.javascript import joined
+from nbkit.notebook.widgets.loss_curve import COLUMNS, Curve, packed
 from nbkit.notebook.widgets.report import write_report
-from nbkit.notebook.widgets.source import newest_run
-from nbkit.notebook.widgets.text import lines_of, plain
-from nbkit.records import EventRecord, Header, StepRecord
+from nbkit.records.records import EventRecord, Header, StepRecord
 
 SOURCE = Path(__file__).resolve().parents[1] / "board" / "fake_run.py"
 

@@ -11,11 +11,11 @@ import pytest
 from nbkit.commands import main
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.widgets.dashboard import Dashboard
-from nbkit.notebook.widgets.feed import Feed
-from nbkit.notebook.widgets.source import ClusterRun
-from nbkit.notebook.widgets.text import lines_of, plain
-from nbkit.recordfile import old_part
+from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
+from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
+from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
+from nbkit.records.record_file import old_part
 
 TRAIN = """
 torch.manual_seed(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.notebook.widgets.hearing import display_with_words, here, in_vscode, lost_words, note_words
+from nbkit.notebook.widgets.kernel_support import display_with_words, here, in_vscode, lost_words, note_words
 
 
 @pytest.mark.parametrize(("version", "note", "lost"), [

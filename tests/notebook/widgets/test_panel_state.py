@@ -8,9 +8,9 @@ import pytest
 from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
-from nbkit.notebook.cluster.verdict import Verdict
-from nbkit.notebook.widgets.state import Asked, Looked, Lost, State, Told, reduce
-from nbkit.notebook.widgets.view import axis_of, checked, job_view, pulse_view, text_of
+from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, State, Told, reduce
+from nbkit.notebook.widgets.panel.view import axis_of, checked, job_view, pulse_view, text_of
 
 
 def state_of(*news: Any) -> State:

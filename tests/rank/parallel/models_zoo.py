@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import GPT, Attention, Block, GPTConfig
-from nbkit.rank.train.batch import call
 
 VOCAB, WIDTH, HEADS, KV_HEADS, LENGTH = 96, 32, 4, 2, 16
 

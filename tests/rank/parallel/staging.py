@@ -10,10 +10,10 @@ import torch
 from models_zoo import Specimen
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.chain import Chain
-from nbkit.rank.parallel.flow import tensors_in
-from nbkit.rank.parallel.skeleton import homes, is_placeholder, replace, skeleton_of
-from nbkit.rank.parallel.stages import Staged
+from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace, skeleton_of
+from nbkit.rank.parallel.pipeline.dataflow import tensors_in
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.pipeline.stage_module import Staged
 
 Stage = tuple[Staged, int]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.barrier import Barrier
-from nbkit.rank.parallel.edges import edge_groups
-from nbkit.rank.parallel.pipeline import Pipeline
-from nbkit.rank.telemetry import record
+from nbkit.rank.parallel.pipeline.executor import Pipeline
+from nbkit.rank.parallel.pipeline.p2p_groups import edge_groups
+from nbkit.rank.parallel.pipeline.step_barrier import Barrier
+from nbkit.rank.telemetry import collectives
 from nbkit.schedules import NAMES, Schedule
 
 
@@ -100,10 +100,10 @@ def numbered(world: Any) -> list[Any]:
             x = weight * (received[0] if received else torch.ones(micro + 1, 3))
             return (x.sum(),) if stage == last else (x,)
 
-        began = record.ring.end
+        began = collectives.ring.end
         pipeline.run(4, forward, lambda micro: micro)
         pipeline.meet()
-        calls = record.ring.between(began, record.ring.end)[0]
+        calls = collectives.ring.between(began, collectives.ring.end)[0]
         found.append({op: [(call.place, call.bytes) for call in calls if call.op == op] for op in ("send", "recv")})
     return found
 

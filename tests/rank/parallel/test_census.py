@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from nbkit.layout import Layout
-from nbkit.planner.exchange import Plan
+from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.census import Census
-from nbkit.rank.parallel.chain import find_chain
-from nbkit.rank.parallel.outline import Outline, Outlines
-from nbkit.rank.parallel.skeleton import skeleton_of
-from nbkit.rank.parallel.wishes import Wishes
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.options import Wishes
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.shard_layouts import Outline, Outlines
+from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 
 

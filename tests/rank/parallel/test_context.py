@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.context import context_parallel
-from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.train.batch import call
-from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.context.context_parallel import context_parallel
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 
 class Causal(Encoder):

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.chain import find_chain
-from nbkit.rank.parallel.context import context_parallel
-from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.parallel.shard import data_axis
-from nbkit.rank.parallel.skeleton import homes, skeleton_of
-from nbkit.rank.parallel.stages import Staged
-from nbkit.rank.parallel.tensor.split import tensor_parallel
-from nbkit.rank.train.batch import call
-from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.context.context_parallel import context_parallel
+from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.pipeline.stage_module import Staged
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 
 def build(name: str) -> nn.Module:

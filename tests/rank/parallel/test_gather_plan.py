@@ -53,7 +53,7 @@ from torch import nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.gather_plan import plan_gathers
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.train.trainer import Trainer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

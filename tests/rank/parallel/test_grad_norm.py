@@ -11,11 +11,11 @@ from torch import nn
 
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.rank import groups
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.norm import clip, grad_norm
-from nbkit.rank.parallel.shard import data_axis
-from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.comm import process_group
+from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.grad_norm import clip, grad_norm
+from nbkit.rank.parallel.module.meta_module import skeleton_of
 
 SHAPES = {"even": (8, 3), "uneven": (5, 2), "few": (1, 4), "scalar": (), "never": (3,)}
 
@@ -46,9 +46,9 @@ def norms(world: Any) -> dict[str, Any]:
                 p.grad = (whole[rows] if p.dim() else whole).to(p.dtype).clone()
         replication = {name: 4 if not shape else 4 // shard for name, shape in SHAPES.items()}
         heard: list[Any] = []
-        groups.listeners.append(lambda *told, heard=heard: heard.append(told))
+        process_group.listeners.append(lambda *told, heard=heard: heard.append(told))
         norm = grad_norm(axis.held, replication, device=torch.device("cpu"))
-        groups.listeners.clear()
+        process_group.listeners.clear()
         clip(axis.held, 2.0, norm)
         after = grad_norm(axis.held, replication, device=torch.device("cpu"))
         clip(axis.held, 100.0, after)

@@ -10,10 +10,10 @@ from test_reshard import MODEL, RANKS, Wire, pairs, part_of, same
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
-from nbkit.planner.exchange import Plan
-from nbkit.planner.rounds import peaks
-from nbkit.rank.parallel.hollow import Emptying, Filling, emptied, hollow
-from nbkit.rank.parallel.inplace import InPlace
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.reshard.rounds import peaks
+from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
+from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, emptied, hollow
 
 CPU = torch.device("cpu")
 Holding = dict[str, Layout]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.wrapper import Wrapper
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.train.trainer import Trainer
 
 BEFORE: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from torch import nn
 
 from nbkit.errors import TrainingError
 from nbkit.mesh import AXES, Mesh
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.norms import check_level, synchronised
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.batch_norm import check_level, synchronised
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import offload as offloading
+from nbkit.rank.train.step import optimizer_offload as offloading
 from nbkit.rank.train.trainer import Trainer
 
 

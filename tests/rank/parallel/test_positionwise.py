@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
-from nbkit.rank.parallel.positionwise import try_in_parts
+from nbkit.rank.parallel.context.positionwise import try_in_parts
 
 
 class Mixing(Block):

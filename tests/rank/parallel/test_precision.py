@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.precision import Precision
+from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.trainer import Trainer
 
 ROWS, STEPS, GROWS_AFTER = 4, 7, 2

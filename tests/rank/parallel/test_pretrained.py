@@ -17,7 +17,7 @@ from torch import nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.train import pretrained
+from nbkit.rank.models import pretrained
 from nbkit.rank.train.trainer import Trainer
 
 CASES = [

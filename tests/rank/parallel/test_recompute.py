@@ -10,10 +10,10 @@ import torch
 from models_zoo import ZOO, gpt
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.extent import extent, extent_of
-from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.train.batch import call
-from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.rng.shard_offsets import extent, extent_of
 
 
 def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[list[Tensor | None], list[str]]:

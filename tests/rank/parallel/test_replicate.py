@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
-from nbkit.rank import groups
-from nbkit.rank.parallel import replicate
-from nbkit.rank.parallel.replicate import Replicas, broadcast_from_first
+from nbkit.rank.comm import process_group
+from nbkit.rank.parallel.data_parallel import ddp
+from nbkit.rank.parallel.data_parallel.ddp import Replicas, broadcast_from_first
 
 
 class Parts(nn.Module):
@@ -74,7 +74,7 @@ def traffic(world: Any) -> list[Any]:
     replicas = Replicas(model, world_size=2)
     sent: list[tuple[str, int]] = []
     reduced(model, replicas, lambda: model(torch.ones(1, 256)).sum())
-    groups.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
+    process_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
     reduced(model, replicas, lambda: model(torch.ones(1, 256)).sum())
     during: list[int] = []
     model[1].register_full_backward_hook(lambda *_: during.append(len(sent)))
@@ -157,10 +157,10 @@ def test_a_gradient_that_comes_twice_is_refused_rather_than_half_sent() -> None:
 
 
 def test_buckets_hold_every_parameter_once_and_split_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate, "_FIRST_BYTES", 64)
-    monkeypatch.setattr(replicate, "_BUCKET_BYTES", 128)
+    monkeypatch.setattr(ddp, "_FIRST_BYTES", 64)
+    monkeypatch.setattr(ddp, "_BUCKET_BYTES", 128)
     params = [nn.Parameter(torch.zeros(16, dtype=torch.bfloat16 if i == 5 else torch.float32)) for i in range(8)]
 
-    chunks = list(replicate.chunks(list(enumerate(params))))
+    chunks = list(ddp.chunks(list(enumerate(params))))
 
     assert chunks == [[0], [1, 2], [3, 4], [5], [6, 7]]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
-from nbkit.planner.exchange import Plan
-from nbkit.rank import groups
-from nbkit.rank.parallel.reshard import ROUND_BYTES, Exchange, plan_together
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.comm import process_group
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_together
 
 CPU = torch.device("cpu")
 Side = list[dict[str, Layout]]
@@ -122,11 +122,11 @@ class Wire:
     def __enter__(self) -> list[tuple[str, int]]:
         self.sent: list[tuple[str, int]] = []
         self.listener = lambda operation, group, moved: self.sent.append((operation, moved))
-        groups.listeners.append(self.listener)
+        process_group.listeners.append(self.listener)
         return self.sent
 
     def __exit__(self, *_: object) -> None:
-        groups.listeners.remove(self.listener)
+        process_group.listeners.remove(self.listener)
 
 
 def moves_all(world: Any) -> int:

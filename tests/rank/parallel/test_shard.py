@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel import replicate
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.data import DataAxis
-from nbkit.rank.parallel.shard import data_axis
-from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.data_parallel import ddp
+from nbkit.rank.parallel.data_parallel.base import DataAxis
+from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.meta_module import skeleton_of
 
 STEPS = 5
 
@@ -167,7 +167,7 @@ def train(
         if not cuts:
             axis.start()
         canary = axis.finish()
-        if float(canary) != replicate.ALIVE:
+        if float(canary) != ddp.ALIVE:
             wrong.append(f"canary {canary}")
         if step == 0:
             whole = torch.cat([g.flatten() for g in grads.values() if g is not None]).norm()

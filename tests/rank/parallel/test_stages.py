@@ -12,13 +12,13 @@ from staging import assert_equal, chained, partitions, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block
-from nbkit.rank.parallel.blocks import units
-from nbkit.rank.parallel.chain import find_chain
-from nbkit.rank.parallel.flow import tensors_in
-from nbkit.rank.parallel.gates import plain_attention
-from nbkit.rank.parallel.stages import Staged
-from nbkit.rank.train.batch import call
+from nbkit.rank.parallel.module.block_discovery import units
+from nbkit.rank.parallel.pipeline.dataflow import tensors_in
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.pipeline.stage_module import Staged
 
 
 @pytest.mark.parametrize("name", ZOO)

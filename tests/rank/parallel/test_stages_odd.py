@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import Block, GPTConfig
-from nbkit.rank.parallel.chain import find_chain
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 
 
 class Careless(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from nbkit.rank.telemetry import health
 from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus, slowed_by
-from nbkit.records import HealthRecord
+from nbkit.records.records import HealthRecord
 
 # Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and its heat,
 # GPU 2 does not tell what others do.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nbkit.rank.telemetry import phases
+from nbkit.rank.telemetry.collectives import Call, Seen
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.telemetry.record import Call, Seen
-from nbkit.rank.telemetry.timed import CudaCall, Timed
+from nbkit.rank.telemetry.timed_work import CudaCall, Timed
 
 MS = 1_000_000
 

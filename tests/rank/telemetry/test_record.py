@@ -17,15 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from nbkit import recordfile, records
 from nbkit.errors import UsageError
 from nbkit.mesh import Mesh
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.telemetry import record, timed
-from nbkit.rank.telemetry.align import clock_offset
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.telemetry import collectives
+from nbkit.rank.telemetry import timed_work as timed
+from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session, record_path
-from nbkit.rank.world import World
+from nbkit.rank.world.world import World
+from nbkit.records import record_file, records
 
 N = 2
 WIDTH = 16
@@ -39,11 +40,11 @@ def net() -> nn.Sequential:
 
 
 def noted(work: Any) -> list[tuple[Any, ...]]:
-    start = record.ring.end
+    start = collectives.ring.end
     work()
     # The thread of a backend may tell a moment after wait() has returned.
     time.sleep(0.2)
-    calls, lost = record.ring.between(start, record.ring.end)
+    calls, lost = collectives.ring.between(start, collectives.ring.end)
     assert lost == 0
     return [(c.op, c.axis, c.peer, c.bytes, c.seconds is not None, (c.blocked_seconds or 0) > 0) for c in calls]
 
@@ -86,12 +87,12 @@ def all_kinds(world: World) -> Any:
     named = noted(lambda: dist.all_reduce(torch.ones(1), group=axes.group("tp")))
     pair = dist.new_group([0, 1])
     answers = {"plain": noted(lambda: plain(rank, pair)), "ddp": noted(ddp), "fsdp": noted(lambda: fsdp(mesh))}
-    record.set_mode("count")
+    collectives.set_mode("count")
     counted = noted(lambda: dist.all_reduce(torch.ones(8)))
-    record.set_mode("off")
+    collectives.set_mode("off")
     off = noted(lambda: dist.all_reduce(torch.ones(8)))
-    record.set_mode("time")
-    shown = repr(record.recent(1)[0])
+    collectives.set_mode("time")
+    shown = repr(collectives.recent(1)[0])
     same = clock_offset()
     # Ranks that do not share a clock: rank 1's runs 5 s ahead.
     ahead = 5_000_000_000 * rank
@@ -128,7 +129,7 @@ def messages(rank: int) -> list[float | None]:
                 # Even what is there already takes a busy machine longer than it does elsewhere.
                 patch.setattr(timed, "_AT_ONCE_NS", int(LONG * 0.2e9))
                 begun.wait()
-            found.append(record.recent(1 + (not late))[0].seconds)
+            found.append(collectives.recent(1 + (not late))[0].seconds)
         dist.barrier()
     return found
 
@@ -140,7 +141,7 @@ def ended_early() -> bool | None:
     time.sleep(LONG)
     assert work is not None
     work.wait()
-    call = record.recent(1)[0]
+    call = collectives.recent(1)[0]
     assert call.waited is not None
     return None if call.done is None else call.done < call.waited
 
@@ -220,7 +221,7 @@ def test_clocks_of_one_kernel_agree_and_others_are_measured(answers: list[Any]) 
 
 def test_a_word_that_is_no_mode_is_refused() -> None:
     with pytest.raises(UsageError, match="off, count, time"):
-        record.set_mode("fast")
+        collectives.set_mode("fast")
 
 
 @pytest.mark.parametrize(
@@ -228,13 +229,13 @@ def test_a_word_that_is_no_mode_is_refused() -> None:
     [("mesh_shard", "shard"), ("pp up", "pp"), ("default_pg", "world"), ("undefined", "7"), ("mine", "mine")],
 )
 def test_the_axis_of_a_group_comes_from_what_torch_holds_of_it(desc: str, axis: str) -> None:
-    assert record.axis_of(desc, "7") == axis
+    assert collectives.axis_of(desc, "7") == axis
 
 
 def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
-    ring, group = record.Ring(8), record.Seen("dp 1 [0,1]", "dp", (0, 1))
+    ring, group = collectives.Ring(8), collectives.Seen("dp 1 [0,1]", "dp", (0, 1))
     for i in range(20):
-        ring.put(record.Call("send", group, 1, i, i))
+        ring.put(collectives.Call("send", group, 1, i, i))
 
     calls, lost = ring.between(5, 20)
 
@@ -268,8 +269,8 @@ def own_loop(world: World, folder: str) -> Any:
 def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None:
     paths = run_ranks(own_loop, N, str(tmp_path))
 
-    assert list(recordfile.rank_files(tmp_path)) == [0, 1]
-    found, _ = recordfile.read_since(paths[1])
+    assert list(record_file.rank_files(tmp_path)) == [0, 1]
+    found, _ = record_file.read_since(paths[1])
     header, *rest = found
     assert isinstance(header, records.Header) and (header.rank, header.world_size) == (1, N)
     steps = [one for one in rest if isinstance(one, records.StepRecord)]
@@ -294,7 +295,7 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         (call,) = detail.calls
         assert call.waited is not None and call.done is not None
         assert call.issued <= call.waited and call.issued <= call.done
-    assert len(recordfile.read_overview(paths[1])) == 4
+    assert len(record_file.read_overview(paths[1])) == 4
     # A job that rests beside it is not told what this one sends.
-    others, _ = recordfile.read_since(record_path(tmp_path / "older", 1))
+    others, _ = record_file.read_since(record_path(tmp_path / "older", 1))
     assert [one for one in others if isinstance(one, records.Outside)] == []

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from nbkit import tags
-from nbkit.events import RunStarted, RunStopped, StepDone
-from nbkit.rank.telemetry.board import BoardWriter
-from nbkit.rank.telemetry.files import RecordFile
+from nbkit.rank.telemetry.record_writer import RecordFile
 from nbkit.rank.telemetry.scalars import ScalarWriter
-from nbkit.records import Group, Header, MemoryRecord, StepRecord, Traffic
+from nbkit.rank.telemetry.tensorboard import BoardWriter
+from nbkit.records import tags
+from nbkit.records.events import RunStarted, RunStopped, StepDone
+from nbkit.records.records import Group, Header, MemoryRecord, StepRecord, Traffic
 
 GROUP = Group("dp 0 [0,1]", "dp", (0, 1))
 

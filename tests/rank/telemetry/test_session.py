@@ -13,15 +13,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from nbkit import readings, recordfile, records
-from nbkit.advice import reading
-from nbkit.events import Checkpointed, RunStarted, RunStopped, StepDone
-from nbkit.rank.telemetry import record
-from nbkit.rank.telemetry.breakdown import traffic_of
+from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.memory import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session, record_path
-from nbkit.rank.world import World
+from nbkit.rank.telemetry.step_breakdown import traffic_of
+from nbkit.rank.world.world import World
+from nbkit.records import readings, record_file, records
+from nbkit.records.advice import reading
+from nbkit.records.events import Checkpointed, RunStarted, RunStopped, StepDone
 
 N = 3
 DELAY = 0.1
@@ -76,7 +76,7 @@ def train(world: World, folder: str) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[records.Record]]:
     folder = tmp_path_factory.mktemp("run")
     run_ranks(train, N, str(folder), timeout=120)
-    return {rank: recordfile.read_since(record_path(folder, rank))[0] for rank in range(N)}
+    return {rank: record_file.read_since(record_path(folder, rank))[0] for rank in range(N)}
 
 
 def steps_of(written: dict[int, list[records.Record]], kind: int) -> list[dict[int, records.StepRecord]]:
@@ -164,8 +164,8 @@ def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_f
 
 
 def test_where_some_calls_were_not_listened_to_those_waited_for_at_once_do_not_stand_for_them() -> None:
-    group = record.Seen("dp 1 [0,1]", "dp", (0, 1))
-    calls = [record.Call(op, group, None, i, 8) for i, op in enumerate(("all_reduce", "all_reduce", "all_gather"))]
+    group = collectives.Seen("dp 1 [0,1]", "dp", (0, 1))
+    calls = [collectives.Call(op, group, None, i, 8) for i, op in enumerate(("all_reduce", "all_reduce", "all_gather"))]
     for call in calls:
         call.done, call.blocked = call.issued + 1_000_000_000, 500_000_000
     calls[0].done, calls[0].heard = None, False

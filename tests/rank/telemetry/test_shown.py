@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from nbkit import forecast
-from nbkit.events import RunStarted, RunStopped, StepDone, Switched
-from nbkit.notebook.board.plugin.following import Run
-from nbkit.notebook.board.plugin.picture import lateness, picture
-from nbkit.planner.facts import Facts, Weight
+from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.board.plugin.step_picture import lateness, picture
+from nbkit.planner import forecast
+from nbkit.planner.job_facts import Facts, Weight
 from nbkit.rank.telemetry.memory import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
-from nbkit.rank.world import World
+from nbkit.rank.world.world import World
+from nbkit.records.events import RunStarted, RunStopped, StepDone, Switched
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 

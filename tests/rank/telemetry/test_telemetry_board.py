@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nbkit.events import RunStopped, StepDone
-from nbkit.rank.telemetry.board import BoardWriter
+from nbkit.rank.telemetry.tensorboard import BoardWriter
+from nbkit.records.events import RunStopped, StepDone
 
 
 def test_without_tensorboard_one_line_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

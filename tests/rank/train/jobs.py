@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nbkit.bridge.controls import Control, Controls
 from nbkit.errors import Stopped
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.trainer import Trainer
 
 SEED = 7
@@ -79,7 +79,9 @@ def asked_for(
 
     def ask() -> None:
         time.sleep(after)
-        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(strategy, "switch", {"strategy": strategy}))
+        step_boundary.inbox.post(
+            step_boundary.inbox.acted + 1, "control", Control(strategy, "switch", {"strategy": strategy})
+        )
 
     def called(trainer: Trainer, record: dict[str, Any]) -> None:
         if record["step"] == steps + 1:

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint import state_of
-from nbkit.rank.train.export import export
+from nbkit.rank.train.checkpoint.checkpoint import state_of
+from nbkit.rank.train.checkpoint.export_safetensors import export
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from jobs import flat, mean_loss, one_process, order, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
 
 
 class Interruptible(torch.optim.AdamW):
@@ -90,7 +90,7 @@ def broken_in_forward(world: Any) -> list[Any]:
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
             # Of a rank's rows: before the first step it is called on fewer, to look at it.
-            calls.extend([1] * (boundary.training() is not None and len(output) == 4))
+            calls.extend([1] * (step_boundary.training() is not None and len(output) == 4))
             if len(calls) == 3:
                 raise KeyboardInterrupt
             return mean_loss(output, target)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
 
 STEPS = 6
 
@@ -119,7 +119,7 @@ def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], lis
         calls: list[int] = []
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
-            calls.extend([1] * (boundary.training() is not None))
+            calls.extend([1] * (step_boundary.training() is not None))
             if len(calls) == 6:
                 raise KeyboardInterrupt
             return mean_loss(output, target)

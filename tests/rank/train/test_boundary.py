@@ -11,7 +11,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import NbkitError, Stopped
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
 
 
 def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
 
     def post(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 2 + 3 * rank:
-            boundary.inbox.post(1, "stop")
+            step_boundary.inbox.post(1, "stop")
 
     trainer = quiet(batch_size=9, callbacks=[post])
     raised = False
@@ -27,7 +27,7 @@ def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
         trainer.fit(50)
     except Stopped:
         raised = True
-    stopped_at, history, idle = trainer.step, list(trainer.history), boundary.training() is None
+    stopped_at, history, idle = trainer.step, list(trainer.history), step_boundary.training() is None
     after = trainer.fit(2)
     ones = torch.ones(1)
     dist.all_reduce(ones)
@@ -56,20 +56,20 @@ def live_cells(world: Any) -> dict[str, Any]:
     acted: list[tuple[Any, int, float]] = []
 
     def cell(payload: str) -> None:
-        trainer = boundary.training()
+        trainer = step_boundary.training()
         trainer.lr = 0.01
         acted.append((payload, trainer.step, trainer.evaluate(trainer._stream.data)))
 
     def post(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 2 + rank:
-            boundary.inbox.post(1, "cell", "first")
+            step_boundary.inbox.post(1, "cell", "first")
         if record["step"] == 3:
-            boundary.inbox.post(2, "cell", "second")
+            step_boundary.inbox.post(2, "cell", "second")
 
-    boundary.handlers["cell"] = cell
+    step_boundary.handlers["cell"] = cell
     trainer = quiet(callbacks=[post])
     trainer.fit(12)
-    return {"acted": acted, "lr": [r["lr"] for r in trainer.history], "progress": boundary.progress()["step"]}
+    return {"acted": acted, "lr": [r["lr"] for r in trainer.history], "progress": step_boundary.progress()["step"]}
 
 
 def test_a_live_cell_runs_on_all_ranks_at_the_same_step_and_training_goes_on() -> None:
@@ -85,11 +85,11 @@ def test_a_live_cell_runs_on_all_ranks_at_the_same_step_and_training_goes_on() -
 def stopped_while_saving(world: Any) -> list[Any]:
     def post(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 2:
-            boundary.inbox.post(1, "cell", "seen")
-            boundary.inbox.post(2, "stop")
+            step_boundary.inbox.post(1, "cell", "seen")
+            step_boundary.inbox.post(2, "stop")
 
     acted: list[Any] = []
-    boundary.handlers["cell"] = acted.append
+    step_boundary.handlers["cell"] = acted.append
     trainer = quiet(save_every=1, save_path="saved.pt", callbacks=[post])
     with pytest.raises(Stopped):
         trainer.fit(12)
@@ -103,17 +103,17 @@ def test_a_training_that_saves_every_step_can_be_stopped() -> None:
 
 def posted_too_late(world: Any) -> dict[str, Any]:
     unserved: list[Any] = []
-    boundary.handlers["unserved"] = unserved.append
+    step_boundary.handlers["unserved"] = unserved.append
     trainer = quiet()
     trainer.fit(2)
     if world.place.rank == 0:
-        boundary.inbox.post(1, "stop")
+        step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
     # Late on the other rank, and of the training before: ignored.
-    boundary.inbox.post(1, "stop")
+    step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
     # Of the running training, but on one rank alone until it ends.
-    trainer._callbacks = (lambda _, record: boundary.inbox.post(2, "cell") if world.place.rank == 1 else None,)
+    trainer._callbacks = (lambda _, record: step_boundary.inbox.post(2, "cell") if world.place.rank == 1 else None,)
     trainer.fit(3)
     return {"steps": trainer.step, "unserved": unserved}
 
@@ -131,12 +131,12 @@ def fit_in_a_live_cell(world: Any) -> list[str]:
 
     def cell(_: Any) -> None:
         try:
-            boundary.training().fit(1)
+            step_boundary.training().fit(1)
         except NbkitError as error:
             raised.append(error.what)
 
-    boundary.handlers["cell"] = cell
-    trainer = quiet(callbacks=[lambda _, record: boundary.inbox.post(1, "cell")])
+    step_boundary.handlers["cell"] = cell
+    trainer = quiet(callbacks=[lambda _, record: step_boundary.inbox.post(1, "cell")])
     trainer.fit(6)
     return [*raised, str(trainer.step)]
 
@@ -146,14 +146,14 @@ def test_fit_inside_a_live_cell_is_refused_and_the_training_goes_on() -> None:
 
 
 def test_a_number_acted_on_is_not_taken_again() -> None:
-    inbox = boundary.Inbox()
+    inbox = step_boundary.Inbox()
     inbox.post(1, "stop")
     inbox.post(2, "cell", "x")
 
     assert inbox.take(1) == ("stop", None)
     inbox.post(1, "stop")
     assert inbox.stage(1) == 0
-    assert inbox.stage(2) == boundary.READY and inbox.highest() == 2
+    assert inbox.stage(2) == step_boundary.READY and inbox.highest() == 2
     assert inbox.drop(2) == [(2, "cell", "x")]
 
 
@@ -167,7 +167,7 @@ def a_callback_that_raises(world: Any) -> list[Any]:
         trainer.fit(10)
     trainer._callbacks = ()
     trainer.fit(2)
-    return [boundary.training(), [r["step"] for r in trainer.history]]
+    return [step_boundary.training(), [r["step"] for r in trainer.history]]
 
 
 def test_after_an_error_in_a_callback_the_trainer_trains_on() -> None:

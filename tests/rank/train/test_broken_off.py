@@ -13,10 +13,11 @@ from ranks import next_generation, run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.events import Event, RunStarted
-from nbkit.rank import groups, sockets
-from nbkit.rank.parallel import replicate
-from nbkit.rank.train import boundary
+from nbkit.rank.comm import process_group
+from nbkit.rank.parallel.data_parallel import ddp
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.world import sockets
+from nbkit.records.events import Event, RunStarted
 
 
 def interrupt_at(call: int) -> Any:
@@ -24,7 +25,7 @@ def interrupt_at(call: int) -> Any:
     calls: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        calls.extend([1] * (boundary.training() is not None))
+        calls.extend([1] * (step_boundary.training() is not None))
         if len(calls) == call:
             raise KeyboardInterrupt
         return mean_loss(output, target)
@@ -59,7 +60,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
     trainer = quiet(loss=interrupt_at(4), data=points(40))
     trainer.fit(2)
     if world.place.rank in on:
-        replicate.dist = Unreduced()  # type: ignore[assignment]
+        ddp.dist = Unreduced()  # type: ignore[assignment]
     ledger = trainer.job.ledger
     if read_late:
         # As on a GPU, where the host is a step ahead of what it has read.
@@ -73,7 +74,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
         found["error"] = str(error)
         found["step"] = trainer.step
         return found
-    replicate.dist = dist
+    ddp.dist = dist
     ledger.__dict__.pop("check", None)
     try:
         trainer.fit(3)
@@ -112,7 +113,7 @@ def canaries(world: Any) -> Any:
 
 def test_the_canary_of_a_finished_reduction_is_the_same_for_any_number_of_ranks() -> None:
     assert run_ranks(canaries, 1) == [False]
-    assert run_ranks(canaries, 3) == [replicate.ALIVE] * 3
+    assert run_ranks(canaries, 3) == [ddp.ALIVE] * 3
 
 
 def interrupted_at_the_start(world: Any) -> list[Any]:
@@ -125,7 +126,7 @@ def interrupted_at_the_start(world: Any) -> list[Any]:
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(2)
     trainer.job.ledger.listeners.remove(interrupt)
-    return [boundary.training() is None, len(trainer.fit(2))]
+    return [step_boundary.training() is None, len(trainer.fit(2))]
 
 
 def test_an_interrupt_while_a_training_starts_does_not_stand_in_the_way_of_the_next() -> None:
@@ -162,7 +163,7 @@ def in_the_last_backward(world: Any) -> list[float]:
             passes.append(1)
             if len(passes) == 4:
                 time.sleep(0.5)  # the other rank would have updated its weights by now
-                for group in groups.live():  # what the watchdog does, so that the other rank waits no longer
+                for group in process_group.live():  # what the watchdog does, so that the other rank waits no longer
                     sockets.shut(group.sockets)
                 raise KeyboardInterrupt
 

@@ -15,8 +15,8 @@ from jobs import flat, net, points, quiet
 from ranks import RankFailed, run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint import about_of
-from nbkit.rank.train.chunks import Reader
+from nbkit.rank.train.checkpoint.checkpoint import about_of
+from nbkit.rank.train.checkpoint.dcp_io import Reader
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -159,7 +159,7 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_st
 
 def killed(world: Any, folder: Path, where: str) -> None:
     """A rank is gone in the middle of its second save: while it writes, or when all is written but the last rename."""
-    from nbkit.rank.train import chunks
+    from nbkit.rank.train.checkpoint import dcp_io
 
     trainer = quiet(optimizer=adamw)
     trainer.fit(2)
@@ -170,13 +170,13 @@ def killed(world: Any, folder: Path, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if where == "writing" and world.place.rank == 1:
-        looked_up, calls = chunks.Saving.lookup_object, []
+        looked_up, calls = dcp_io.Saving.lookup_object, []
 
         def lookup(planner: Any, index: Any) -> Any:
             calls.append(index)
             return kill() if len(calls) == 3 else looked_up(planner, index)
 
-        chunks.Saving.lookup_object = lookup  # type: ignore[method-assign]
+        dcp_io.Saving.lookup_object = lookup  # type: ignore[method-assign]
     if where == "renaming":
         Path.replace = kill  # type: ignore[method-assign]
     trainer.save(folder)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from spoiling import adamw, data_files, flip, refused_everywhere
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.export import export
+from nbkit.rank.train.checkpoint.export_safetensors import export
 
 METADATA = "torch.distributed.checkpoint.metadata"
 

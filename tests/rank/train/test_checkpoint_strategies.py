@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from nbkit.layout import Layout
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.train.shares import Everyone, shares
+from nbkit.rank.train.checkpoint.write_plan import Everyone, shares
 from nbkit.rank.train.trainer import Trainer
 
 THROUGH = ("ddp", "zero1", "dp=2 tp=2", "zero3", "pp microbatches=4", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")

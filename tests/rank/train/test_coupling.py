@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from nbkit.rank.parallel.wishes import Coupled
-from nbkit.rank.train.coupling import coupled
-from nbkit.rank.train.leaves import leaves, with_leaves
-from nbkit.rank.train.row_selection import differing_pairs, spread_rows
-from nbkit.rank.train.sample import Sample, sample_of
+from nbkit.rank.data.sample_rows import Sample, sample_of
+from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.output_tensors import leaves, with_leaves
+from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
+from nbkit.rank.parallel.options import Coupled
 
 BATCH = default_collate(points(16))
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.extent import extent, extent_of, gathered, place_of
-from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.rng.shard_offsets import extent, extent_of, gathered, place_of
 
 ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2
 

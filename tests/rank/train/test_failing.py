@@ -11,12 +11,12 @@ from jobs import Recording, mean_loss, net, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import NotFinite, SwitchError
-from nbkit.events import Event, Failed, RunStopped
-from nbkit.rank.train import holdings
-from nbkit.rank.train.failing import failure_of
+from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
-from nbkit.recordfile import rank_files, read_since
-from nbkit.records import EventRecord
+from nbkit.rank.train.step.failure import failure_of
+from nbkit.records.events import Event, Failed, RunStopped
+from nbkit.records.record_file import rank_files, read_since
+from nbkit.records.records import EventRecord
 
 
 def failing(world: Any, folder: str) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def failing(world: Any, folder: str) -> dict[str, Any]:
     with pytest.raises(NotFinite):
         trainer.fit(3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
-        patch.setattr(holdings, "allocate", lambda *args: 1 / 0)
+        patch.setattr(job_state, "allocate", lambda *args: 1 / 0)
         trainer.switch("zero2")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
-        patch.setattr(holdings, "allocate", lambda *args: 1 / 0)
+        patch.setattr(job_state, "allocate", lambda *args: 1 / 0)
         trainer.try_out("zero2", 2)  # of which nobody is told
     trainer.fit(1)
     return {"run": str(trainer.run_dir)}

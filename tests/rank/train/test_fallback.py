@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 from nbkit.bridge.controls import Control, Controls
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.events import Event, Failed, Switched
-from nbkit.rank import watchdog, world
-from nbkit.rank.train import blueprint, boundary, fallback
-from nbkit.rank.train import switch as switching
-from nbkit.rank.train import together as joining
-from nbkit.rank.train.batch import shard_of
+from nbkit.rank.data.batch import shard_of
+from nbkit.rank.train import builder
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.job import Job, prepare
-from nbkit.rank.train.newest import newest
+from nbkit.rank.train.switch import consensus as joining
+from nbkit.rank.train.switch import fallback
+from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world import watchdog, world
+from nbkit.records.events import Event, Failed, Switched
 
 STEPS = 12
 ZERO3, TP, PP = "dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=2"
@@ -354,12 +356,14 @@ def asked_in_a_loop(world: Any) -> dict[str, Any]:
     plans.clear()
     random.seed(5)
     job, controls = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7), Controls()
-    boundary.preparers["control"] = lambda control: boundary.Preparation()
+    step_boundary.preparers["control"] = lambda control: step_boundary.Preparation()
     plans.append(Plan(ZERO3, "backward", (1,)))
     loader = torch.utils.data.DataLoader(points(64), batch_size=8, shuffle=True)
     for number, batch in enumerate(job.batches(loader)):
         if number == 2:
-            boundary.inbox.post(1 + boundary.inbox.acted, "control", Control("a", "switch", {"strategy": "zero3"}))
+            step_boundary.inbox.post(
+                1 + step_boundary.inbox.acted, "control", Control("a", "switch", {"strategy": "zero3"})
+            )
         job.backward(batch)
         job.clip(1.0)
         job.optimizer.step()
@@ -415,7 +419,7 @@ def ones_own(world: Any) -> list[Any]:
     plans.append(Plan(ZERO3, "backward", (1,)))
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
-            patch.setattr(blueprint.Blueprint, "side", broken)
+            patch.setattr(builder.Blueprint, "side", broken)
         with pytest.raises((ValueError, RuntimeError)) as error:
             trainer.fit(3)
     found.append((type(error.value).__name__, type(error.value.__cause__).__name__, error.value.__notes__))
@@ -583,8 +587,8 @@ def asks(trainer: Trainer, step: int, *controls: Control) -> None:
 
     def ask(trainer: Trainer, record: dict[str, Any]) -> None:
         if record["step"] == step:
-            for number, control in enumerate(controls, boundary.inbox.acted + 1):
-                boundary.inbox.post(number, "control", control)
+            for number, control in enumerate(controls, step_boundary.inbox.acted + 1):
+                step_boundary.inbox.post(number, "control", control)
 
     trainer._callbacks = (ask,)
 

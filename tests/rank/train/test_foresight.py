@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.telemetry import record
-from nbkit.rank.train.foresight import Foresight
+from nbkit.rank.telemetry import collectives
+from nbkit.rank.train.estimate.cost_model import Foresight
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -50,9 +50,9 @@ def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
     """
     found: dict[tuple[str, str], list[float]] = {}
     for steps, sign in ((1, -0.5), (3, 0.5)):
-        began = record.ring.end
+        began = collectives.ring.end
         job.fit(steps)
-        for call in record.ring.between(began, record.ring.end)[0]:
+        for call in collectives.ring.between(began, collectives.ring.end)[0]:
             if call.peer is not None and not call.bytes:
                 continue
             into = found.setdefault((call.op, call.axis), [0.0, 0.0])
@@ -62,7 +62,7 @@ def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def through_all(world: Any) -> list[dict[str, Any]]:
-    record.set_mode("count")
+    collectives.set_mode("count")
     job = trainer()
     job.fit(1)
     said = []

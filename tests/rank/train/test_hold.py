@@ -13,7 +13,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import Stopped
-from nbkit.rank.train import boundary, hold
+from nbkit.rank.train.control import pause, step_boundary
 
 
 def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]], alone: list[bool]) -> None:
@@ -23,21 +23,21 @@ def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]],
         while not ready():
             time.sleep(0.005)
         time.sleep(0.1 * rank)
-        boundary.inbox.post(number, kind)
+        step_boundary.inbox.post(number, kind)
 
-    once(hold.is_held, 2, "look")
-    once(lambda: boundary.inbox.acted >= 2, 3, "pause")
-    once(lambda: boundary.inbox.acted >= 3, 4, "switch")
+    once(pause.is_held, 2, "look")
+    once(lambda: step_boundary.inbox.acted >= 2, 3, "pause")
+    once(lambda: step_boundary.inbox.acted >= 3, 4, "switch")
     at = trainer.step
     # Rank 1 hears of it only when rank 0 has had the time to go on alone.
     once(lambda: len(seen) == 2 and (rank == 0 or sign.exists()), 5, "resume")
     if rank == 0:
         time.sleep(0.3)
-        alone.append(not hold.is_held())
+        alone.append(not pause.is_held())
         sign.touch()
     once(lambda: trainer.step > at + 2, 6, "look")
-    once(lambda: boundary.inbox.acted >= 6, 7, "pause")
-    once(lambda: boundary.inbox.acted >= 7, 8, "stop")
+    once(lambda: step_boundary.inbox.acted >= 6, 7, "pause")
+    once(lambda: step_boundary.inbox.acted >= 7, 8, "stop")
 
 
 def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
@@ -47,21 +47,21 @@ def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 2 + rank:
-            boundary.inbox.post(1, "pause")
+            step_boundary.inbox.post(1, "pause")
             threading.Thread(target=_ask, args=(trainer, rank, sign, seen, alone), daemon=True).start()
 
     trainer = quiet(callbacks=[begin])
-    boundary.handlers["pause"] = lambda _: hold.hold(trainer.job.device)
-    boundary.handlers["resume"] = lambda _: hold.let_go()
-    boundary.handlers["look"] = lambda _: seen.append(("look", trainer.step, hold.is_held()))
-    boundary.handlers["switch"] = lambda _: seen.append(("switch", trainer.step, bool(trainer.switch("zero1"))))
+    step_boundary.handlers["pause"] = lambda _: pause.hold(trainer.job.device)
+    step_boundary.handlers["resume"] = lambda _: pause.let_go()
+    step_boundary.handlers["look"] = lambda _: seen.append(("look", trainer.step, pause.is_held()))
+    step_boundary.handlers["switch"] = lambda _: seen.append(("switch", trainer.step, bool(trainer.switch("zero1"))))
 
     with pytest.raises(Stopped):
         trainer.fit(100_000)
     after = trainer.fit(2)
     seconds = [record["seconds"] for record in trainer.history]
     assert alone == ([] if rank else [False])
-    return {"seen": seen, "steps": trainer.step, "more": len(after), "least": min(seconds), "held": hold.is_held()}
+    return {"seen": seen, "steps": trainer.step, "more": len(after), "least": min(seconds), "held": pause.is_held()}
 
 
 def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.rank.train import boundary
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import prepare
 
 
@@ -24,7 +24,7 @@ def looped(world: Any) -> dict[str, Any]:
         batches = [order_of(epoch)[at : at + 8] for at in range(0, 21, 8)]
         loader = DataLoader(points(21), batch_sampler=batches)
         for batch in job.batches(loader):
-            running.append(boundary.training() is job)
+            running.append(step_boundary.training() is job)
             result = job.backward(batch)
             norm = job.clip(1e9)
             job.optimizer.step()
@@ -35,7 +35,7 @@ def looped(world: Any) -> dict[str, Any]:
     return {
         "history": [{k: v for k, v in r.items() if k != "seconds"} for r in job.history],
         "seen": job.optimizer.seen,
-        "running": all(running) and boundary.training() is None,
+        "running": all(running) and step_boundary.training() is None,
         "lr": job.optimizer.param_groups[0]["lr"],
     }
 
@@ -137,12 +137,12 @@ def left_by_errors(world: Any) -> list[Any]:
                 if expected is ZeroDivisionError and number == 1:
                     1 / 0  # noqa: B018
         # A name holds the loop, as in a notebook.
-        kept.append((loop, boundary.training() is None))
+        kept.append((loop, step_boundary.training() is None))
     for batch in job.batches(DataLoader(points(8), batch_size=8)):
         job.backward(batch)
         job.optimizer.step()
         job.optimizer.zero_grad()
-    return [[r["step"] for r in job.history], kept[0][1], boundary.training() is None]
+    return [[r["step"] for r in job.history], kept[0][1], step_boundary.training() is None]
 
 
 def test_a_loop_left_by_an_error_does_not_stand_in_the_way_of_the_next() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nbkit.rank.train.masks import coordinates, dropped, key_of
+from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
 
 
 def mask(*key: int, shape: tuple[int, ...] = (16, 64, 128), p: float = 0.5, first: int = 0) -> Tensor:

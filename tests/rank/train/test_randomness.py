@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nbkit.rank.train.randomness import seed_step
+from nbkit.rank.rng.seeding import seed_step
 
 
 def test_a_step_is_seeded_alike_again_and_devices_not_in_use_are_left_alone() -> None:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch.utils.data import default_collate
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.reading import content
+from nbkit.rank.data.data_rng import content
 
 
 class Augmented:

@@ -12,14 +12,15 @@ import torch
 from jobs import Recording, mean_loss, net, points, quiet
 from ranks import run_ranks
 
-from nbkit import forecast
 from nbkit.errors import TrainingError
+from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.train import recorder, reduction
+from nbkit.rank.train import recorder
 from nbkit.rank.train.job import prepare
-from nbkit.readings import bars, members_of, table
-from nbkit.recordfile import rank_files, read_since
-from nbkit.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
+from nbkit.rank.train.step import step_stats
+from nbkit.records.readings import bars, members_of, table
+from nbkit.records.record_file import rank_files, read_since
+from nbkit.records.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
 
 STEPS = 5
 PIPELINE = "pp=2 schedule=1f1b microbatches=4"
@@ -77,7 +78,7 @@ def placed(world: Any, folder: str) -> list[tuple[str, str]]:
     watch(trainer._stream, "next")
     watch(trainer.job, "_backward")
     watch(trainer.job.ledger, "check")
-    watch(reduction.StepReduction, "_read")
+    watch(step_stats.StepReduction, "_read")
     trainer.fit(1)
     return seen
 

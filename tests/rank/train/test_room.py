@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from nbkit.errors import UsageError
 from nbkit.rank.telemetry.memory import bytes_held
-from nbkit.rank.train import room
+from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def written(folder: Path, **files: str) -> None:
 
 
 def test_this_machine_says_how_much_is_available() -> None:
-    found = room.of_machine()
+    found = free_memory.of_machine()
 
     assert found is not None and abs(found - psutil.virtual_memory().available) < 0.2 * found
 
@@ -36,10 +36,10 @@ def test_this_machine_says_how_much_is_available() -> None:
 def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBKIT_MEMORY_LIMIT", raising=False)
     for machine, group, two in ((8 * GB, None, 4 * GB), (8 * GB, 6 * GB, 3 * GB), (None, None, None)):
-        monkeypatch.setattr(room, "of_machine", lambda free=machine: free)
-        monkeypatch.setattr(room, "of_cgroups", lambda free=group: free)
+        monkeypatch.setattr(free_memory, "of_machine", lambda free=machine: free)
+        monkeypatch.setattr(free_memory, "of_cgroups", lambda free=group: free)
 
-        assert room.left(CPU, ranks=2) == two
+        assert free_memory.left(CPU, ranks=2) == two
 
 
 def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Pat
     )
     written(top, memory__max=f"{100 * GB}\n", memory__current=f"{7 * GB}\n")
 
-    assert room.of_cgroups(proc, top) == 3 * GB
+    assert free_memory.of_cgroups(proc, top) == 3 * GB
 
 
 def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_path: Path) -> None:
@@ -67,30 +67,30 @@ def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_pa
         memory__stat="cache 5\ntotal_inactive_file 4096\n",
     )
 
-    assert room.of_cgroups(proc, top) == GB + 4096
+    assert free_memory.of_cgroups(proc, top) == GB + 4096
     written(top / "memory", memory__limit_in_bytes="9223372036854771712\n")
-    assert room.of_cgroups(proc, top) is None
+    assert free_memory.of_cgroups(proc, top) is None
 
 
 def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + (96 << 20)))
-    found = room.left(CPU, ranks=1)
+    found = free_memory.left(CPU, ranks=1)
 
     assert found is not None and (64 << 20) < found < (128 << 20)
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "1")
-    assert room.left(CPU, ranks=1) == 0
+    assert free_memory.left(CPU, ranks=1) == 0
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "8GB")
     with pytest.raises(UsageError, match="number of bytes"):
-        room.left(CPU, ranks=1)
+        free_memory.left(CPU, ranks=1)
 
 
 def room_beside(job: Any, spare: int) -> bool:
     """Whether a step has room where `spare` bytes are left, whatever else this machine does."""
     with pytest.MonkeyPatch.context() as patch:
         for one in ("of_machine", "of_cgroups"):
-            patch.setattr(room, one, lambda: None)
+            patch.setattr(free_memory, one, lambda: None)
         patch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + spare))
-        return room.roomy(job)
+        return free_memory.roomy(job)
 
 
 def with_limits(world: object) -> list[bool]:

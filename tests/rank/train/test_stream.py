@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.batch import Shard, bounds, shard_of, take
-from nbkit.rank.train.stream import open_stream, shards
+from nbkit.rank.data.batch import Shard, bounds, shard_of, take
+from nbkit.rank.data.stream import open_stream, shards
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):

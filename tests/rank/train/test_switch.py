@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from nbkit.errors import SwitchError
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel import connect
-from nbkit.rank.train import preview
+from nbkit.rank.parallel import process_groups
+from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -71,7 +71,7 @@ def through_all(world: Any) -> dict[str, Any]:
     said = []
     for text in THROUGH:
         new = Strategy.parse(text, 4)
-        predicted, _ = preview.moved_bytes(job.job, new)
+        predicted, _ = strategy_table.moved_bytes(job.job, new)
         outline = job.job.blueprint.outlines.of(new)
         done = job.switch(text)
         held = {name: layout.local for name, layout in job.job.side.data.layouts.items()}
@@ -89,7 +89,7 @@ def through_all(world: Any) -> dict[str, Any]:
         "strategies": [record["strategy"] for record in job.history],
         "said": said,
         "generated": job.generate(torch.tensor([1, 2, 3]), 4).tolist(),
-        "options": preview.table(job.job)["options"],
+        "options": strategy_table.table(job.job)["options"],
     }
 
 
@@ -121,7 +121,7 @@ def undone_tried_and_failed(world: Any) -> dict[str, Any]:
     messages = []
     for stage in ("parallelize", "allocate", "exchange", "refresh"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connect, "edge_groups", partial(connect.edge_groups, always=True))
+            patch.setattr(process_groups, "edge_groups", partial(process_groups.edge_groups, always=True))
             if world.place.rank == 1:
                 _break(patch, stage)
             try:
@@ -142,14 +142,15 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"planted in {stage}")
 
-    from nbkit.rank.parallel.data import DataAxis
-    from nbkit.rank.train import blueprint, holdings
-    from nbkit.rank.train.plans import Plans
+    from nbkit.rank.parallel.data_parallel.base import DataAxis
+    from nbkit.rank.train import builder
+    from nbkit.rank.train.checkpoint import job_state
+    from nbkit.rank.train.switch.plan_cache import Plans
 
     if stage == "parallelize":
-        patch.setattr(blueprint, "parallelize", broken)
+        patch.setattr(builder, "parallelize", broken)
     elif stage == "allocate":
-        patch.setattr(holdings, "allocate", broken)
+        patch.setattr(job_state, "allocate", broken)
     elif stage == "exchange":
         patch.setattr(Plans, "exchange", broken)
     else:

@@ -15,12 +15,12 @@ from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.bridge.controls import Controls
-from nbkit.planner.exchange import Plan
+from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel import parallelize
-from nbkit.rank.train import ahead
-from nbkit.rank.train import together as joining
-from nbkit.rank.train.plans import Plans
-from nbkit.rank.train.told import USUAL_BYTES, told
+from nbkit.rank.train.switch import consensus as joining
+from nbkit.rank.train.switch import prefetch
+from nbkit.rank.train.switch.plan_cache import Plans
+from nbkit.rank.train.switch.rank_reports import USUAL_BYTES, told
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -40,10 +40,10 @@ def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         found.append(("cut", threading.current_thread().name))
         return cut(*args, **kwargs)
 
-    from nbkit.rank.train import blueprint
+    from nbkit.rank.train import builder
 
     patch.setattr(Plan, "of", classmethod(of))
-    patch.setattr(blueprint, "cut", cutting)
+    patch.setattr(builder, "cut", cutting)
     patch.setattr(parallelize, "cut", cutting)
     return found
 
@@ -75,7 +75,7 @@ def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
 
 def late_or_broken(world: Any) -> list[Any]:
     trainer = quiet(optimizer=adam, data=points(40))
-    controls, go_on, made = Controls(), threading.Event(), ahead.make_ready
+    controls, go_on, made = Controls(), threading.Event(), prefetch.make_ready
     trainer.fit(1)
 
     def slowly(job: Any, text: str) -> None:
@@ -93,7 +93,7 @@ def late_or_broken(world: Any) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for strategy, making in (("zero1", slowly), ("zero3", broken)):
             if world.place.rank == 1:
-                patch.setattr(ahead, "make_ready", making)
+                patch.setattr(prefetch, "make_ready", making)
             verdicts.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
     # What cannot be split is refused at the boundary, by all, and the training goes on.
     verdicts.append(asked_for(trainer, controls, "tp=3"))
@@ -124,7 +124,7 @@ def first_visits(world: Any) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "new_group", noting)
-        patch.setattr(ahead, "GROUPS_SECONDS", 1.0)
+        patch.setattr(prefetch, "GROUPS_SECONDS", 1.0)
         planned = planned_in(patch)
         for strategy in ("hsdp", "zero=1 shard=2", "dp=2 tp=2"):
             fails = strategy == "dp=2 tp=2" and world.place.rank == 1
@@ -182,7 +182,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
     for strategy in ("zero3", "ddp"):
         trainer.switch(strategy)
     drawn = torch.get_rng_state()
-    ahead.make_ready(trainer.job, "zero3")
+    prefetch.make_ready(trainer.job, "zero3")
     found: dict[str, Any] = {"drew": not torch.equal(drawn, torch.get_rng_state())}
     name, frozen = next(iter(trainer.model.named_parameters()))
     if world.place.rank == 1:

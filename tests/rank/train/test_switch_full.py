@@ -14,16 +14,18 @@ from ranks import run_ranks
 from test_switch import losses, trainer
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.rank.parallel import inplace as moving
-from nbkit.rank.parallel.gather import ShardedParameters
-from nbkit.rank.parallel.hollow import Filling, hollow
-from nbkit.rank.parallel.shard import _Replicated
+from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
+from nbkit.rank.parallel.reshard import redistribute_in_place as moving
+from nbkit.rank.parallel.reshard.resizable_storage import Filling, hollow
+from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.rank.telemetry.memory import storage_bytes
-from nbkit.rank.train import blueprint, holdings, room
-from nbkit.rank.train import inplace as switching
+from nbkit.rank.train import builder
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.estimate import free_memory
+from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.room import side_bytes
-from nbkit.rank.train.together import news
+from nbkit.rank.train.switch import in_place as switching
+from nbkit.rank.train.switch.consensus import news
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -75,7 +77,7 @@ def held(job: Job) -> int:
     gc.collect()
     side, inner = job.side, job.optimizer.inner
     seen: set[int] = set()
-    own = storage_bytes([tensor for tensor, _ in holdings.state(side, inner).values()], seen)
+    own = storage_bytes([tensor for tensor, _ in job_state.state(side, inner).values()], seen)
     before = storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set(seen))
     side.data.let_go()
     gc.collect()
@@ -107,7 +109,7 @@ def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
             before = alive()
             with how:
                 built = job.job.blueprint.side(strategy, connections, like=inner)
-                holdings.allocate(*built, memory.kinds, memory.numbers)
+                job_state.allocate(*built, memory.kinds, memory.numbers)
             sizes.append(alive() - before)
             del built
         found[text] = sizes[0], sizes[1]
@@ -170,8 +172,8 @@ def runs_out(patch: pytest.MonkeyPatch) -> None:
 
 
 STAGES = {
-    "asking": lambda patch: patch.setattr(room, "left", planted),
-    "building": lambda patch: patch.setattr(blueprint, "parallelize", planted),
+    "asking": lambda patch: patch.setattr(free_memory, "left", planted),
+    "building": lambda patch: patch.setattr(builder, "parallelize", planted),
     "planning": lambda patch: patch.setattr(switching, "InPlace", planted),
     "the first tensor": lambda patch: once(patch, Filling, "take"),
     "the seventieth tensor": runs_out,

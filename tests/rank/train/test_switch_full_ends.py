@@ -12,10 +12,10 @@ from test_switch_full import STEPS, full, never_switched, once, planted, runs_ou
 
 from nbkit.bridge.controls import Control, Controls
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.hollow import Emptying
-from nbkit.rank.parallel.shard import _Replicated
-from nbkit.rank.train import boundary
-from nbkit.rank.train import inplace as switching
+from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
+from nbkit.rank.parallel.reshard.resizable_storage import Emptying
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.switch import in_place as switching
 from nbkit.rank.train.trainer import Trainer
 
 
@@ -75,7 +75,7 @@ def asked_for_while_it_trains(world: Any) -> list[Any]:
         def ask(job: Trainer, record: dict[str, Any]) -> None:
             if record["step"] == 1:
                 asked = Control("a", "switch", {"strategy": "zero3"})
-                boundary.inbox.post(boundary.inbox.acted + 1, "control", asked)
+                step_boundary.inbox.post(step_boundary.inbox.acted + 1, "control", asked)
 
         job._callbacks = (ask,)
         with pytest.MonkeyPatch.context() as patch:

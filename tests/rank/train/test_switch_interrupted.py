@@ -16,11 +16,12 @@ from jobs import flat, mean_loss, net, one_process, points, quiet
 from ranks import next_generation, run_ranks
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry.memory import storage_bytes
-from nbkit.rank.train import blueprint, holdings
-from nbkit.rank.train import switch as switching
+from nbkit.rank.train import builder
+from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
+from nbkit.rank.train.switch import switch as switching
 
 AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
 
@@ -168,7 +169,7 @@ def while_groups_are_made(world: Any) -> dict[str, Any]:
     trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
-            patch.setattr(blueprint, "meet", interrupt)
+            patch.setattr(builder, "meet", interrupt)
         else:
             make = torch.distributed.new_group
             patch.setattr(torch.distributed, "new_group", lambda *args, **named: interrupt(make(*args, **named)))
@@ -205,7 +206,7 @@ def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
     found = {"before": [held()]}
     for owner, name, fails in (
         (Exchange, "make_room", full),
-        (holdings, "allocate", full),
+        (job_state, "allocate", full),
         (switching, "_digest", other),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -10,10 +10,10 @@ import torch
 from ranks import run_ranks
 from test_switch import losses, trainer
 
-from nbkit.notebook.board.plugin import moments
-from nbkit.notebook.board.plugin.following import Run
+from nbkit.notebook.board.plugin import step_timeline
+from nbkit.notebook.board.plugin.run_follower import Run
 from nbkit.planner.traffic import wire_bytes
-from nbkit.rank.train import preview
+from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
 
 THROUGH = ("dp=2 tp=2", "tp", "tp=2 pp=2 microbatches=4", "zero3", "dp=2 tp=2 zero=3", "hsdp", "dp=2 tp=2 zero=1")
@@ -34,10 +34,10 @@ def through_tp(world: Any) -> dict[str, Any]:
     said = []
     for text in THROUGH:
         new = Strategy.parse(text, 4)
-        foretold, _ = preview.moved_bytes(job.job, new)
+        foretold, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
-        table = {row["strategy"]: row for row in preview.table(job.job)["options"]}
-        seen = preview.foresight_of(job.job)
+        table = {row["strategy"]: row for row in strategy_table.table(job.job)["options"]}
+        seen = strategy_table.foresight_of(job.job)
         again = job.switch(text)  # whatever the order: it is the strategy in force
         said.append(
             {
@@ -86,6 +86,6 @@ def test_the_order_that_moves_fewer_bytes_trains_alike(tmp_path: Path, monkeypat
     run = Run(tmp_path / found[0]["run"])
     run.refresh()
     strategy, step = "tp=2 pp=2 schedule=1f1b microbatches=4", EACH * 4
-    drawn = [moments.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
+    drawn = [step_timeline.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
     assert [each and (each["kind"], each["ranks"]) for each in drawn] == [("pipeline", [0, 1]), ("pipeline", [2, 3])]
     assert [{op[1] for op in row} for row in drawn[0]["measured"]] == [{0}, {1}]  # type: ignore[index]

@@ -18,14 +18,15 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.bridge.controls import Control, Controls
-from nbkit.events import Switched
-from nbkit.rank.parallel.reshard import Exchange
+from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.train import boundary, proof
-from nbkit.rank.train import switch as switching
-from nbkit.rank.train.clock import Clock
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.step.step_clock import Clock
+from nbkit.rank.train.switch import switch as switching
+from nbkit.rank.train.switch import verify
 from nbkit.rank.train.trainer import Trainer
+from nbkit.records.events import Switched
 
 THROUGH = ("zero3", "tp=2", "pp=2 microbatches=2", "zero1", "ddp")
 
@@ -37,7 +38,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that hash from now on."""
     found: list[str] = []
-    sums, digest = proof.sums, switching.digest
+    sums, digest = verify.sums, switching.digest
 
     def noted(fn: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
         return noting
 
-    patch.setattr(proof, "sums", noted(sums))
+    patch.setattr(verify, "sums", noted(sums))
     patch.setattr(switching, "digest", noted(digest))
     return found
 
@@ -125,7 +126,7 @@ def spoilt(world: Any) -> dict[str, Any]:
         other = asked_for(trainer, controls, "tp=2")
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 1:
-            patch.setattr(proof, "sums", full)
+            patch.setattr(verify, "sums", full)
         untold = asked_for(trainer, controls, "zero3")
     gc.collect()
     well = asked_for(trainer, controls, "zero1")
@@ -155,8 +156,10 @@ def ends(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def ask(id: str, strategy: str) -> None:
-        boundary.preparers["control"] = lambda control: boundary.Preparation()
-        boundary.inbox.post(boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy}))
+        step_boundary.preparers["control"] = lambda control: step_boundary.Preparation()
+        step_boundary.inbox.post(
+            step_boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy})
+        )
 
     def at(step: int, id: str, strategy: str) -> None:
         trainer._callbacks = (lambda trainer, record: record["step"] == step and ask(id, strategy),)
@@ -253,7 +256,7 @@ def changing(world: Any) -> list[Any]:
         trainer.fit(1)
         with pytest.MonkeyPatch.context() as patch:
             threads = hashed_in(patch)
-            patch.setattr(proof, "sums", after_a_forward(proof.sums))
+            patch.setattr(verify, "sums", after_a_forward(verify.sums))
             patch.setattr(switching, "Comparison", before_a_forward(switching.Comparison))
             verdict = asked_for(trainer, controls, "zero1")
         found.append((verdict["ok"] and verdict["result"]["identical"], threads))
@@ -295,7 +298,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
     def ill() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if world.place.rank == 1:
-                patch.setattr(proof, "sums", full)
+                patch.setattr(verify, "sums", full)
             trainer.switch("ddp", beside=True)
             trainer.try_out("zero2", 2)
             found["tried"] = str(trainer.strategy), trainer.job.proof
@@ -365,7 +368,7 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
 
     job.ledger.clock = of_steps = Clock()
     comparison = MagicMock(identical=identical)
-    found = proof.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
+    found = verify.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
     assert found.settle(job)
 
     assert found.event.proof_s < 0.1

@@ -14,10 +14,10 @@ from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from nbkit import tags
-from nbkit.events import Event
 from nbkit.rank.telemetry import emit
 from nbkit.rank.train.progress import progress_line
+from nbkit.records import tags
+from nbkit.records.events import Event
 
 
 def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from nbkit.notebook.board.plugin.picture import lateness, picture
 from nbkit.notebook.board.plugin.runs import Runs
+from nbkit.notebook.board.plugin.step_picture import lateness, picture
 
 __all__ = ["NAME", "CommunicationPlugin"]
 

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nbkit.events import RunStopped
-from nbkit.notebook.board.plugin.following import Run
-from nbkit.notebook.board.plugin.picture import short
-from nbkit.notebook.board.plugin.timeline import PARTS, point_of
-from nbkit.readings import bars, mean_bars, members_of
-from nbkit.recordfile import overview_of, rank_files, read_head
-from nbkit.records import EventRecord, Group, Header, StepRecord, from_line
+from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.board.plugin.run_timeline import PARTS, point_of
+from nbkit.notebook.board.plugin.step_picture import short
+from nbkit.records.events import RunStopped
+from nbkit.records.readings import bars, mean_bars, members_of
+from nbkit.records.record_file import overview_of, rank_files, read_head
+from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
 
 __all__ = ["Runs"]
 

@@ -7,7 +7,7 @@ const RIGHT = 12;
 const STRIPS = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
 const SIGNS = { checkpoint: ["▾", COLOURS.data], failure: ["✕", COLOURS.exposed], repair: ["✚", COLOURS.data], lr_changed: ["lr", "#c9a227"] };
 
-// Columns of a point, as nbkit.notebook.widgets.curve has them.
+// Columns of a point, as nbkit.notebook.widgets.loss_curve has them.
 export const STEP = 0;
 const SPAN = 1;
 const TIME = 2;

@@ -1,8 +1,8 @@
 """Tensor parallelism: which module is split how (`plan_of`), and the split itself (`tensor_parallel`)."""
 
-from nbkit.rank.parallel.tensor.choose import plan_of
-from nbkit.rank.parallel.tensor.plan import TensorPlan
-from nbkit.rank.parallel.tensor.split import TensorSplit, tensor_parallel
-from nbkit.rank.parallel.tensor.vocab import VocabShard
+from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
+from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
 
 __all__ = ["TensorPlan", "TensorSplit", "VocabShard", "plan_of", "tensor_parallel"]

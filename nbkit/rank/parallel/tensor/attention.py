@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.rank.parallel.extent import extent, gathered
-from nbkit.rank.parallel.tensor.heads import Heads
-from nbkit.rank.parallel.tensor.link import Link
+from nbkit.rank.parallel.tensor.column_row_pair import Link
+from nbkit.rank.parallel.tensor.plan.heads import Heads
+from nbkit.rank.rng.shard_offsets import extent, gathered
 
 __all__ = ["Looked", "SplitAttention", "why_not_packed"]
 

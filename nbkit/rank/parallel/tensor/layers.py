@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.extent import extent, present, restored
 from nbkit.rank.parallel.tensor.attention import Looked
-from nbkit.rank.parallel.tensor.heads import Heads
-from nbkit.rank.parallel.tensor.kinds import core, feature_dims
-from nbkit.rank.parallel.tensor.link import Link, Team, first_tensor, mapped
-from nbkit.rank.parallel.tensor.parts import whole
-from nbkit.rank.parallel.tensor.positions import PositionShard, for_parts
-from nbkit.rank.parallel.tensor.regions import gather_from, reduce_from, reduce_scatter_seq, split_to
-from nbkit.rank.parallel.tensor.vocab import VocabShard
+from nbkit.rank.parallel.tensor.collectives import gather_from, reduce_from, reduce_scatter_seq, split_to
+from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.plan.heads import Heads
+from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
+from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, for_parts
+from nbkit.rank.parallel.tensor.sharded_tensor import whole
+from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
+from nbkit.rank.rng.shard_offsets import extent, present, restored
 
 __all__ = ["Column", "Gathered", "Head", "Owner", "Row", "RowCore", "SplitRow", "Vocabulary"]
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from nbkit.rank.parallel.skeleton import homes
-from nbkit.rank.parallel.tensor.kinds import adapters, core, feature_dims, is_linear
-from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
+from nbkit.rank.parallel.module.meta_module import homes
+from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
+from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 
 __all__ = ["agreed", "without"]
 

@@ -11,11 +11,11 @@ from models_zoo import ZOO, Specimen
 from torch import Tensor, nn
 
 from nbkit.mesh import Mesh
-from nbkit.rank.parallel.axes import Axes
-from nbkit.rank.parallel.skeleton import homes, replace, skeleton_of
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
 from nbkit.rank.parallel.tensor import TensorPlan, TensorSplit, plan_of, tensor_parallel
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.train.batch import call
 
 
 def axes_of(world: Any) -> Axes:

@@ -12,11 +12,11 @@ from models_zoo import ZOO, Encoder, exact, gpt, hf_gpt2
 from ranks import run_ranks
 from torch import nn
 
-from nbkit.rank.parallel.recompute import recompute
-from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.tensor import tensor_parallel
-from nbkit.rank.train.batch import call
-from nbkit.rank.train.dropout import KeyedDropout
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 LIMIT = 1e-12
 MODELS = ["gpt", "gpt_tied", "gpt2_padded", "llama", "llama_tied", "qwen2", "encoder", "uneven", "pairs", "sequential"]

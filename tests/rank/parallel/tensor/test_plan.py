@@ -11,9 +11,9 @@ from models_zoo import ZOO, gpt, hf_llama
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.skeleton import skeleton_of
+from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.tensor import plan_of
-from nbkit.rank.parallel.tensor.choose import candidates
+from nbkit.rank.parallel.tensor.plan.choose import candidates
 
 
 def rows(name: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ import nbkit
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor import plan_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.train.holdings import weights
+from nbkit.rank.train.checkpoint.job_state import weights
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 

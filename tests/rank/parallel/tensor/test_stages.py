@@ -11,11 +11,11 @@ from models_zoo import ZOO
 from ranks import run_ranks
 from torch import Tensor
 
-from nbkit.rank.parallel.chain import find_chain
-from nbkit.rank.parallel.skeleton import skeleton_of
-from nbkit.rank.parallel.stages import Staged
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor import plan_of, tensor_parallel
-from nbkit.rank.train.batch import call
 
 
 def staged(

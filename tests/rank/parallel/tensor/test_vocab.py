@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.layout import bounds
-from nbkit.rank import groups
-from nbkit.rank.parallel.tensor import VocabShard, regions
+from nbkit.rank.comm import process_group
+from nbkit.rank.parallel.tensor import VocabShard, collectives
 
 V, B, T = 11, 3, 5
 
@@ -56,7 +56,7 @@ def shards(world: Any) -> dict[str, Any]:
     target = torch.randint(V, (B, T), generator=draw)
     start, stop = bounds(V, group.size(), group.rank())
     sent: list[int] = []
-    groups.listeners.append(lambda operation, label, num: sent.append(num))
+    process_group.listeners.append(lambda operation, label, num: sent.append(num))
     found: dict[str, Any] = {}
     for name, loss in {**losses(target), **gathering(target)}.items():
         truth = whole.clone().requires_grad_()
@@ -153,12 +153,12 @@ def transposed(world: Any) -> list[str]:
     start, stop = bounds(total, size, rank)
     whole, mine = varied(2, total, 3, seed=0), varied(2, total, 3, seed=10 + rank)
     for name, function, given, grad in (
-        ("copy_to", lambda x: regions.copy_to(x, group), whole, mine),
-        ("reduce_from", lambda x: regions.reduce_from(x, group), mine, whole),
-        ("split_to", lambda x: regions.split_to(x, group, 1), whole, mine[:, start:stop]),
-        ("gather_from", lambda x: regions.gather_from(x, group, -2, total), mine[:, start:stop], whole),
-        ("gather_seq", lambda x: regions.gather_seq(x, group, 1, total), mine[:, start:stop], mine),
-        ("reduce_scatter_seq", lambda x: regions.reduce_scatter_seq(x, group, 1), mine, mine[:, start:stop]),
+        ("copy_to", lambda x: collectives.copy_to(x, group), whole, mine),
+        ("reduce_from", lambda x: collectives.reduce_from(x, group), mine, whole),
+        ("split_to", lambda x: collectives.split_to(x, group, 1), whole, mine[:, start:stop]),
+        ("gather_from", lambda x: collectives.gather_from(x, group, -2, total), mine[:, start:stop], whole),
+        ("gather_seq", lambda x: collectives.gather_seq(x, group, 1, total), mine[:, start:stop], mine),
+        ("reduce_scatter_seq", lambda x: collectives.reduce_scatter_seq(x, group, 1), mine, mine[:, start:stop]),
     ):
         x = given.clone().requires_grad_()
         y = function(x)

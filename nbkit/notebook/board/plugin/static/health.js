@@ -4,7 +4,7 @@ import { bytes, percent } from "./paint.js";
 
 const part = (value, unit, top = null) => (value === null ? "" : `${Math.round(value)}${top === null ? "" : ` of ${Math.round(top)}`} ${unit}`);
 
-// health: as nbkit.notebook.board.plugin.condition makes it. Returns elements.
+// health: as nbkit.notebook.board.plugin.host_health makes it. Returns elements.
 export function healthRows(health) {
   const gpus = health.ranks.some((row) => row.gpu);
   const head = ["", "CPU", "process", ...(gpus ? ["GPU busy", "clock", "temperature", "power", "slowed by"] : [])];

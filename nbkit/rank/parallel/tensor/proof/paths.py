@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nbkit.rank.parallel.tensor.plan import Pair
+from nbkit.rank.parallel.tensor.plan.plan import Pair
 
 __all__ = ["inside", "relative", "relative_path", "under"]
 

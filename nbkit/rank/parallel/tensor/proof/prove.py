@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.chain import unchanged
-from nbkit.rank.parallel.gates import plain_attention
-from nbkit.rank.parallel.skeleton import placeholder
-from nbkit.rank.parallel.tensor.choose import candidates
-from nbkit.rank.parallel.tensor.heads import shrink
-from nbkit.rank.parallel.tensor.plan import Pair, TensorPlan
+from nbkit.rank.parallel.module.meta_module import placeholder
+from nbkit.rank.parallel.pipeline.layer_chain import unchanged
+from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.tensor.plan.choose import candidates
+from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.proof.calls import kind_of
 from nbkit.rank.parallel.tensor.proof.capture import Call, Capture, Given
 from nbkit.rank.parallel.tensor.proof.gradients import Gradients
@@ -32,7 +32,7 @@ from nbkit.rank.parallel.tensor.proof.paths import inside, relative, relative_pa
 from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run
 from nbkit.rank.parallel.tensor.proof.twin import Unit
 from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
-from nbkit.rank.parallel.tensor.sequence import chains
+from nbkit.rank.parallel.tensor.sequence_parallel import chains
 
 __all__ = ["prove"]
 

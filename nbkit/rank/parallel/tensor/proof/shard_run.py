@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.attention import _Weights
-from nbkit.rank.parallel.tensor.kinds import sizes
-from nbkit.rank.parallel.tensor.link import first_tensor, mapped
-from nbkit.rank.parallel.tensor.plan import Pair
+from nbkit.rank.parallel.tensor.column_row_pair import first_tensor, mapped
+from nbkit.rank.parallel.tensor.plan.linear_types import sizes
+from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
 from nbkit.rank.parallel.tensor.proof.compare import unlike
 from nbkit.rank.parallel.tensor.proof.twin import Unit, WithoutDropout, twin_of

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.layout import bounds
-from nbkit.rank.parallel.skeleton import placeholder
-from nbkit.rank.parallel.tensor.heads import shrink
-from nbkit.rank.parallel.tensor.kinds import core, feature_dims, sizes
-from nbkit.rank.parallel.tensor.link import become
-from nbkit.rank.parallel.tensor.plan import Pair
+from nbkit.rank.parallel.module.meta_module import placeholder
+from nbkit.rank.parallel.tensor.column_row_pair import become
+from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, sizes
+from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
 
 __all__ = ["Maps", "Unit", "WithoutDropout", "twin_of"]

@@ -1,0 +1,171 @@
+"""Output of a rank, marked and kept: every message an engine publishes while a cell runs passes here once.
+
+Each gets the cell it belongs to and a number, so that the notebook knows when it has all of them, and each is
+written to disk before it is sent, so that a notebook which comes later can be given what it missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from nbkit.bridge.output.comms import Comms
+from nbkit.wire.cells import COMM_TYPES
+from nbkit.wire.encoding import encodable
+
+OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
+FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
+LOG_LIMIT = 64 << 20  # bytes of one rank's replay log; older cells are dropped first
+
+
+@dataclass
+class Capturing:
+    """What one cell has published so far."""
+
+    cell: str
+    count: int = 0
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass
+class Capture:
+    """Wraps `session.send` of an engine. One per process."""
+
+    rank: int
+    folder: Path
+    stack: list[Capturing] = field(default_factory=list)
+    last: str = ""
+    starts: dict[str, int] = field(default_factory=dict)  # cell -> where its outputs begin in the replay log
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def install(self, session: Any) -> None:
+        """Put this between everything that publishes and the socket."""
+        self._send: Callable[..., Any] = session.send
+        self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
+        self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+        self.comms = Comms(self._deliver, self._keep, self._mark)
+        session.send = self.send
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush_interval = FLUSH_SECONDS  # type: ignore[union-attr]
+
+        def plain() -> None:
+            # A forked child (multiprocessing, DataLoader workers) has neither the thread that publishes nor a count
+            # of its own. What it prints goes through the descriptors, which this process reads.
+            session.send = lambda *args, **options: None
+            self.lock = threading.Lock()  # another thread may have held it
+            sys.stdout = open(os.dup(1), "w", buffering=1, errors="replace")
+            sys.stderr = open(os.dup(2), "w", buffering=1, errors="replace")
+
+        os.register_at_fork(after_in_child=plain)
+
+    def begin(self, cell: str) -> Capturing:
+        """From now on output belongs to `cell`."""
+        capturing = Capturing(cell)
+        with self.lock:
+            self._trim()
+            self.stack.append(capturing)
+            self.last = cell
+            self.starts[cell] = self._replay.tell()
+        return capturing
+
+    def end(self, capturing: Capturing) -> None:
+        """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.comms.settle()
+        with self.lock:
+            self.stack.remove(capturing)
+
+    def send(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
+        """`Session.send`, with the cell's mark on what is output."""
+        message = isinstance(msg_or_type, dict)
+        kind = msg_or_type["msg_type"] if message else msg_or_type
+        if kind == "status" and ((options.get("parent") or {}).get("metadata") or {}).get("nbkit") == "call":
+            return None  # nobody waits for busy and idle of our own calls, and each costs two hops
+        if kind in ("execute_result", "error"):
+            # Both travel in the record that answers the cell, in one message instead of two.
+            with self.lock:
+                if self.stack:
+                    body = msg_or_type["content"] if message else content
+                    setattr(self.stack[-1], "result" if kind == "execute_result" else "error", encodable(body))
+                    return None
+        if kind in COMM_TYPES:
+            return self.comms.send(stream, kind, content, **options)
+        if kind in OUTPUT_TYPES:
+            body = msg_or_type["content"] if message else content
+            if self.comms.take(kind, body):
+                return self._write_text(kind, body)
+            mark = self._keep(kind, body)
+            if message:
+                msg_or_type["metadata"]["nbkit"] = mark
+            else:
+                options["metadata"] = {**(options.get("metadata") or {}), "nbkit": mark}
+        return self._deliver(stream, msg_or_type, content, *rest, **options)
+
+    def _deliver(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
+        try:
+            return self._send(stream, msg_or_type, content, *rest, **options)
+        except UnicodeEncodeError:  # nothing has gone out; a message that is not sent would be waited for
+            return self._send(stream, encodable(msg_or_type), encodable(content), *rest, **options)
+
+    def publish(self, kind: str, content: dict[str, Any], stream: Any) -> None:
+        """Send a message of nbkit's own to every notebook that listens."""
+        self.send(stream, kind, content, metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
+
+    def missed(self, cell: str, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """Outputs of `cell` as they were sent, about `limit` bytes of them, and the cursor to go on from.
+
+        cursor: 0 for the cell's first output.
+        """
+        found: list[dict[str, Any]] = []
+        with open(self.folder / f"rank{self.rank}.jsonl", encoding="utf-8") as log:
+            start = cursor or self.starts.get(cell, 0)
+            log.seek(start)
+            while log.tell() - start < limit and (line := log.readline()).endswith("\n"):
+                kept = json.loads(line)
+                if kept["cell"] == cell:
+                    found.append(kept)
+                cursor = log.tell()
+        return found, cursor
+
+    def _keep(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            mark = self._mark()
+            if self.stack:
+                mark["seq"] = self.stack[-1].count
+                self.stack[-1].count += 1
+            self._replay.write(json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
+            self._replay.flush()
+        self._write_text(kind, content)
+        return mark
+
+    def _mark(self) -> dict[str, Any]:
+        """Of a message that is not counted."""
+        stack = self.stack
+        return {"rank": self.rank, "cell": stack[-1].cell if stack else self.last, "seq": -1}
+
+    def _write_text(self, kind: str, content: dict[str, Any]) -> None:
+        if kind == "stream":
+            with self.lock:
+                self._text.write(content["text"])
+                self._text.flush()
+
+    def _trim(self) -> None:
+        """Before a cell and not after one: the last cell's outputs may still be asked for."""
+        if self._replay.tell() > LOG_LIMIT and not self.stack:
+            self._replay.seek(0)  # truncating leaves the position, and `starts` is made of it
+            self._replay.truncate()
+            self.starts.clear()
+
+
+def _open_private(path: Path) -> TextIO:
+    return open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8", errors="backslashreplace"
+    )

@@ -1,0 +1,1 @@
+"""The process that forks the ranks of a cluster and watches them."""

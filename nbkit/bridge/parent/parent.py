@@ -1,0 +1,300 @@
+"""The parent of the ranks: imports torch once, forks every rank from itself, reaps them, and lets go in the end.
+
+It is what stays when the notebook is gone. It holds no socket of zmq and no thread, so that it can fork at any
+time, and it does four things: it names how a rank ended; it releases the ranks of a cell in which one failed;
+it ends a rank that answers to nothing when a notebook asks for that; and it ends the cluster when the
+controller is gone or nobody has used it for its time to live.
+
+    python -m nbkit.bridge.parent.parent FOLDER
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nbkit.bridge.parent import spec as specs
+from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
+from nbkit.bridge.parent.controller import controller_of, end_schedulers
+from nbkit.bridge.parent.link import Link
+from nbkit.rank.world.place import open_listener
+from nbkit.wire import interrupts
+from nbkit.wire.processes import Process
+
+START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
+GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
+TICK_SECONDS = 1.0
+
+
+@dataclass
+class Child:
+    """A rank as its parent sees it."""
+
+    rank: int
+    pid: int
+    link: Link
+    ready: bool = False
+    cells: set[str] = field(default_factory=set)  # ids of those that run
+
+
+class Parent:
+    """See the module's text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.listener = open_listener()
+        self.spec = specs.read(folder / "spec.json", port=self.listener.getsockname()[1])
+        self.children: dict[int, Child] = {}
+        self.dead: set[int] = set()
+        self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
+        self.seen = time.monotonic()
+        self.oom_kills = oom_kills()
+        self.selector = selectors.DefaultSelector()
+        self.ending = False
+        self.messengers: list[int] = []
+        self.controller: Process | None = None
+
+    def run(self) -> None:
+        """Until every rank has ended."""
+        wake, woken = socket.socketpair()
+        wake.setblocking(False)
+        woken.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self.end_all("the cluster was stopped"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        self.selector.register(woken, selectors.EVENT_READ, None)
+        for rank in range(len(self.spec.pins)):
+            if self.ending:
+                break
+            self.start_rank(rank)
+        self.listener.close()
+        if self.ending:  # the signal may have come while one was being forked
+            self.end_all("the cluster was stopped while it started")
+        while self.children:
+            for key, _ in self.selector.select(self._patience()):
+                if key.data is None:
+                    woken.recv(4096)
+                else:
+                    self._hear(self.children.get(key.data))
+            self._reap()
+            self._release_due()
+            self._let_go()
+        log("every rank has ended")
+
+    def start_rank(self, rank: int) -> None:
+        """Fork a rank from this process, which has torch in memory; where forking is unsafe, start it afresh."""
+        mine, theirs = socket.socketpair()
+        listener = self.listener if rank == 0 else None
+        if self.spec.forked:
+            pid = os.fork()
+            if pid == 0:
+                mine.close()
+                self._become(rank, theirs, listener)
+        else:
+            from nbkit.bridge.parent import spawned
+
+            pid = spawned.start(self.folder, self.spec.port, rank, theirs, listener)
+        theirs.close()
+        child = self.children[rank] = Child(rank, pid, Link(mine))
+        self.selector.register(mine, selectors.EVENT_READ, rank)
+        log(f"rank {rank} is pid {child.pid}")
+
+    def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None) -> None:
+        """In the child: drop what belongs to the parent, then be a rank."""
+        try:
+            os.setsid()  # so that what this rank starts can be ended with it
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            self.selector.close()
+            for child in self.children.values():
+                child.link.sock.close()
+            if listener is None:
+                self.listener.close()
+            from nbkit.bridge import engine
+
+            engine.main(self.spec, rank, listener, Link(theirs))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+    def _hear(self, child: Child | None) -> None:
+        messages = child.link.receive() if child else None
+        if child is None or messages is None:
+            if child:
+                self.selector.unregister(child.link.sock)
+            return
+        for message in messages:
+            self._heard(child, message)
+
+    def _heard(self, child: Child, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "cell" and message["state"] == "running":
+            self.seen = time.monotonic()
+            self._began(child, message["cell"], message["ranks"])
+        elif event == "cell":
+            self.seen = time.monotonic()
+            self._ended(child, message["cell"], message["state"])
+        elif event == "ready":
+            child.ready = True
+        elif event == "seen":
+            self.seen = time.monotonic()
+        elif event == "interrupt" and (other := self.children.get(message["rank"])):
+            interrupts.send(self.folder / "output", other.rank, message["cell"], partial(os.kill, other.pid))
+        elif event == "end" and message["rank"] in self.children:
+            log(f"rank {message['rank']} answers to nothing and is ended on request")
+            kill_group(self.children[message["rank"]].pid)
+
+    def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
+        child.cells.add(cell)
+        # It was on its way when the rank died, and nothing else would end its wait for that one.
+        for rank in self.dead.intersection(ranks):
+            child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
+
+    def _ended(self, child: Child, cell: str, state: str) -> None:
+        child.cells.discard(cell)
+        if state == "error" and cell not in self.due:
+            self.due[cell] = (time.monotonic() + GRACE_SECONDS, f"rank {child.rank} failed")
+
+    def _release_due(self) -> None:
+        now = time.monotonic()
+        for cell, (when, why) in list(self.due.items()):
+            waiting = [child for child in self.children.values() if cell in child.cells]
+            if now >= when or not waiting:
+                del self.due[cell]
+                for child in waiting:
+                    child.link.send(do="release", cell=cell, reason=why)
+
+    def _reap(self) -> None:
+        for child in list(self.children.values()):
+            if not has_ended(child.pid):
+                continue
+            kill_group(child.pid)  # its process group: DataLoader workers and commands it had started
+            del self.children[child.rank]
+            _, status = os.waitpid(child.pid, 0)
+            how = self._how(status)
+            log(f"rank {child.rank} (pid {child.pid}) ended: {how}")
+            self._close(child)
+            if not self.ending:
+                self._mourn(child, how)
+        self.messengers = [pid for pid in self.messengers if os.waitpid(pid, os.WNOHANG)[0] == 0]
+
+    def _close(self, child: Child) -> None:
+        """Read the last words of a rank that has ended, the cells it had begun among them."""
+        if child.link.sock in self.selector.get_map():
+            self.selector.unregister(child.link.sock)
+        child.link.sock.setblocking(False)
+        while (messages := child.link.receive()) is not None:
+            for message in messages:
+                self._heard(child, message)
+        child.link.sock.close()
+
+    def _mourn(self, child: Child, how: str) -> None:
+        """A rank ended that should not have: tell everybody, and release those that wait for it."""
+        self.dead.add(child.rank)
+        death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
+        (self.folder / f"rank{child.rank}.end.json").write_text(json.dumps(death))
+        if not all(other.ready for other in (child, *self.children.values())):
+            self.end_all(f"rank {child.rank} ended while the cluster was starting")
+            return
+        for other in self.children.values():
+            other.link.send(do="died", **death)
+            for cell in child.cells:
+                other.link.send(do="release", cell=cell, reason=f"rank {child.rank} died")
+        self._tell_hub(child.rank)
+
+    def _how(self, status: int) -> str:
+        if not os.WIFSIGNALED(status):
+            return f"it exited with code {os.WEXITSTATUS(status)}"
+        name = signal.Signals(os.WTERMSIG(status)).name
+        kills = oom_kills()
+        if name == "SIGKILL" and kills > self.oom_kills:
+            self.oom_kills = kills
+            return "SIGKILL: the kernel ended it because memory ran out"
+        return name
+
+    def _tell_hub(self, rank: int) -> None:
+        """Tell ipyparallel's hub, which would otherwise wait for heartbeats, from a process of its own."""
+        pid = os.fork()
+        if pid:
+            self.messengers.append(pid)
+            return
+        try:
+            signal.set_wakeup_fd(-1)
+            from nbkit.bridge.parent.hub import unregister
+
+            unregister(Path(self.spec.engine_file), rank)
+        finally:
+            os._exit(0)
+
+    def _let_go(self) -> None:
+        if self.ending:
+            return
+        self.controller = controller = self.controller or controller_of(self.folder)
+        if any(child.cells or not child.ready for child in self.children.values()):
+            self.seen = time.monotonic()
+        elif controller and not controller.is_alive():
+            self.end_all("the controller is gone")
+        elif time.monotonic() - self.seen > self.spec.ttl:
+            if controller:
+                controller.end(signal.SIGTERM)
+            self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
+
+    def end_all(self, why: str) -> None:
+        """End every rank: at once, because an idle rank has nothing to put in order."""
+        self.ending = True
+        log(f"ending the ranks: {why}")
+        for child in self.children.values():
+            kill_group(child.pid)
+        end_schedulers(self.folder, self.controller)
+
+    def _patience(self) -> float:
+        soonest = min((when for when, _ in self.due.values()), default=None)
+        return TICK_SECONDS if soonest is None else max(0.0, min(TICK_SECONDS, soonest - time.monotonic()))
+
+
+def log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
+
+
+def main() -> None:
+    folder, began = Path(sys.argv[1]), time.monotonic()
+    parent = Parent(folder)
+    # What ranks need, imported once; every fork has it for nothing. CUDA stays untouched: a forked child
+    # could not use it any more.
+    import torch.distributed
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    import nbkit.bridge.engine  # noqa: F401
+
+    while not Path(parent.spec.engine_file).exists():
+        time.sleep(0.01)
+        if not parent.spec.launcher.is_alive() or time.monotonic() - began > START_SECONDS:
+            log("the start was given up")
+            if controller := controller_of(folder):
+                controller.end(signal.SIGTERM)
+            return
+    gc.collect()
+    gc.freeze()  # pages that no collection touches stay shared
+    parent.run()
+
+
+if __name__ == "__main__":
+    main()

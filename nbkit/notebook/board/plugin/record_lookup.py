@@ -1,0 +1,121 @@
+"""One record out of the files of a run, wherever in them it lies, without reading them all.
+
+The files are searched as bytes for how a line begins: 16 MiB take some milliseconds. What is older than the two parts
+is there as the overview's mean.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+from nbkit.records.record_file import old_part, overview_of
+from nbkit.records.records import Detail, EventRecord, Group, MemoryRecord, Record, StepRecord, from_line
+
+__all__ = ["detail_near", "events_of", "groups_of", "newest_memory", "overview_sample", "step_at"]
+
+_AT_MOST = 2000
+
+
+def step_at(path: Path, step: int) -> StepRecord | None:
+    """The record of a step; an overview's mean over the steps around it where that is all there is; or None."""
+    for data in _parts(path):
+        at = data.rfind(b'\n{"kind":"step","step":%d,' % step)
+        if at >= 0 and isinstance(found := _line(data, at + 1), StepRecord):
+            return found
+    for line in _overview(path):
+        last = _step_in(line)
+        if last is not None and last >= step:
+            found = from_line(line)
+            return found if isinstance(found, StepRecord) and last - found.span < step else None
+    return None
+
+
+def detail_near(path: Path, step: int) -> Detail | None:
+    """Of the steps that were kept moment by moment, the last one up to `step`, else the first after it."""
+    before: tuple[int, Record | None] | None = None
+    after: tuple[int, Record | None] | None = None
+    for data in _parts(path):
+        for at in _all(data, b'\n{"kind":"detail","step":'):
+            number = _step_in(data[at + 1 : at + 60])
+            if number is None:
+                continue
+            if number <= step and (before is None or number >= before[0]):
+                before = number, _line(data, at + 1)
+            elif number > step and (after is None or number < after[0]):
+                after = number, _line(data, at + 1)
+    best = before or after
+    return best[1] if best is not None and isinstance(best[1], Detail) else None
+
+
+def newest_memory(path: Path) -> MemoryRecord | None:
+    """The last time that memory was counted."""
+    for data in _parts(path):
+        at = data.rfind(b'\n{"kind":"memory",')
+        if at >= 0 and isinstance(found := _line(data, at + 1), MemoryRecord):
+            return found
+    return None
+
+
+def events_of(path: Path) -> list[EventRecord]:
+    """Every event of a rank's two parts, the oldest first."""
+    found: list[EventRecord] = []
+    for data in _parts(path):
+        those = [_line(data, at + 1) for at in _all(data, b'\n{"kind":"event",')]
+        found = [one for one in those if isinstance(one, EventRecord)] + found
+    return found[-_AT_MOST:]
+
+
+def groups_of(path: Path) -> list[Group]:
+    """The groups that a rank has made calls on: a part begins with those that were known, later ones follow."""
+    found = {one.label: one for data in _parts(path) for one in _groups_in(data)}
+    return list(found.values())
+
+
+def overview_sample(path: Path, num: int) -> list[StepRecord]:
+    """At most about `num` lines of the overview, evenly spaced, the oldest first."""
+    lines = _overview(path)
+    every = max(1, len(lines) // num)
+    # Counted from the end, so that all ranks choose the same steps and the newest is among them.
+    chosen = lines[::-1][::every][::-1]
+    return [record for line in chosen if isinstance(record := from_line(line), StepRecord)]
+
+
+def _groups_in(data: mmap.mmap) -> list[Group]:
+    those = [_line(data, at + 1) for at in _all(data, b'\n{"kind":"group",')]
+    return [one for one in those if isinstance(one, Group)]
+
+
+def _overview(path: Path) -> list[bytes]:
+    try:
+        return overview_of(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _parts(path: Path) -> Iterator[mmap.mmap]:
+    """The newest part, then the one before it."""
+    for part in (path, old_part(path)):
+        try:
+            with part.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                yield data
+        except (FileNotFoundError, ValueError):  # ValueError: it is empty
+            continue
+
+
+def _all(data: mmap.mmap, needle: bytes) -> Iterator[int]:
+    at = data.find(needle)
+    while at >= 0:
+        yield at
+        at = data.find(needle, at + len(needle))
+
+
+def _line(data: mmap.mmap, start: int) -> Record | None:
+    stop = data.find(b"\n", start)
+    return from_line(data[start:stop]) if stop >= 0 else None
+
+
+def _step_in(line: bytes) -> int | None:
+    number = line.partition(b'"step":')[2].partition(b",")[0]
+    return int(number) if number.isdigit() else None

@@ -1,0 +1,90 @@
+"""A run from its first step to its newest as a bounded number of points, and what has been added since a cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbkit.records.readings import Bar
+from nbkit.records.records import StepRecord
+
+__all__ = ["PARTS", "Timeline", "point_of"]
+
+PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
+POINTS = 480
+
+Point = list[Any]  # last step, span, seconds, each of PARTS, tokens/s or None, loss or None, strategy
+_MEANS = range(2, 5 + len(PARTS))
+
+
+def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> Point:
+    """The mean over ranks of one step: its number, how many steps it stands for, seconds, parts, numbers, strategy."""
+    first = steps[min(steps)]
+    seconds = sum(one.seconds for one in steps.values()) / len(steps)
+    parts = [_short(sum(getattr(bar, part) for bar in bars) / len(bars)) if bars else 0.0 for part in PARTS]
+    numbers = first.numbers
+    tokens = numbers.get("tokens")
+    wall = numbers.get("seconds") or seconds
+    rate = _short(tokens / wall) if isinstance(tokens, (int, float)) and wall else None
+    loss = numbers.get("loss")
+    return [
+        first.step,
+        first.span,
+        _short(seconds),
+        *parts,
+        rate,
+        _short(loss) if isinstance(loss, (int, float)) else None,
+        str(numbers.get("strategy", "")),
+    ]
+
+
+class Timeline:
+    """Points in order of their steps. epoch: changes whenever points that were there have changed."""
+
+    def __init__(self, points: int = POINTS) -> None:
+        self.points: list[Point] = []
+        self.epoch = 0
+        self._at_most = points
+
+    def add(self, point: Point) -> None:
+        """One more; a training that was taken back to an earlier step loses what came after it."""
+        if self.points and point[0] <= self.points[-1][0]:
+            self.points = [one for one in self.points if one[0] < point[0]]
+            self.epoch += 1
+        self.points.append(point)
+        if len(self.points) > self._at_most:
+            self._fold()
+
+    def since(self, epoch: int, count: int) -> tuple[int, list[Point]]:
+        """(how many of the reader's `count` points still hold, the points to put after them)."""
+        keep = min(count, len(self.points)) if epoch == self.epoch else 0
+        return keep, self.points[keep:]
+
+    def _fold(self) -> None:
+        """Neighbours become means, until half as many are left; each then stands for about as many steps."""
+        total = self.points[-1][0] - self.points[0][0] + self.points[0][1]
+        width = 2 * total / self._at_most
+        folded: list[Point] = [self.points[0]]
+        for point in self.points[1:]:
+            last = folded[-1]
+            # Steps of two strategies are never mixed.
+            if last[1] + point[1] <= max(width, 2) and last[-1] == point[-1]:
+                folded[-1] = _mean(last, point)
+            else:
+                folded.append(point)
+        self.points = folded[-self._at_most :]
+        self.epoch += 1
+
+
+def _mean(a: Point, b: Point) -> Point:
+    span = a[1] + b[1]
+    means = []
+    for i in _MEANS:
+        known = [(one[i], one[1]) for one in (a, b) if one[i] is not None]
+        weight = sum(n for _, n in known)
+        means.append(_short(sum(value * n for value, n in known) / weight) if known else None)
+    return [b[0], span, *means, b[-1]]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,151 @@
+"""One step of a run as the page draws it: numbers only, each measured unless its name says modelled or formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from nbkit.notebook.board.plugin import step_timeline
+from nbkit.notebook.board.plugin.host_health import health
+from nbkit.notebook.board.plugin.run_follower import Run, strategy_of
+from nbkit.notebook.board.plugin.run_timeline import PARTS
+from nbkit.planner import forecast
+from nbkit.records.advice import reading
+from nbkit.records.pipeline_links import Link, links, slow_link
+from nbkit.records.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.records import LISTEN_EVERY, StepRecord
+
+__all__ = ["lateness", "picture"]
+
+
+def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
+    """What there is to see of a step. Empty but for "step" when no rank has a record of it.
+
+    replica: which of the pipelines is drawn, where there are several.
+    """
+    steps = run.picture_of(step)
+    if not steps:
+        return {"step": step, "ranks": []}
+    first = steps[min(steps)]
+    strategy = strategy_of(steps) or (run.headers[min(run.headers)].strategy if run.headers else "")
+    # Not every step times its calls; those before do.
+    before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
+    alike = (one for one in before if strategy_of(one) == strategy_of(steps))
+    of, rows = bars(steps, run.members), table(steps, run.members, near=alike)
+    usual = usual_bars(run.near(step), run.members) or of  # a sentence on one step alone would change with each
+    predicted = forecast.in_force(forecast.read(run.folder), step)
+    return {
+        "step": first.step,
+        "asked": step,
+        "span": first.span,
+        "strategy": strategy,
+        "numbers": {key: short(value) for key, value in first.numbers.items()},
+        "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
+        "seconds": short(_mean(record.seconds for record in steps.values())),
+        "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
+        "missing": sorted(set(range(run.world_size)) - set(steps)),
+        "reading": reading(usual, rows, slow=_slow_link(run, step, rows, of)),
+        # As the sentence has it, which one step that was broken by chance does not change.
+        "late": _late(usual) or _late(of),
+        "table": [_row(row, predicted) for row in rows],
+        "formula": predicted is not None and bool(predicted.traffic),
+        "traffic": _traffic(run, steps),
+        "memory": _memory(run, step, predicted),
+        "health": health(run),
+        "moments": step_timeline.of_step(run, step, strategy, replica=replica),
+        "own": short(_mean(record.own_seconds for record in steps.values())),
+        "lost": sum(record.lost for record in steps.values()),
+    }
+
+
+def lateness(run: Run) -> dict[str, Any]:
+    """Which ranks the others waited for, in the newest steps: rank, in how many, seconds, cause; the most first."""
+    found: dict[int, list[Any]] = {}
+    for late in run.late:
+        if late is not None:
+            found.setdefault(late.rank, []).append(late)
+    rows = [
+        {
+            "rank": rank,
+            "steps": len(those),
+            "seconds": short(median(late.seconds for late in those)),
+            "cause": those[-1].cause,
+        }
+        for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+    return {"of": len(run.late), "rows": rows[:8]}
+
+
+def short(value: Any) -> Any:
+    """Five digits are more than anyone sees."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
+    """Of a pipeline, from the moments nearest to the step."""
+    if not of or not any(row.op == "recv" for row in rows):
+        return None
+    details = {rank: one for rank in run.files if (one := run.detail_of(rank, step)) is not None}
+    newest = max((one.step for one in details.values()), default=0)
+    offsets = {rank: header.offset_ns for rank, header in run.headers.items()}
+    every = links({rank: one for rank, one in details.items() if one.step == newest}, offsets)
+    return slow_link(every, _mean(bar.seconds for bar in of))
+
+
+def _late(of: list[Bar]) -> dict[str, Any] | None:
+    late = late_rank(of)
+    return None if late is None else {"rank": late.rank, "seconds": short(late.seconds), "cause": late.cause}
+
+
+def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
+    values = {name: short(getattr(row, name)) for name in Row.__dataclass_fields__}
+    # What one rank sends another receives.
+    op = "send" if row.op == "recv" else row.op
+    terms = predicted.traffic if predicted is not None else ()
+    same = [round(term.bytes) for term in terms if (term.op, term.axis) == (op, row.axis)]
+    values["bytes"], values["formula_bytes"] = round(row.bytes), same[0] if same else None
+    return values
+
+
+def _traffic(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any]:
+    matrix = traffic_matrix(steps, run.members, run.world_size)
+    return {
+        "world": run.world_size,
+        "sent": _cells(matrix.sent),
+        "modelled": _cells(matrix.modelled),
+    }
+
+
+def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[float]]:
+    """[from, to, bytes] where there are any: most ranks talk to few others."""
+    return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
+
+
+def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[dict[str, Any]]:
+    made = []
+    for rank in sorted(run.memory):
+        record = run.memory_of(rank, step)
+        if record is None:
+            continue
+        header = run.headers.get(rank)
+        formula = predicted.memory[rank] if predicted is not None and rank < len(predicted.memory) else None
+        made.append(
+            {
+                "rank": rank,
+                "step": record.step,
+                "parameters": record.parameters,
+                "gradients": record.gradients,
+                "optimizer": record.optimizer,
+                "buffers": record.buffers,
+                "rest": record.rest(header.base_bytes if header else 0),
+                "source": record.source,
+                "formula": None if formula is None else [formula.parameters, formula.gradients, formula.optimizer],
+            }
+        )
+    return made
+
+
+def _mean(values: Any) -> float:
+    every = list(values)
+    return sum(every) / len(every) if every else 0.0

@@ -1,0 +1,1 @@
+"""A cell on its way to the ranks and back: sent, watched, shown, stopped."""

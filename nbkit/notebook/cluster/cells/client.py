@@ -1,0 +1,222 @@
+"""The client of a cluster: calls and requests to ranks, and everything that comes back.
+
+The only file that touches private parts of ipyparallel's Client, each for a reason: its iopub handler drops
+what belongs to an earlier kernel, collects all text of a cell in one growing string, and shows widgets of an engine
+in whatever cell the kernel is asked for last; its public control
+requests are a fixed list; its apply packs the function once per engine; and it sends on raw sockets whose
+streams then miss the event that a reply has come (zmq's file descriptors are edge-triggered, and a send takes
+the edge), so that now and then a reply is never read. Here everything is sent through the streams.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, as_completed
+from concurrent.futures import wait as settle
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+from ipyparallel import serialize
+
+from nbkit.errors import ClusterError
+from nbkit.wire.cells import COMM_TYPES
+from nbkit.wire.remote import Remote
+
+HELLO_SECONDS = 0.3
+Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)
+
+
+class _Client(ipyparallel.Client):  # type: ignore[misc]
+    """ipyparallel's client, with nbkit's own messages taken out of its stream."""
+
+    listener: Listener | None = None
+
+    def _dispatch_iopub(self, frames: list[Any]) -> None:
+        try:
+            self._hand_on(frames)
+        except Exception:
+            # Raised into zmq, it would be the last message of this session.
+            traceback.print_exc(file=sys.__stderr__)
+
+    def _hand_on(self, frames: list[Any]) -> None:
+        _, parts = self.session.feed_identities(frames, copy=False)
+        message = self.session.deserialize(parts, content=True, copy=False)
+        kind, content, mark = message["msg_type"], message["content"], message["metadata"].pop("nbkit", None)
+        if mark is None or self.listener is None:
+            return  # an engine's own, which nobody waits for
+        if kind in COMM_TYPES:
+            buffers = [bytes(buffer) for buffer in message["buffers"]]
+            content = {**content, "metadata": message["metadata"], "buffers": buffers}
+        self.listener(kind, mark, content)
+
+    def _dispatch_reply(self, frames: list[Any]) -> None:
+        try:
+            super()._dispatch_reply(frames)
+        except Exception as error:  # or whoever waits for this reply, which cannot be read, would wait for ever
+            _, parts = self.session.feed_identities(frames, copy=False)
+            answered = self._futures.get(self.session.unpack(parts[2].bytes)["msg_id"])
+            if answered is None or answered.done():
+                raise
+            answered.set_exception(error)
+
+
+class Wire:
+    """A connection to the cluster whose client file is given.
+
+    listener: called on the wire's own thread for each of nbkit's messages from any rank.
+    on_gone: called there with the rank whose engine has left the hub.
+    """
+
+    def __init__(self, client_file: Path, listener: Listener, on_gone: Callable[[int], None]) -> None:
+        self.client = _Client(str(client_file), timeout=30)
+        self.heard: set[int] = set()
+
+        def listen(kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+            if kind == "nbkit_hello":
+                self.heard.add(mark["rank"])
+            else:
+                listener(kind, mark, content)
+
+        self.client.listener = listen
+        self.client._registration_callbacks.append(
+            lambda event: on_gone(int(event["id"])) if event["event"] == "unregister" else None
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.client.ids)
+
+    def wait_for(self, n: int, timeout: float) -> bool:
+        """Whether `n` ranks have registered within `timeout` seconds."""
+        arrived = self.client.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
+        return arrived is None or _settled(arrived, timeout)
+
+    def reach(self, ranks: Iterable[int], timeout: float, is_worth_it: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+        """Make sure that calls and requests reach each rank, and that its messages reach us; what each says of itself.
+
+        A rank's three channels connect in their own time, and zmq drops what is sent to a peer that has not
+        connected yet, or by one. So: again, until it has worked once, or `is_worth_it` says no. Ranks that stay
+        silent are left out.
+        """
+        wanted = set(ranks)
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and is_worth_it():
+            calls = self.call(wanted - set(answers), "nbkit.bridge.calls:hello")
+            requests = self.request(wanted - self.heard, "hello")
+            settle([*calls.values(), *requests.values()], HELLO_SECONDS)
+            answers.update({r: call.result() for r, call in calls.items() if call.done() and not call.exception()})
+            if wanted <= set(answers) and self._hears(wanted):
+                break
+        return {rank: answer for rank, answer in answers.items() if rank in self.heard}
+
+    def listen_to(self, ranks: Iterable[int], timeout: float) -> None:
+        """`reach` for ranks that may be busy: make sure that their messages arrive here."""
+        wanted, deadline = set(ranks), time.monotonic() + timeout
+        while not wanted <= self.heard and time.monotonic() < deadline:
+            self.request(wanted - self.heard, "hello")
+            self._hears(wanted)
+
+    def _hears(self, ranks: set[int]) -> bool:
+        deadline = time.monotonic() + HELLO_SECONDS
+        while not ranks <= self.heard and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return ranks <= self.heard
+
+    def call(self, ranks: Iterable[int], target: str, *args: Any) -> dict[int, Future[Any]]:
+        """Call `module:function` in the main thread of each rank, after what it is doing now."""
+        packed = serialize.pack_apply_message(Remote(target), args, {})
+        futures: dict[int, Future[Any]] = {}
+        for rank in ranks:
+            if rank not in self.client._engines:
+                futures[rank] = Future()
+                futures[rank].set_exception(ClusterError(f"Rank {rank} has left the cluster."))
+                continue
+            futures[rank] = self.client._send(
+                self.client._mux_stream,
+                "apply_request",
+                buffers=packed,
+                ident=self.client._engines[rank].encode(),
+                metadata={"nbkit": "call"},
+                track_outstanding=True,
+            )
+            futures[rank].add_done_callback(self._forget)
+        return futures
+
+    def _forget(self, answered: Future[Any]) -> None:
+        """The client keeps what belongs to a call until its status messages have come, and ours send none."""
+        client, message = self.client, answered.msg_id  # type: ignore[attr-defined]
+        for table in (client.results, client.metadata, client._futures, client._output_futures):
+            table.pop(message, None)
+        client.history.clear()
+
+    def relay(self, rank: int, kind: str, content: dict[str, Any], metadata: Any, buffers: Any) -> None:
+        """Send a comm message of a page on to the rank where the widget lives; it is handled between two cells."""
+        if (engine := self.client._engines.get(rank)) is not None:
+            self.client._send(
+                self.client._mux_stream,
+                kind,
+                content=content,
+                metadata=metadata,
+                buffers=buffers,
+                ident=engine.encode(),
+            )
+
+    def request(self, ranks: Iterable[int], do: str, **content: Any) -> dict[int, Future[Any]]:
+        """Ask each rank something now, whatever it is doing; the futures hold whole reply messages."""
+        known = set(self.client.ids)
+        return {
+            rank: self.client._send(
+                self.client._control_stream,
+                "nbkit_request",
+                content={"do": do, **content},
+                ident=self.client._engines[rank].encode(),
+            )
+            for rank in ranks
+            if rank in known
+        }
+
+    def call_and_wait(self, ranks: Iterable[int], target: str, *args: Any, timeout: float = 600.0) -> dict[int, Any]:
+        """`call`, and what each rank returned. Raises what one of them raised."""
+        futures = self.call(ranks, target, *args)
+        for future in as_completed(futures.values(), timeout):
+            if isinstance(result := future.result(), ipyparallel.error.IPythonError):
+                raise result  # the client hands errors over as results
+        return {rank: future.result() for rank, future in futures.items()}
+
+    def ask(self, ranks: Iterable[int], do: str, timeout: float = 2.0, **content: Any) -> dict[int, dict[str, Any]]:
+        """`request`, and the replies; ranks that do not answer in `timeout` seconds are left out."""
+        futures = self.request(ranks, do, **content)
+        deadline = time.monotonic() + timeout
+        answers = {}
+        for rank, future in futures.items():
+            try:
+                content = dict(future.result(max(0.01, deadline - time.monotonic()))["content"])
+            except TimeoutError:
+                continue
+            if content["status"] == "ok":
+                answers[rank] = content
+        return answers
+
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run on the wire's thread."""
+        self.client._io_loop.add_callback(function, *args)
+
+    def later(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+        """Run on the wire's thread in `seconds`. Call from that thread only."""
+        return self.client._io_loop.call_later(seconds, function, *args)
+
+    def close(self) -> None:
+        self.client.close(linger=0)
+
+
+def _settled(future: Future[Any], timeout: float) -> bool:
+    try:
+        future.result(timeout)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""What a cell gave: values, output and status per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbkit.wire.cells import CellRecord, ranks_text
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outcome of a cell on every rank that ran it.
+
+    values: rank -> value of the last expression: itself if it is plain data (numbers, text, lists, dicts),
+    its text otherwise (`%pull` fetches objects). output: rank -> what it printed. seconds: rank -> run time.
+    status: "ok", "error" or "interrupted".
+    """
+
+    values: Mapping[int, Any]
+    output: Mapping[int, str]
+    seconds: Mapping[int, float]
+    status: str
+    generation: int
+
+    def __repr__(self) -> str:
+        ranks = ranks_text(list(self.seconds))
+        slowest = max(self.seconds.values(), default=0.0)
+        return f"<Results of ranks {ranks}: {self.status}, {slowest:.3g} s>"
+
+
+def value_of(record: CellRecord) -> Any:
+    """A record's value as `Results.values` holds it."""
+    if record.value is not None or record.bundle is None:
+        return record.value
+    return record.bundle["data"].get("text/plain")
+
+
+def group_by_text(records: Mapping[int, CellRecord]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+    """Values to show: (ranks, mime bundle) with equal ones folded, in the order of their lowest rank."""
+    groups: list[tuple[list[int], dict[str, Any]]] = []
+    for rank in sorted(records):
+        bundle = records[rank].bundle
+        if bundle is None:
+            continue
+        for ranks, shown in groups:
+            if shown["data"] == bundle["data"]:
+                ranks.append(rank)
+                break
+        else:
+            groups.append(([rank], bundle))
+    return [(tuple(ranks), bundle) for ranks, bundle in groups]

@@ -1,0 +1,251 @@
+"""The user's side of Stop: a ladder. Every rung is told on screen, and none is taken before the one below had its time.
+
+1. Every rank is asked to stop, over the channel that works while its main thread is busy.
+2. A rank that has not answered after ANSWER_SECONDS keeps its interpreter to itself, or is suspended. It is interrupted
+   from outside, by SIGINT, as the stop button does it with a plain kernel.
+3. PATIENCE_SECONDS after that a warning says which ranks have not ended, since when, what they do, and what a further
+   press does. Nobody has been ended so far, however often Stop was pressed: a press that comes too early is answered
+   with how long it is still to wait.
+4. A press made when the warning has been on screen for READ_SECONDS ends the ranks that it names; their variables
+   are lost.
+5. A press after that gives the notebook back, whatever is wrong.
+
+Without a press nobody is ended: a long C call looks like a rank that is stuck, and only the user knows which it is.
+The exception is `--timeout`. Its user has said beforehand how long the cell may take, because nobody may be there to
+press: Run All would wait for ever. There the warning says when its ranks are ended, END_AFTER_SECONDS later.
+
+The ladder belongs to the cell: whoever stops a cell that is being stopped (the stop button, handle.stop(), the panel)
+presses once more. Each who waits drives it: `tick()` is called about 20 times a second until the cell is over.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from nbkit.errors import CellStopped
+from nbkit.notebook.cluster.cells import rank_signals
+from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.output.display import Screen, same_place
+from nbkit.wire.cells import ranks_text
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds; one that shares a core with many, in hundreds
+PATIENCE_SECONDS = 3.0
+READ_SECONDS = 2.0
+END_AFTER_SECONDS = 30.0
+DYING_SECONDS = 1.0  # a process that was ended is gone, and known to be, in less
+UNSEEN_SECONDS = 5.0  # a warning that is not on screen after this will not come
+LIVE_PATIENCE_SECONDS = 1.5
+
+
+class Stop:
+    """One stop of one cell. end_after: seconds from the warning after which its ranks are ended without a press."""
+
+    def __init__(self, cluster: Cluster, running: Running, reason: str, end_after: float | None) -> None:
+        self.cluster, self.running, self.end_after = cluster, running, end_after
+        running.reason = reason
+        self.began = time.monotonic()
+        self.replies = cluster.post.ask_to_stop(running, list(running.request.ranks))
+        self.last_rung = self.began
+        self.interrupted: list[int] = []
+        self.warned: list[int] = []
+        self.warned_at = 0.0
+        self.shown_at = 0.0  # when the warning was on screen
+        self.ended: list[int] = []
+        self.ended_at = 0.0
+        self.presses = 0
+        self.given_back = False  # to everybody who waits
+        self.answered_presses: set[str] = set()
+        self.screens = [running.outbox.screen]
+        self.words = ""  # what was told last
+        self.lock = threading.Lock()
+
+    def press(self) -> None:
+        """The user wants it to go on; the next tick sees to it."""
+        self.presses += 1
+
+    def show_on(self, screen: Screen) -> None:
+        """Tell what happens there too."""
+        if not any(same_place(screen, other) for other in self.screens):
+            self.screens.append(screen)
+
+    def tick(self) -> None:
+        """Go on with the ladder. Raises CellStopped at the last rung: the notebook is given back."""
+        if not self.lock.acquire(blocking=False):
+            return  # somebody else who waits for the cell is at it
+        try:
+            if self.given_back:
+                self._give_back()
+            pressed, self.presses = self.presses > 0, 0
+            if waiting := self.running.waiting_for:
+                self._climb(waiting, pressed, time.monotonic())
+        finally:
+            self.lock.release()
+
+    def _climb(self, waiting: list[int], pressed: bool, now: float) -> None:
+        unheard = [rank for rank in self._silent(waiting) if rank not in self.interrupted]
+        if unheard and now - self.began > ANSWER_SECONDS:
+            self._interrupt(unheard, now)
+        elif self.running.live:
+            # Ranks that have begun end by themselves; one that has not will not begin, and none is ended for it.
+            if not unheard and (pressed or now - self.last_rung > LIVE_PATIENCE_SECONDS):
+                self.cluster.post.wire.soon(self.running.withdraw)
+        elif not self.warned:
+            if now - self.last_rung > PATIENCE_SECONDS:
+                self._warn(waiting, now)
+            elif pressed:
+                self._have_patience(
+                    "asked", f"who has not ended {self._until_warning(now):.0f} s from now is named here"
+                )
+        elif not self.ended:
+            self._end_or_wait(waiting, pressed, now)
+        elif pressed and now - self.ended_at > DYING_SECONDS:
+            self._give_back()
+        elif self.end_after is not None and now - self.ended_at > self.end_after:
+            self._give_back()
+
+    def _interrupt(self, ranks: list[int], now: float) -> None:
+        through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
+        reached = [
+            rank for rank in ranks if rank_signals.interrupt(self.cluster, rank, self.running.request.id, through)
+        ]
+        self.interrupted += ranks
+        self.last_rung = now
+        if reached:
+            self._tell(
+                f"{_ranks(reached)} {_have(reached)} not answered for {now - self.began:.0f} s and {_are(reached)} "
+                "interrupted from outside now (SIGINT), as a plain kernel is."
+            )
+
+    def _warn(self, waiting: list[int], now: float) -> None:
+        self.warned, self.warned_at = waiting, now
+        lines = [f"{_ranks(waiting)} {_have(waiting)} not ended, {now - self.began:.0f} s after the stop."]
+        silent = self._silent(waiting)
+        doing = {rank: rank_signals.activity(self.cluster, rank) for rank in silent}
+        for what in dict.fromkeys(doing.values()):
+            same = [rank for rank in silent if doing[rank] == what]
+            how = "answers" if len(same) == 1 else "answer"
+            lines.append(f"{_ranks(same)} {how} neither the request nor SIGINT{what and ': '}{what}.")
+        if stubborn := [rank for rank in waiting if rank not in silent]:
+            lines.append(
+                f"{_ranks(stubborn)} {_have(stubborn)} the stop, in code that goes on: a long C call, or it catches "
+                "the interrupt."
+            )
+        if self.end_after is None:
+            lines.append(f"Wait, or press stop again, {READ_SECONDS:.0f} s from now or later:")
+        else:
+            lines.append(f"If not over {self.end_after:.0f} s from now, or when you press stop:")
+        lines.append(f"that ends {_ranks(waiting).lower()}, and {_their(waiting)} variables are lost.")
+        self._tell(" ".join(lines), warning=True)
+
+    def _end_or_wait(self, waiting: list[int], pressed: bool, now: float) -> None:
+        if not self.shown_at:
+            if pressed and now - self.warned_at > UNSEEN_SECONDS:
+                self._give_back()
+            return
+        stood = now - self.shown_at
+        if (pressed and stood > READ_SECONDS) or (self.end_after is not None and stood > self.end_after):
+            self.ended, self.ended_at = waiting, now
+            self._tell(f"{_ranks(waiting)} {_are(waiting)} ended now; {_their(waiting)} variables are lost.")
+            for rank in waiting:
+                if rank in self.running.waiting_for:  # it may end by itself at the last moment
+                    self.cluster.end_rank(rank)
+        elif pressed:
+            self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
+
+    def _have_patience(self, rung: str, until: str) -> None:
+        """Say once on a rung why a press changes nothing yet."""
+        if rung not in self.answered_presses:
+            self.answered_presses.add(rung)
+            self._tell(f"Stop is under way, and nobody is ended yet: {until}.")
+
+    def _until_warning(self, now: float) -> float:
+        ranks_answer = not self._silent(self.running.waiting_for)
+        rung = self.last_rung if ranks_answer or self.interrupted else self.began + ANSWER_SECONDS
+        return max(1.0, rung + PATIENCE_SECONDS - now)
+
+    def _silent(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if not (rank in self.replies and self.replies[rank].done())]
+
+    def _give_back(self) -> None:
+        self.given_back = True
+        raise CellStopped(
+            f"stopped waiting; {self.running.describe()} has not ended. "
+            "→ %cluster wait   or   %cluster restart (variables are lost)"
+        )
+
+    def _tell(self, text: str, *, warning: bool = False) -> None:
+        self.words = text
+        self.cluster.post.wire.soon(self._show, text, warning)
+
+    def _show(self, text: str, warning: bool) -> None:
+        """On the wire's thread, now, even if a flood of output is still on its way to the screen."""
+        for name, wiped in self.running.lines.make_way():
+            self.running.outbox.stream(name, wiped)
+        for screen in self.screens:
+            try:
+                screen.stream("stderr", f"{text}\n")
+            except Exception:  # a screen that is gone; who cannot read the warning is not taken to have read it
+                continue
+            if warning:
+                self.shown_at = time.monotonic()
+
+    def summary(self) -> str:
+        """How it went, for the error that ends the cell."""
+        seconds = time.monotonic() - self.began
+        text = f"{self.running.reason}; ranks {ranks_text(self.running.request.ranks)} were free after {seconds:.1f} s"
+        if self.ended:
+            return f"{text}. {_ranks(self.ended)} had to be ended. → %cluster restart"
+        return f"{text}, variables live on"
+
+
+class Presses:
+    """The stop button while a cell is waited for: the first press interrupts as ever, every later one goes to `stop`.
+
+    stop: None until the first press has begun one.
+    """
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.stop = stop
+        self.interrupted = False
+
+    def __enter__(self) -> Presses:
+        self.before = signal.getsignal(signal.SIGINT)
+        self.taken = callable(self.before) and threading.current_thread() is threading.main_thread()
+        if self.taken:
+            signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self.stop is not None:
+            self.stop.press()
+        elif not self.interrupted and callable(self.before):  # a second one must not keep the ranks from being asked
+            self.interrupted = True
+            self.before(number, frame)
+            self.interrupted = False
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        if self.taken:
+            signal.signal(signal.SIGINT, self.before)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+
+
+def _have(ranks: list[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _are(ranks: list[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
+
+
+def _their(ranks: list[int]) -> str:
+    return "their" if len(ranks) > 1 else "its"

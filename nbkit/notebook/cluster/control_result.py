@@ -1,0 +1,108 @@
+"""What came of a switch, a try, a pause: one line of text, a small table of predicted beside measured, or an error."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbkit import errors
+from nbkit.errors import NbkitError
+
+_DONE = {"pause": "paused", "resume": "going on", "checkpoint": "saved", "stop": "stopped"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """As the ranks tell it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
+
+    result: of a switch or undo the fields of nbkit.records.events.Switched, of a try what Trainer.try_out returns.
+    foretold: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
+    """
+
+    id: str
+    do: str
+    args: Mapping[str, Any]
+    step: int
+    strategy: str
+    ok: bool
+    error: str
+    what: str
+    numbers: str
+    hint: str
+    result: Mapping[str, Any]
+    foretold: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise what the ranks raised."""
+        if self.ok:
+            return
+        kind = getattr(errors, self.error, NbkitError)
+        plain = isinstance(kind, type) and issubclass(kind, NbkitError) and kind.__init__ is NbkitError.__init__
+        raise (kind if plain else NbkitError)(self.what, numbers=self.numbers, hint=self.hint)
+
+    @property
+    def line(self) -> str:
+        """One line."""
+        if not self.ok:
+            return " ".join(part for part in (self.what, f"({self.numbers})" * bool(self.numbers)) if part)
+        if self.do in ("switch", "undo"):
+            return f"{self.result['old']} → {self.result['new']} after step {self.step}"
+        if self.do == "try":
+            tried, before = self.result["step_s"], self.result["before_step_s"]
+            steps = f"{self.result['steps']} step{'s' * (self.result['steps'] != 1)}"
+            beside = f"{seconds(before)} under {self.strategy}" if before else f"{self.strategy} is not measured yet"
+            change = f", {before / tried:.2f} × as fast" if tried and before else ""
+            return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
+        if self.do == "trace":
+            return f"tracing steps {self.result['first']} to {self.result['last']}"
+        where = f" {self.result['path']}" if self.do == "checkpoint" else ""
+        return f"{_DONE[self.do]}{where} after step {self.step}"
+
+    @property
+    def figures(self) -> list[tuple[str, str, str]]:
+        """(what, predicted, measured) of a switch; a prediction may be unknown."""
+        if not self.ok or self.do not in ("switch", "undo"):
+            return []
+        return [
+            ("bytes moved", size(self.foretold.get("moved_bytes")), size(self.result["moved_bytes"])),
+            ("pause", seconds(self.foretold.get("switch_s")), seconds(self.result["pause_s"])),
+        ]
+
+    def __repr__(self) -> str:
+        rows = [f"  {what:<12} predicted {foretold:<10} measured {found}" for what, foretold, found in self.figures]
+        return "\n".join([self.line, *rows, *([f"  {proof(self.result)}"] if rows else [])])
+
+    def _repr_html_(self) -> str:
+        if not self.figures:
+            return f"<span>{html.escape(self.line)}</span>"
+        rows = "".join(
+            f"<tr><td>{html.escape(what)}</td><td>{html.escape(foretold)}</td><td>{html.escape(found)}</td></tr>"
+            for what, foretold, found in self.figures
+        )
+        head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+        return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{proof(self.result)}</small>"
+
+
+def proof(switched: Mapping[str, Any]) -> str:
+    """Whether the state is the same as before."""
+    told = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
+    return told[switched.get("identical")]
+
+
+def size(count: float | None) -> str:
+    """Bytes for people; "unknown" for None."""
+    if count is None:
+        return "unknown"
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds for people; "unknown" for None."""
+    if value is None:
+        return "unknown"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

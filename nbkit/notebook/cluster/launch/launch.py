@@ -1,0 +1,240 @@
+"""Start a cluster: a controller of ipyparallel's and the parent of the ranks, side by side; all or nothing.
+
+The two are slow for different reasons (one forks schedulers, the other imports torch), so they start at the
+same time. What comes back has a world: every rank has answered, after an all-reduce over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
+
+from nbkit.errors import ClusterError, ClusterExists
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.client import Listener, Wire
+from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
+from nbkit.notebook.cluster.launch.pinning import Pin, Pinning
+from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.processes import Process, followers
+
+START_SECONDS = 180.0
+LOG_LINES = 15
+
+
+class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc]
+    """ipyparallel's launcher for the one process that forks the ranks of this host."""
+
+    def find_args(self) -> list[str]:
+        return [sys.executable, "-m", "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
+
+
+def launch(
+    name: str, pinning: Pinning, ttl: float, options: dict[str, object], listener: Listener, on_gone: Any
+) -> tuple[Entry, Wire]:
+    """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
+    folder = _make_folder(name)
+    # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
+    launcher, controller = _parent_launcher(folder, name), _controller_launcher(folder, name)
+    wire = None
+    try:
+        _write_spec(folder, name, pinning, ttl)
+        launcher.start()
+        controller.start()
+        process = Process.of(controller.pid)
+        (folder / "controller.json").write_text(json.dumps(asdict(process)))
+        entry = Entry(
+            name=name,
+            host=socket.gethostname(),
+            n=len(pinning.pins),
+            backend=pinning.backend,
+            ttl=ttl,
+            born=time.time(),
+            controller=process,
+            parent=Process.of(launcher.pid),
+            kernel=Process.of(os.getpid()),
+            labels=tuple(pin.label for pin in pinning.pins),
+            reasons=tuple(pin.why for pin in pinning.pins),
+            options=options,
+        )
+        registry.save(entry)
+        deadline = time.monotonic() + START_SECONDS
+        wire = connect(entry, listener, on_gone, deadline)
+        _await_ranks(entry, wire, deadline)
+        entry = _with_ranks(entry, wire)
+        registry.save(entry)
+        return entry, wire
+    except BaseException:
+        if wire is not None:
+            wire.close()
+        for started in (launcher, controller):
+            if started.pid > 0:
+                _end(started.pid, folder)
+        registry.forget(name)
+        raise
+
+
+def connect(entry: Entry, listener: Listener, on_gone: Any, deadline: float | None = None) -> Wire:
+    """A wire to a cluster's controller, once that has written where it is."""
+    path = entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-client.json"
+    while True:
+        if path.exists() and path.stat().st_size:
+            try:
+                return Wire(path, listener, on_gone)
+            except json.JSONDecodeError:
+                pass  # it is writing
+        if deadline is None or time.monotonic() > deadline or not entry.controller.is_alive():
+            raise _failed(entry, "The controller did not start.", "controller.log")
+        time.sleep(0.01)
+
+
+def _make_folder(name: str) -> Path:
+    if not name or any(not (letter.isalnum() or letter in "-_.") for letter in name) or name.startswith("."):
+        raise ClusterError(
+            "A cluster's name is made of letters, digits, '-', '_' and '.'.",
+            numbers=f"--name {name!r}",
+            hint="--name lesson",
+        )
+    found = registry.find(name)
+    if found and found.is_alive():
+        raise ClusterExists(
+            f"A cluster called {name!r} is running.",
+            numbers=f"{found.n} ranks on {found.host}, started {(time.time() - found.born) / 60:.0f} min ago",
+            hint=f"%cluster attach {name}   or   %cluster stop {name}   or another --name",
+        )
+    if found:
+        registry.end(found)
+    registry.forget(name)
+    folder = registry.home() / name
+    for part in ("logs", "output", "profile/security"):
+        (folder / part).mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    return folder
+
+
+def _write_spec(folder: Path, name: str, pinning: Pinning, ttl: float) -> None:
+    spec = {
+        "name": name,
+        "folder": str(folder),
+        "profile_dir": str(folder / "profile"),
+        "engine_file": str(folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"),
+        "backend": pinning.backend,
+        "device": "cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        "ttl": ttl,
+        "launcher": asdict(Process.of(os.getpid())),
+        "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
+        "pins": [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in pinning.pins],
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+
+
+def pinning_of(entry: Entry) -> Pinning:
+    """What the ranks of a cluster were pinned to, so that a restart puts them on the same devices."""
+    spec = json.loads((entry.folder / "spec.json").read_text())
+    kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
+    pins = tuple(
+        Pin(rank, kind, saved["env"], tuple(saved["cores"]), saved["threads"], entry.labels[rank], entry.reasons[rank])
+        for rank, saved in enumerate(spec["pins"])
+    )
+    return Pinning(pins, "nccl" if spec["backend"] == "nccl" else "gloo")
+
+
+def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
+    return ParentLauncher(
+        work_dir=os.getcwd(),
+        profile_dir=str(folder / "profile"),
+        cluster_id=name,
+        output_file=str(folder / "logs" / "parent.log"),
+        # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
+        environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        log=_quiet(),
+    )
+
+
+def _controller_launcher(folder: Path, name: str) -> LocalControllerLauncher:
+    """ipyparallel's own launcher; its Cluster would start it from a thread, which no interrupt reaches."""
+    (folder / "profile" / "ipcontroller_config.py").write_text(
+        "from nbkit.notebook.cluster.launch.heartbeat import slow_down\n\nslow_down()\n"
+    )
+    return LocalControllerLauncher(
+        work_dir=os.getcwd(),
+        profile_dir=str(folder / "profile"),
+        cluster_id=name,
+        output_file=str(folder / "logs" / "controller.log"),
+        controller_args=[f"--HeartMonitor.period={FAST_MS}", "--nodb", "--log-level=40"],
+        log=_quiet(),
+    )
+
+
+def _quiet() -> logging.Logger:
+    """ipyparallel's launchers copy their process's output to the notebook at low levels; it is in the log file."""
+    logger = logging.getLogger("nbkit.launch")
+    logger.setLevel(logging.ERROR)
+    return logger
+
+
+def _await_ranks(entry: Entry, wire: Wire, deadline: float) -> None:
+    while not wire.wait_for(entry.n, 0.25):
+        if not entry.parent.is_alive():
+            dead = sorted(entry.folder.glob("rank*.end.json"))
+            log = f"{dead[0].name.split('.')[0]}.log" if dead else "parent.log"
+            raise _failed(entry, "A rank ended while the cluster was starting.", log)
+        if not entry.controller.is_alive():
+            raise _failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(entry.n)) - set(wire.ranks))
+            log = f"rank{missing[0]}.log"
+            raise _failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
+
+
+def _with_ranks(entry: Entry, wire: Wire) -> Entry:
+    """The entry with the processes of its ranks, each of which has answered a call and has a world."""
+    answers = wire.reach(range(entry.n), START_SECONDS, entry.parent.is_alive)
+    if len(answers) < entry.n:
+        silent = sorted(set(range(entry.n)) - set(answers))
+        raise _failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")
+    wrong = {rank: answer["rank"] for rank, answer in answers.items() if answer["rank"] != rank}
+    if wrong:
+        raise ClusterError(
+            "Engine ids and ranks differ.", numbers=f"engine: rank {wrong}", hint="%cluster start   again"
+        )
+    ranks = tuple(Process.of(answers[rank]["pid"]) for rank in range(entry.n))
+    return Entry(**{**entry.__dict__, "ranks": ranks})
+
+
+def _failed(entry: Entry, what: str, log: str) -> ClusterError:
+    path = entry.folder / "logs" / log
+    lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
+    return ClusterError(
+        what,
+        numbers=f"the last lines of {log}:\n    " + "\n    ".join(lines or ["(it is empty)"]),
+        hint="nbkit doctor   (in a terminal) says what is missing",
+    )
+
+
+def _end(pid: int, folder: Path) -> None:
+    """End a process that we started and what it started; of one that has ended already, what is left of its session."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for follower in followers(pid, folder):
+        follower.end(signal.SIGKILL)
+    psutil.wait_procs(family, timeout=5)

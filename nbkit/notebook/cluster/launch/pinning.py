@@ -1,0 +1,233 @@
+"""What each rank is pinned to, and why: one GPU by its UUID, or a share of the CPU cores.
+
+`plan_pins` is pure: it is told what the machine has and answers with values, so the GPU branches are tested
+without GPUs. `pins_here` asks this machine and calls it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.launch.cpu_cores import cores_here, quota_here, share_cores, show_cores
+from nbkit.notebook.cluster.launch.gpus import Gpu, Survey, choose_gpus, find_gpus, survey_gpus, visible_gpus
+
+__all__ = ["Gpu", "Pin", "Pinning", "cores_here", "find_gpus", "pins_here", "plan_pins"]
+
+_CPU_RANKS_WITHOUT_N = 2
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One rank's device.
+
+    env: to be set before torch is imported or CUDA touched. cores: for os.sched_setaffinity.
+    threads: for torch.set_num_threads. label: for tables. why: the reason of the choice, for people.
+    """
+
+    rank: int
+    kind: Literal["gpu", "cpu"]
+    env: Mapping[str, str]
+    cores: tuple[int, ...]
+    threads: int
+    label: str
+    why: str
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.threads < 1 or not self.cores or not self.why:
+            raise UsageError(
+                "A pin needs a rank, at least one core and thread, and a reason.",
+                numbers=f"rank {self.rank}, cores {self.cores}, threads {self.threads}, why {self.why!r}",
+            )
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """The pins of all ranks in rank order, the backend that fits them, and what the user should be told."""
+
+    pins: tuple[Pin, ...]
+    backend: Literal["nccl", "gloo"]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if [pin.rank for pin in self.pins] != list(range(len(self.pins))) or not self.pins:
+            raise UsageError("Pins go from rank 0 up without a gap.", numbers=f"{[pin.rank for pin in self.pins]}")
+
+
+def pins_here(
+    n: int | None = None, gpus: str | None = None, *, cpu: bool = False, survey: Survey | None = None
+) -> Pinning:
+    """`plan_pins` for this machine as it is now; survey: what nvidia-smi said, if it was asked already.
+
+    Raises UsageError as `plan_pins` does.
+    """
+    survey = survey or survey_gpus()
+    plan = plan_pins(
+        n,
+        gpus,
+        survey.gpus,
+        cores_here(),
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cpu=cpu,
+        own_pid=os.getpid(),
+        quota=quota_here(),
+    )
+    return replace(plan, notes=(survey.problem, *plan.notes)) if survey.problem else plan
+
+
+def plan_pins(
+    n: int | None,
+    gpus: str | None,
+    found: Sequence[Gpu],
+    cores: Sequence[int],
+    visible: str | None,
+    *,
+    cpu: bool = False,
+    own_pid: int | None = None,
+    quota: float | None = None,
+) -> Pinning:
+    """Pin `n` ranks.
+
+    n: number of ranks; None is one per idle GPU, or two CPU ranks where no GPU is idle.
+    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), taken as it is, busy or not.
+    found: all GPUs of the machine. cores: those the job may use. visible: CUDA_VISIBLE_DEVICES, None if not set.
+    cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
+    quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads.
+
+    Raises UsageError when n is not positive, or more than the idle GPUs, or not the length of `gpus`; when an
+    entry of `gpus` names nothing; when `gpus` and `cpu` are both given.
+    """
+    if n is not None and n < 1:
+        raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
+    if cpu and gpus is not None:
+        raise UsageError(
+            "GPUs are listed, and none shall be used.",
+            numbers=f"--gpus {gpus} together with --cpu",
+            hint=f"--gpus {gpus}   or   --cpu",
+        )
+    if cpu:
+        return _on_cores(n, cores, quota, "asked for with --cpu", ())
+    if gpus is not None:
+        return _on_gpus(_listed(n, gpus, found, visible), cores, quota, "asked for with --gpus", own_pid, ())
+    allowed = visible_gpus(found, visible)
+    if not allowed:
+        reason = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of {len(found)} GPUs" if found else "no GPU found"
+        return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else ())
+    idle = [gpu for gpu in allowed if not gpu.in_use_by_others(own_pid)]
+    notes = tuple(
+        f"GPU {gpu.number} ({gpu.name}) is in use and left alone: {use}. To take it all the same: --gpus {gpu.number}"
+        for gpu in allowed
+        if (use := gpu.in_use_by_others(own_pid))
+    )
+    if visible is not None and any(map(str.isdigit, visible.split(","))) and len({gpu.name for gpu in found}) > 1:
+        notes = (f"CUDA_VISIBLE_DEVICES={visible} is read in nvidia-smi's order; the GPUs here differ.", *notes)
+    if n is None and not idle:
+        return _on_cores(n, cores, quota, f"none of {len(allowed)} GPUs is idle", notes)
+    if n is not None and n > len(idle):
+        raise _too_many(n, allowed, idle, notes)
+    return _on_gpus(idle[:n], cores, quota, "idle", own_pid, notes)
+
+
+def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    if not found:
+        raise UsageError("This machine shows no NVIDIA GPU.", numbers=f"--gpus {gpus}, 0 GPUs found", hint="--cpu")
+    chosen = choose_gpus(found, gpus, visible)
+    if n is not None and n != len(chosen):
+        fitting = ",".join(chosen[rank % len(chosen)].number for rank in range(n))
+        raise UsageError(
+            "One GPU is listed per rank.",
+            numbers=f"{n} ranks, {len(chosen)} GPUs in --gpus {gpus}",
+            hint=f"-n {len(chosen)} --gpus {gpus}   or   -n {n} --gpus {fitting}",
+        )
+    return chosen
+
+
+def _too_many(n: int, allowed: Sequence[Gpu], idle: Sequence[Gpu], notes: Sequence[str]) -> UsageError:
+    numbers = f"{n} ranks, {len(idle)} idle of {len(allowed)} GPUs"
+    # Both ways are the user's to write: sharing a GPU costs NCCL, taking a busy one disturbs its owner.
+    offer = idle or allowed
+    shared = ",".join(offer[rank % len(offer)].number for rank in range(n))
+    remark = "ranks share a GPU, over gloo" if n > len(offer) else "in use by others"
+    ways = [f"-n {len(idle)}"] if idle else []
+    ways += [f"--gpus {shared} ({remark})", "--cpu"]
+    return UsageError("More ranks than idle GPUs.", numbers="\n  ".join((numbers, *notes)), hint="   or   ".join(ways))
+
+
+def _on_gpus(
+    chosen: Sequence[Gpu],
+    cores: Sequence[int],
+    quota: float | None,
+    reason: str,
+    own_pid: int | None,
+    notes: tuple[str, ...],
+) -> Pinning:
+    shares = share_cores(len(chosen), cores)
+    pins = tuple(
+        Pin(
+            rank,
+            "gpu",
+            {"CUDA_VISIBLE_DEVICES": gpu.uuid},
+            share,
+            _threads(share, len(chosen), quota),
+            f"GPU {gpu.number} {gpu.name}",
+            f"GPU {gpu.number} ({gpu.uuid}): {reason}; {show_cores(share)} of {len(cores)}",
+        )
+        for rank, (gpu, share) in enumerate(zip(chosen, shares, strict=True))
+    )
+    told = [*notes]
+    for gpu in dict.fromkeys(chosen):
+        own = next((process for process in gpu.processes if process.pid == own_pid), None)
+        if own is not None:
+            told.append(f"This notebook's own kernel uses GPU {gpu.number}: {own}.")
+        if reason != "idle" and (use := gpu.in_use_by_others(own_pid)):
+            told.append(f"GPU {gpu.number} is taken though it is in use: {use}.")
+    doubled = _doubled(chosen)
+    told += [f"{text}: gloo instead of NCCL, which refuses that; memory is shared." for text in doubled]
+    told += _crowding(len(chosen), cores, quota)
+    return Pinning(pins, "gloo" if doubled else "nccl", tuple(told))
+
+
+def _doubled(chosen: Sequence[Gpu]) -> list[str]:
+    """One sentence per physical GPU that has more than one rank."""
+    ranks_on: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(chosen):
+        ranks_on.setdefault(gpu.chip, []).append(rank)
+    return [
+        f"Ranks {', '.join(map(str, ranks))} are on one physical GPU ({chosen[ranks[0]].index})"
+        for ranks in ranks_on.values()
+        if len(ranks) > 1
+    ]
+
+
+def _on_cores(n: int | None, cores: Sequence[int], quota: float | None, reason: str, notes: tuple[str, ...]) -> Pinning:
+    count = _CPU_RANKS_WITHOUT_N if n is None else n
+    pins = []
+    for rank, share in enumerate(share_cores(count, cores)):
+        threads = _threads(share, count, quota)
+        where = show_cores(share)
+        why = f"CPU: {reason}; {where} of {len(cores)}, {_counted(threads, 'thread')}"
+        pins.append(Pin(rank, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, share, threads, where, why))
+    return Pinning(tuple(pins), "gloo", (*notes, *_crowding(count, cores, quota)))
+
+
+def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
+    """A thread per core, but not more than the container grants time for: it stops all of them when they overdraw."""
+    return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
+
+
+def _crowding(count: int, cores: Sequence[int], quota: float | None) -> list[str]:
+    told = []
+    if count > len(cores):
+        told.append(f"{count} ranks share {_counted(len(cores), 'core')}, 1 thread each.")
+    if quota is not None and quota < len(cores):
+        told.append(
+            f"This container is granted the time of {quota:.3g} of {len(cores)} cores: threads are bounded by it."
+        )
+    return told
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,1 @@
+"""What ranks show, in the notebook: lines that stream, widgets, and one error out of many."""

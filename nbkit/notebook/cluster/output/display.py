@@ -1,0 +1,206 @@
+"""Where a cell's output is shown: the notebook cell that started it, or plain stdout.
+
+Jupyter's server drops stream output beyond 1 MB/s averaged over 3 s (and so would lose lines); `Pace` keeps
+what one kernel sends just below that, and nothing is ever sent twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nbkit.wire.encoding import encodable
+
+BLOCK_CHARACTERS = 200_000
+
+
+class Screen(Protocol):
+    """Where output goes. Calls come from one thread."""
+
+    paced: bool
+
+    def stream(self, name: str, text: str) -> None: ...
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...
+    def update(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...
+    def clear(self, wait: bool) -> None: ...
+    def comm(self, kind: str, content: dict[str, Any]) -> None: ...
+
+
+class KernelScreen:
+    """The output area of the notebook cell that runs now, also after that cell has ended."""
+
+    paced = True
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.parent = kernel.get_parent("shell") if hasattr(kernel, "get_parent") else kernel._parent_header
+
+    def _send(self, kind: str, content: dict[str, Any]) -> None:
+        kernel, options = self.kernel, {"parent": self.parent, "ident": self.kernel._topic(kind)}
+        try:
+            kernel.session.send(kernel.iopub_socket, kind, content, **options)
+        except UnicodeEncodeError:
+            kernel.session.send(kernel.iopub_socket, kind, encodable(content), **options)
+
+    def stream(self, name: str, text: str) -> None:
+        self._send("stream", {"name": name, "text": text})
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
+        self._send("display_data", {"data": data, "metadata": metadata, "transient": transient})
+
+    def update(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
+        self._send("update_display_data", {"data": data, "metadata": metadata, "transient": transient})
+
+    def clear(self, wait: bool) -> None:
+        self._send("clear_output", {"wait": wait})
+
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
+        """A message of a widget that lives on a rank, to the pages of this kernel."""
+        kernel, body = self.kernel, dict(content)
+        metadata, buffers = body.pop("metadata"), body.pop("buffers")
+        # From a rank's log they come as text.
+        buffers = [base64.b64decode(buffer) if isinstance(buffer, str) else buffer for buffer in buffers]
+        ident = f"comm-{body['comm_id']}".encode()
+        kernel.session.send(
+            kernel.iopub_socket, kind, body, parent=self.parent, ident=ident, metadata=metadata, buffers=buffers
+        )
+
+
+class PlainScreen:
+    """stdout and stderr of this process; rich output as its text."""
+
+    paced = False
+
+    def stream(self, name: str, text: str) -> None:
+        out = sys.stderr if name == "stderr" else sys.stdout
+        try:
+            out.write(text)
+        except UnicodeEncodeError:  # a terminal that is not in UTF-8, or what UTF-8 cannot hold
+            encoding = out.encoding or "ascii"
+            out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        out.flush()
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
+        self.stream("stdout", f"{data.get('text/plain', f'<{sorted(data)[0]}>')}\n")
+
+    def update(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
+        self.display(data, metadata, transient)
+
+    def clear(self, wait: bool) -> None:
+        return
+
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
+        return
+
+
+def here() -> Screen:
+    """The screen of whoever calls: the current notebook cell, or stdout."""
+    kernel = getattr(_shell(), "kernel", None)
+    if kernel is None:
+        return PlainScreen()
+    redirected = not hasattr(sys.stdout, "pub_thread")  # %%capture, contextlib.redirect_stdout
+    return PlainScreen() if redirected else KernelScreen(kernel)
+
+
+def _shell() -> Any:
+    get_ipython = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython
+    return get_ipython() if get_ipython else None
+
+
+def same_place(one: Screen, other: Screen) -> bool:
+    """Whether both show in the same place: the output area of one cell, or stdout."""
+    parents = [getattr(screen, "parent", {}).get("header", {}).get("msg_id") for screen in (one, other)]
+    return type(one) is type(other) and parents[0] == parents[1]
+
+
+class Pace:
+    """How many bytes may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
+
+    burst + 3 s x rate stays below what the server admits in its window of 3 s.
+    """
+
+    def __init__(self, rate: float = 700_000, burst: float = 700_000) -> None:
+        self.rate, self.burst = rate, burst
+        self.left, self.at = burst, time.monotonic()
+
+    def spend(self, size: int) -> float:
+        """Take `size` bytes out; returns the seconds to wait before the next ones."""
+        now = time.monotonic()
+        self.left = min(self.burst, self.left + (now - self.at) * self.rate) - size
+        self.at = now
+        return max(0.0, -self.left / self.rate)
+
+
+PACE = Pace()  # one per kernel: the server counts all cells together
+
+
+class Outbox:
+    """What is on its way to a screen, in order and in time.
+
+    later: runs a function on this thread in so many seconds. All calls come from one thread. failed: is told what could
+    not be shown, and why; the rest goes on.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        later: Callable[[float, Callable[[], None]], Any],
+        failed: Callable[[str, Exception], None],
+    ) -> None:
+        self.screen, self.later, self.failed = screen, later, failed
+        self.queue: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self.asleep = False
+        self.when_empty: list[Callable[[], None]] = []
+        self.skipped = 0
+
+    def stream(self, name: str, text: str) -> None:
+        last = self.queue[-1] if self.queue else None
+        if last and last[0] == "stream" and last[1][0] == name and len(last[1][1]) + len(text) < BLOCK_CHARACTERS:
+            self.queue[-1] = ("stream", (name, last[1][1] + text))
+        else:
+            for start in range(0, len(text), BLOCK_CHARACTERS):
+                self.queue.append(("stream", (name, text[start : start + BLOCK_CHARACTERS])))
+        self._go()
+
+    def put(self, kind: str, *content: Any) -> None:
+        """`display`, `update` or `clear`, after what is queued."""
+        self.queue.append((kind, content))
+        self._go()
+
+    def drop(self) -> int:
+        """Give up the text that is queued (a flood that the user has stopped); returns how many lines."""
+        kept = [item for item in self.queue if item[0] != "stream"]
+        lines: int = sum(item[1][1].count("\n") for item in self.queue if item[0] == "stream")
+        self.queue = deque(kept)
+        return lines
+
+    def flushed(self, function: Callable[[], None]) -> None:
+        """Call `function` when everything queued so far is out."""
+        self.when_empty.append(function)
+        self._go()
+
+    def _wake(self) -> None:
+        self.asleep = False
+        self._go()
+
+    def _go(self) -> None:
+        while not self.asleep and self.queue:
+            kind, content = self.queue.popleft()
+            try:
+                getattr(self.screen, kind)(*content)
+            except Exception as error:  # or nothing after it would be shown, and nobody told that the queue is empty
+                self.failed(kind, error)
+            if self.screen.paced and kind == "stream":
+                wait = PACE.spend(len(json.dumps(content[1])) + 60)
+                if wait > 0:
+                    self.asleep = True
+                    self.later(wait, self._wake)
+        if not self.queue and not self.asleep:
+            ready, self.when_empty = self.when_empty, []
+            for function in ready:
+                function()

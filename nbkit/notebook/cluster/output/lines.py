@@ -1,0 +1,243 @@
+"""From what ranks print to what a person reads: labelled lines, equal ones folded, one moving line.
+
+Pure: it is told the time, and asked what is ready. Lines of one rank keep their order; a line waits at most
+`FOLD_SECONDS` for its twins from other ranks. Text without a newline yet, and lines that rewrite themselves
+with `\\r` as progress bars do, form one moving line at the bottom, however many ranks draw one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nbkit.wire.cells import ranks_text
+
+FOLD_SECONDS = 0.03
+REST_SECONDS = 0.04  # text without a newline is shown when nothing has followed it for this long
+UP = "\x1b[A"  # how a bar below another one goes back to that
+BACK_SECONDS = 0.25  # in which it does so, on a busy machine
+MOVE_SECONDS = 0.1  # between two states of the moving line
+MOVING_WIDTH = 160
+MOVING_ROWS = 8  # of bars below each other
+
+
+@dataclass
+class _Line:
+    number: int
+    name: str
+    text: str
+    since: float
+    ranks: list[int]
+
+
+@dataclass
+class _Twins:
+    """The waiting lines of one text, by number; those before `head` have been shown."""
+
+    lines: list[_Line] = field(default_factory=list)
+    head: int = 0
+
+    def after(self, number: int) -> _Line | None:
+        """The first that comes after `number`, found by bisection: a rank may print the same line 100,000 times."""
+        at = bisect_right(self.lines, number, lo=self.head, key=lambda line: line.number)
+        return self.lines[at] if at < len(self.lines) else None
+
+
+@dataclass
+class _Tail:
+    """What a rank has printed on a stream since its last newline.
+
+    since: when the last of it came. moves: it has used a carriage return; redrawn: and text after that. above: lines
+    that have moved and ended, to which the cursor may come back. below: those that it has come back from.
+    """
+
+    text: str = ""
+    since: float = 0.0
+    moves: bool = False
+    redrawn: bool = False
+    above: list[str] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """What a terminal would show of it."""
+        return [row for row in (*self.above, self.text, *self.below) if row.strip()]
+
+
+@dataclass
+class Lines:
+    """The lines of one cell. ranks: those that run it."""
+
+    ranks: Sequence[int]
+    waiting: deque[_Line] = field(default_factory=deque)
+    twins: dict[tuple[str, str], _Twins] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    tails: dict[tuple[int, str], _Tail] = field(default_factory=dict)
+    count: int = 0
+    shown: str = ""
+    shown_name: str = "stdout"
+    moved: float = 0.0
+    changed: bool = False
+
+    def feed(self, now: float, rank: int, name: str, text: str) -> None:
+        """Take text that `rank` has printed on stream `name` ("stdout" or "stderr")."""
+        tail = self.tails.setdefault((rank, name), _Tail())
+        other = "stderr" if name == "stdout" else "stdout"
+        before = self.tails.get((rank, other))
+        if before is not None and not before.below:  # its lines came first
+            self._let_go(now, rank, other, before)
+        for number, line in enumerate(text.split("\n")):
+            if number:
+                self._end_line(now, rank, name, tail)
+            first, *after = line.split(UP)
+            self._rewrite(tail, first)
+            for piece in after:
+                self._go_up(tail)
+                self._rewrite(tail, piece)
+        tail.since = now
+        self.changed = True
+
+    def _end_line(self, now: float, rank: int, name: str, tail: _Tail) -> None:
+        """A bar that ends its line has ended, or goes on to the bar below it and comes back."""
+        if tail.below:
+            tail.above.append(tail.text)
+            tail.text = tail.below.pop(0)
+            tail.moves = tail.redrawn = bool(tail.text.strip())
+            tail.text = tail.text if tail.moves else ""
+        elif tail.redrawn:
+            tail.above.append(tail.text)
+            tail.text, tail.moves, tail.redrawn = "", False, False
+            if len(tail.above) > MOVING_ROWS:
+                self._add(now, rank, name, tail.above.pop(0))
+        else:
+            self._let_go(now, rank, name, tail)
+            self._add(now, rank, name, tail.text)
+            tail.text, tail.moves = "", False
+
+    @staticmethod
+    def _go_up(tail: _Tail) -> None:
+        tail.below.insert(0, tail.text)
+        tail.text = tail.above.pop() if tail.above else ""
+        tail.moves = tail.redrawn = True
+
+    def _let_go(self, now: float, rank: int, name: str, tail: _Tail) -> None:
+        """Lines to which the cursor has not come back."""
+        for row in tail.above:
+            if row.strip():
+                self._add(now, rank, name, row)
+        tail.above = []
+
+    @staticmethod
+    def _rewrite(tail: _Tail, piece: str) -> None:
+        """Append to a line as a terminal would: after `\\r` it starts again."""
+        tail.redrawn |= tail.moves and bool(piece)
+        if "\r" in piece:
+            tail.moves = True
+            before, _, after = piece.rpartition("\r")
+            tail.redrawn |= bool(after)
+            # "text\r" alone leaves the text on screen; only what follows replaces it.
+            tail.text = after or before.rpartition("\r")[2] or tail.text
+        else:
+            tail.text = piece if tail.moves and piece else tail.text + piece
+
+    def _add(self, now: float, rank: int, name: str, text: str) -> None:
+        earlier = self.last.get(rank, -1)
+        twins = self.twins.setdefault((name, text), _Twins())
+        twin = twins.after(earlier)
+        if twin is not None:
+            twin.ranks.append(rank)
+            self.last[rank] = twin.number
+            return
+        line = _Line(self.count, name, text, now, [rank])
+        self.count += 1
+        self.waiting.append(line)
+        twins.lines.append(line)
+        self.last[rank] = line.number
+
+    def due(self, now: float) -> float | None:
+        """Seconds until something more can be shown; None if nothing is waiting."""
+        waits = []
+        if self.waiting:
+            head = self.waiting[0]
+            waits.append(0.0 if len(head.ranks) == len(self.ranks) else head.since + FOLD_SECONDS - now)
+        if self.changed:
+            waits += [tail.since + BACK_SECONDS - now for tail in self.tails.values() if tail.above]
+            soonest = min((self._ripe(tail) for tail in self.tails.values() if tail.rows), default=now)
+            if soonest > now or self._moving(now) != self.shown:
+                waits.append(max(soonest, self.moved + MOVE_SECONDS) - now)
+        return max(0.0, min(waits)) if waits else None
+
+    def take(self, now: float, *, final: bool = False) -> list[tuple[str, str]]:
+        """What is ready: (stream name, text) pairs in order. final: everything, the cell has ended."""
+        for (rank, name), tail in self.tails.items():
+            if final:
+                for row in tail.rows if tail.above or tail.below else [tail.text] * bool(tail.text):
+                    self._add(now, rank, name, row)
+                tail.text, tail.moves, tail.redrawn, tail.above, tail.below = "", False, False, [], []
+            elif tail.above and now >= tail.since + BACK_SECONDS:
+                self._let_go(now, rank, name, tail)
+        blocks: list[tuple[str, list[str]]] = []
+        while self.waiting:
+            head = self.waiting[0]
+            if not final and len(head.ranks) < len(self.ranks) and now < head.since + FOLD_SECONDS:
+                break
+            self.waiting.popleft()
+            twins = self.twins[head.name, head.text]
+            twins.head += 1
+            if twins.head == len(twins.lines):
+                del self.twins[head.name, head.text]
+            if not blocks or blocks[-1][0] != head.name:
+                blocks.append((head.name, []))
+            blocks[-1][1].append(f"{label(head.ranks)} {head.text}\n")
+        pieces = [(name, "".join(lines)) for name, lines in blocks]
+        return self._with_moving_line(now, pieces, final)
+
+    def make_way(self) -> list[tuple[str, str]]:
+        """What wipes the moving line, so that something else can come above it; it is drawn again below."""
+        wiped = [(self.shown_name, f"\r{' ' * len(self.shown)}\r")] if self.shown else []
+        self.shown, self.changed = "", True
+        return wiped
+
+    def _with_moving_line(self, now: float, pieces: list[tuple[str, str]], final: bool) -> list[tuple[str, str]]:
+        moving = "" if final else self._moving(now)
+        if pieces and self.shown:
+            # Lines go above the moving one: wipe it, print them, draw it again.
+            pieces.insert(0, (self.shown_name, f"\r{' ' * len(self.shown)}\r"))
+            self.shown = ""
+        if moving != self.shown and (pieces or final or now >= self.moved + MOVE_SECONDS):
+            padding = " " * max(0, len(self.shown) - len(moving))
+            start = "\r" if self.shown else ""
+            end = "\r" if not moving else ""
+            name = next((name for (_, name), tail in self.tails.items() if tail.rows), self.shown_name)
+            pieces.append((name, f"{start}{moving}{padding}{end}"))
+            self.shown, self.shown_name, self.moved = moving, name, now
+        self.changed = self.shown != moving or any(
+            tail.above or (tail.rows and self._ripe(tail) > now) for tail in self.tails.values()
+        )
+        return pieces
+
+    @staticmethod
+    def _ripe(tail: _Tail) -> float:
+        """When an unfinished line is worth showing: a bar at once, other text if its newline is not about to come."""
+        return tail.since if tail.moves or tail.above or tail.below else tail.since + REST_SECONDS
+
+    def _moving(self, now: float) -> str:
+        """The unfinished lines of all ranks as one: folded if equal, else that of the rank furthest behind."""
+        texts: dict[str, list[int]] = {}
+        for (rank, _), tail in self.tails.items():
+            if (rows := tail.rows) and self._ripe(tail) <= now:
+                texts.setdefault("  ".join(rows), []).append(rank)
+        if not texts:
+            return ""
+        # Bars differ in speed and remaining time; the first of the sorted texts is the least advanced one.
+        text, ranks = min(texts.items(), key=lambda item: item[0])
+        everyone = sorted({rank for held in texts.values() for rank in held})
+        shown = label(everyone if len(texts) > 1 else ranks)
+        return f"{shown} {text}"[:MOVING_WIDTH]
+
+
+def label(ranks: Sequence[int]) -> str:
+    """`[0-3]`"""
+    return f"[{ranks_text(list(ranks))}]"

@@ -1,0 +1,116 @@
+"""Which failure of several is the cause, and how it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nbkit.errors import CellError, RankDied
+from nbkit.wire.cells import CellRecord, ranks_text
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank's process ended. how: "SIGKILL", "it exited with code 1", ..."""
+
+    rank: int
+    how: str
+    when: float
+
+
+def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
+    """The rank that failed first by itself: not one that was released, nor one whose peer had gone."""
+    moments = {death.rank: death.when for death in deaths.values()}
+    for rank, record in records.items():
+        if record.failure and record.status == "error":
+            moments.setdefault(rank, record.failure.moment)
+    return min(moments, key=lambda rank: moments[rank]) if moments else None
+
+
+def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
+    """The ranks that failed in the same way as `root`, itself included, and by themselves as it did.
+
+    A rank that is released fails too, often in the same line and with an error of the same name.
+    """
+    first = records[root]
+    return tuple(rank for rank, record in sorted(records.items()) if rank == root or _are_twins(first, record))
+
+
+def _are_twins(first: CellRecord, other: CellRecord) -> bool:
+    cause, failure = first.failure, other.failure
+    assert cause is not None
+    if failure is None or (failure.ename, failure.line) != (cause.ename, cause.line):
+        return False
+    # One that is slower may be told to end before it comes to the same error: then it says the same.
+    late = other.status == "released" and failure.ename != "KeyboardInterrupt" and failure.evalue == cause.evalue
+    return other.status == first.status or late
+
+
+def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
+    """One line for each group of ranks that failed after and because of another."""
+    groups: dict[str, list[int]] = {}
+    same = twins_of(root, records) if root in records and records[root].failure else (root,)
+    for rank, record in sorted(records.items()):
+        if rank in same or record.failure is None:
+            continue
+        where = f"line {record.failure.line}" if record.failure.line else "outside the cell's own lines"
+        if record.status == "error":
+            text = f"failed as well: {record.failure.ename}: {_first_line(record.failure.evalue)} ({where})"
+        else:
+            text = f"released at {where}" + (f", in {record.failure.where}" if record.failure.where else "")
+        groups.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def cell_error(
+    records: Mapping[int, CellRecord], deaths: Mapping[int, Death], *, hint_names: frozenset[str] = frozenset()
+) -> CellError:
+    """The error that a failed cell raises. hint_names: defined in the notebook, for NameErrors."""
+    root = root_of(records, deaths)
+    if root is None:  # only errors about lost peers, and nobody who was lost
+        root = min((r for r in records if records[r].failure), key=lambda r: _moment(records[r]))
+    lines = "\n  ".join(secondary_lines(root, records))
+    by_itself = (rank for rank, record in records.items() if record.failure and record.status != "released")
+    ranks = tuple(sorted({root, *deaths, *by_itself}))
+    if root in deaths:
+        return RankDied(
+            f"Rank {root} died: {deaths[root].how}.",
+            rank=root,
+            ranks=ranks,
+            numbers=lines,
+            hint="%cluster restart   (a whole world again; variables of all ranks are lost)",
+        )
+    cause = records[root].failure
+    assert cause is not None
+    same = twins_of(root, records)
+    place = f", line {cause.line}" if cause.line else ""
+    text = _first_line(cause.evalue).removesuffix(".")
+    how = "interrupted the cell" if cause.ename == "KeyboardInterrupt" else "failed"
+    return CellError(
+        f"{_ranks(same)} {how}: {cause.ename}{text and ': '}{text}{place}",
+        rank=root,
+        ranks=ranks,
+        traceback="\n".join(cause.traceback),
+        numbers=lines,
+        hint=_hint(cause.ename, cause.evalue, hint_names),
+    )
+
+
+def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:
+    if ename == "NameError" and evalue.startswith("name '"):
+        name = evalue.split("'")[1]
+        if name in names:
+            return f"{name} is defined in the notebook, not on the ranks: %push {name}"
+    return ""
+
+
+def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+def _moment(record: CellRecord) -> float:
+    return record.failure.moment if record.failure else float("inf")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""

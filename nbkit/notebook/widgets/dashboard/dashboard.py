@@ -1,0 +1,142 @@
+"""The live dashboard: what a training does, while it does it; a widget where there are widgets, else the same as text.
+
+nbkit.Dashboard()                   # of the notebook's cluster
+nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import NbkitError, UsageError
+from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.tracing import Traced
+from nbkit.notebook.widgets.dashboard.record_source import ClusterRun, FolderRun
+from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
+from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
+from nbkit.notebook.widgets.javascript import joined, style
+from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words
+from nbkit.notebook.widgets.report import write_report
+
+__all__ = ["Dashboard"]
+
+
+class Dashboard:
+    """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
+
+    It goes on by itself, also while a cell runs and when another training begins; `close()` ends it. `str()` of it
+    and its plain HTML are for where no widgets are. Raises ClusterError without a cluster, UsageError without the run.
+    """
+
+    def __init__(self, of: Cluster | str | Path | None = None) -> None:
+        source = of if of is not None else current()
+        self._cluster = source if isinstance(source, Cluster) else None
+        self._where = ClusterRun(source) if isinstance(source, Cluster) else FolderRun(source)
+        self._tracing = threading.Lock()
+        self.widget: Any = None
+        self.pump = Pump(self._where, self._send)
+        self.widget = _widget(self.pump, self._trace if self._cluster is not None else None)
+        if self.widget is not None:
+            self.pump.start()
+
+    def close(self) -> None:
+        """End it; what it shows stays as it is."""
+        self.pump.stop()
+
+    def report(self, path: str | Path = "run.html") -> Path:
+        """Write one self-contained page with every chart; returns its path."""
+        folder = self._where()
+        if folder is None:
+            raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
+        return write_report(folder, Path(path).expanduser())
+
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+        """The next steps of the training that is shown, all ranks in one file for Perfetto: see Cluster.trace."""
+        if self._cluster is None:
+            raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
+        return self._cluster.trace(steps, path)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is shown, as plain values; {} when nothing has been recorded yet."""
+        if self.pump.feed is None:
+            self.pump.find()
+        return self.pump.feed.snapshot() if self.pump.feed is not None else {}
+
+    def _trace(self, steps: int) -> None:
+        """The button: what comes of it is told to the page. One at a time."""
+
+        def work() -> None:
+            with self._tracing:
+                self._send({"kind": "traced", "busy": True, "text": f"tracing the next {steps} steps …"}, [])
+                try:
+                    text = repr(self.trace(steps))
+                except (NbkitError, OSError) as error:
+                    text = str(error).splitlines()[0]
+                self._send({"kind": "traced", "busy": False, "text": text}, [])
+
+        if not self._tracing.locked():
+            threading.Thread(target=work, name="nbkit-trace", daemon=True).start()
+
+    def _send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        if self.widget is None or self.widget.comm is None:
+            return
+        if buffers and "google.colab" in sys.modules:
+            # Its front end drops binary parts.
+            values = memoryview(buffers[0]).cast("d").tolist()
+            content, buffers = {**content, "points": [values[i : i + 7] for i in range(0, len(values), 7)]}, []
+        self.widget.send(content, buffers)
+
+    def __repr__(self) -> str:
+        found = self.snapshot()
+        return plain(lines_of(found)) if found else "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"
+
+    def _ipython_display_(self) -> None:
+        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        text = repr(self)
+        bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self.widget is not None:
+            shown = self.widget._repr_mimebundle_(**options) or {}
+            shown = shown[0] if isinstance(shown, tuple) else shown
+            bundle |= {kind: data for kind, data in shown.items() if kind not in bundle}
+        return bundle
+
+
+def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:
+    """None without anywidget."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError:
+        return None
+
+    class View(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
+        """Everything goes by messages; no trait is ever changed, so that nothing waits for an answer of the page."""
+
+        _esm = joined()
+        _css = style()
+        key = traitlets.Unicode().tag(sync=True)
+        live = traitlets.Bool().tag(sync=True)
+
+    view = View(key=uuid.uuid4().hex, live=trace is not None)
+    hear_always(view.comm)
+
+    def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
+        if message.get("ask") == "all":
+            pump.again()
+        elif message.get("ask") == "step":
+            pump.show(message.get("step"))
+        elif message.get("ask") == "trace" and trace is not None:
+            trace(3)
+
+    view.on_msg(heard)
+    view.observe(lambda change: pump.stop() if change["new"] is None else None, names="comm")
+    return view

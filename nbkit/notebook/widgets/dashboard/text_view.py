@@ -1,0 +1,205 @@
+"""What a dashboard shows, in words and blocks: for a terminal, and where no widgets are. No widget in here."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbkit.notebook.board.plugin.run_timeline import PARTS
+
+__all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
+
+_SIGNS = "▁▂▃▄▅▆▇█"
+_BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
+_NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
+_RANKS_AT_MOST = 8
+_UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text in one style: a part of the step, "strong", "faint", or "" for none."""
+
+    text: str
+    style: str = ""
+
+
+Line = tuple[Piece, ...]
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Without styles."""
+    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
+
+
+def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
+    """What Feed.snapshot gives, as lines of at most `width` characters where that is possible."""
+    state, points, step = snapshot["state"], snapshot["points"], snapshot["step"]
+    if not points:
+        return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
+    last = points[-1]
+    strategy = snapshot["strategies"][int(last[6])]
+    head = [steps_of(last[0], state), _number("loss", last[4]), _number("tokens/s", last[5], behind=True)]
+    lines: list[Line] = [
+        (
+            Piece(strategy or state["run"], "strong"),
+            Piece(f"   {state['world']} ranks, {state['stands']}   {state['run']}", "faint"),
+        ),
+        (Piece(" · ".join(word for word in head if word), "strong"),),
+        *((Piece(line),) for line in textwrap.wrap(step.get("reading", ""), width)),
+        (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
+        (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
+    ]
+    lines += [*_switches(snapshot["events"]), *_failures(snapshot["events"])]
+    if step.get("ranks"):
+        lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
+    return lines
+
+
+def steps_of(step: float, state: dict[str, Any]) -> str:
+    """Where a run is; steps of earlier runs count, as they do in every chart."""
+    return f"step {int(step):,}" + (f" of {state['goal']:,}" if state.get("goal") else "")
+
+
+def _spark(values: Sequence[float | None], width: int) -> str:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return ""
+    per = max(1, -(-len(known) // max(width, 10)))
+    means = [sum(known[i : i + per]) / len(known[i : i + per]) for i in range(0, len(known), per)]
+    low, high = min(means), max(means)
+    return "".join(_SIGNS[round((value - low) / (high - low or 1) * (len(_SIGNS) - 1))] for value in means)
+
+
+def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
+    told = [event for event in events if event["kind"] == "switch"][-3:]
+    return [
+        (
+            Piece(
+                f"⇄ after step {event['step']}: {event.get('old', '')} → {event.get('new', '')}, "
+                f"{_seconds(event.get('pause_s', 0.0))} without a step",
+                "faint",
+            ),
+        )
+        for event in told
+    ]
+
+
+def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
+    told = [event for event in events if event["kind"] == "failure"][-3:]
+    return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in told]
+
+
+def failure(event: dict[str, Any]) -> str:
+    """Whose it was, and what."""
+    whose = f"rank {event['rank']}" if event.get("rank") is not None else ""
+    return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
+
+
+def _ranks(step: dict[str, Any], width: int) -> list[Line]:
+    rows, late = step["ranks"], step.get("late")
+    title = f"Step {step['step']}, measured, one bar per rank"
+    if len(rows) > _RANKS_AT_MOST:
+        slow = [row for row in rows if late and row[0] == late["rank"]]
+        rest = sorted((row for row in rows if row not in slow), key=lambda row: -row[2])
+        rows = [*slow, *rest[: _RANKS_AT_MOST - len(slow)]]
+        title += f" ({len(rows)} of {len(step['ranks'])}: the late one, then those that compute longest)"
+    room = max(width - 22, 20)
+    top = max(row[1] for row in rows) or 1.0
+    lines: list[Line] = [(Piece(title, "strong"),), (Piece(" " * 9), *_legend(rows))]
+    for row in rows:
+        pieces, drawn, at = [], 0, 0.0
+        for part, value in zip(PARTS, row[2:], strict=True):
+            at += value
+            upto = round(room * at / top)
+            pieces.append(Piece(_BARS[part] * (upto - drawn), part))
+            drawn = max(drawn, upto)
+        mark = "◀ late" if late and row[0] == late["rank"] else ""
+        lines.append((Piece(f"rank {row[0]:<4}"), *pieces, Piece(f" {_seconds(row[1])} {mark}")))
+    return lines
+
+
+def _legend(rows: Sequence[Sequence[float]]) -> list[Piece]:
+    total = sum(row[1] for row in rows) or 1.0
+    shares = {part: sum(row[2 + i] for row in rows) / total for i, part in enumerate(PARTS)}
+    return [
+        Piece(f"{_BARS[part]} {_NAMES.get(part, part)} {share:.0%}  ", part)
+        for part, share in shares.items()
+        if share >= 0.005
+    ]
+
+
+def _axes(step: dict[str, Any]) -> list[Line]:
+    axes: dict[str, list[float | None]] = {}
+    for row in step.get("table", ()):
+        if row["op"] in ("batch", "recv"):
+            continue
+        own = axes.setdefault(row["axis"], [0.0, None])
+        own[0] = (own[0] or 0.0) + row["bytes"]
+        if row["formula_bytes"] is not None:
+            own[1] = (own[1] or 0.0) + row["formula_bytes"]
+    lines: list[Line] = [(Piece("Bytes of a step, all ranks", "strong"),)] if axes else []
+    for axis, (measured, formula) in sorted(axes.items(), key=lambda item: -(item[1][0] or 0)):
+        said = f"   by formula {_bytes(formula)}" if formula is not None else ""
+        lines.append((Piece(f"{axis:<9}measured {_bytes(measured or 0)}"), Piece(said, "faint")))
+    return lines
+
+
+def _memory(step: dict[str, Any]) -> list[Line]:
+    rows = step.get("memory", ())
+    if not rows:
+        return []
+    lines: list[Line] = [(), (Piece(f"Memory, counted in step {rows[0]['step']}", "strong"),)]
+    for row in rows[:_RANKS_AT_MOST]:
+        known = sum(row[name] for name in ("parameters", "gradients", "optimizer"))
+        said = f"   by formula {_bytes(sum(row['formula']))}" if row["formula"] else ""
+        text = f"rank {row['rank']:<4}parameters, gradients, optimizer {_bytes(known)}"
+        lines.append((Piece(text), Piece(f"{said}   at the peak {_bytes(row['rest'])} more", "faint")))
+    return lines
+
+
+def _health(step: dict[str, Any]) -> list[Line]:
+    seen = step.get("health")
+    if not seen:
+        return []
+    lines: list[Line] = [(), (Piece(f"Ranks and hosts, seen in step {seen['step']}", "strong"),)]
+    for row in seen["ranks"]:
+        words = [f"rank {row['rank']:<4}CPU {row['cpu']:.0%}", _bytes(row["rss"])]
+        words += [f"GPU {row['busy']:.0%} busy"] if row["busy"] is not None else []
+        words += [f"{row[key]:.0f} {unit}" for key, unit in _UNITS.items() if row[key] is not None]
+        slowed = f", slowed by {row['slowed']}" if row["slowed"] else ""
+        lines.append((Piece(", ".join(words)), Piece(slowed, "exposed")))
+    lines += [(Piece(seen["more"], "faint"),)] if seen["more"] else []
+    for host in seen["hosts"]:
+        load = f"load {host['load']:g} on {host['cores']} cores" if host["load"] is not None else ""
+        clock = f"{host['mhz']:.0f} MHz" if host["mhz"] is not None else ""
+        lines.append((Piece(", ".join(word for word in (host["host"], load, clock) if word), "faint"),))
+    return lines
+
+
+def _number(name: str, value: float | None, *, behind: bool = False) -> str:
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{figure(value)} {name}" if behind else f"{name} {figure(value)}"
+
+
+def figure(value: float) -> str:
+    """A number for people; "" for what is none."""
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.4g} {unit}"
+        value /= 1000
+    return ""

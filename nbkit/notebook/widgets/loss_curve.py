@@ -1,0 +1,150 @@
+"""The loss of a run from its first step to its newest, in a bounded number of points. No widget in here, no file."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from nbkit.notebook.board.plugin.run_events import put
+from nbkit.records.records import EventRecord, Header, StepRecord
+
+__all__ = ["COLUMNS", "Curve", "Grown", "packed"]
+
+COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
+POINTS = 4000
+_EVENTS = 400
+
+Point = tuple[float, ...]  # of COLUMNS; strategy: which of Curve.strategies. NaN: not known
+_UNKNOWN = float("nan")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What a reader lacks: how many of its points still hold, what comes after them; the same for events."""
+
+    epoch: int
+    keep: int
+    points: list[Point]
+    events_keep: int
+    events: list[dict[str, Any]]
+
+
+class Curve:
+    """Points in order of their steps; time in seconds since the run began, tokens since then too.
+
+    epoch: changes whenever points that were there have changed: then a reader begins anew.
+    """
+
+    def __init__(self, at_most: int = POINTS) -> None:
+        self.points: list[Point] = []
+        self.events: list[dict[str, Any]] = []
+        self.strategies: list[str] = []
+        self.epoch = 0
+        self._at_most = at_most
+        self._header: Header | None = None
+        self._zero: float | None = None
+
+    def take_header(self, header: Header) -> None:
+        """The clock of the records that follow."""
+        self._header = header
+
+    def take_step(self, record: StepRecord) -> None:
+        """One more step, or the mean of several."""
+        if self.points and record.step <= self.points[-1][0]:
+            self._go_back(record.step)
+        last = self.points[-1] if self.points else None
+        seconds = _number(record.numbers.get("seconds"), record.seconds)
+        began = self._since_start(record.start_ns) if record.start_ns else (last[2] if last else 0.0)
+        tokens = _number(record.numbers.get("tokens"), _UNKNOWN)
+        known = tokens if tokens == tokens else 0.0
+        self.points.append(
+            (
+                float(record.step),
+                float(record.span),
+                # Of an overview's line only the beginning is told; its steps follow each other.
+                began + record.span * (record.seconds or seconds),
+                (last[3] if last else 0.0) + record.span * known,
+                _number(record.numbers.get("loss"), _UNKNOWN),
+                tokens / seconds if seconds > 0 else _UNKNOWN,
+                float(self._name(str(record.numbers.get("strategy", "")))),
+            )
+        )
+        if len(self.points) > self._at_most:
+            self._fold()
+
+    def take_event(self, record: EventRecord) -> None:
+        """Something happened: a switch, a checkpoint, the beginning or the end of a run."""
+        happened = self._since_start(record.ns) if record.ns else (self.points[-1][2] if self.points else 0.0)
+        self.epoch += put(self.events, {"step": record.step, "time": round(happened, 6), **record.event})
+        if len(self.events) > _EVENTS:
+            del self.events[: _EVENTS // 4]
+            self.epoch += 1
+
+    def since(self, epoch: int, points: int, events: int) -> Grown:
+        """What a reader lacks that has so many points and events of that epoch."""
+        same = epoch == self.epoch
+        keep = min(points, len(self.points)) if same else 0
+        kept = min(events, len(self.events)) if same else 0
+        return Grown(self.epoch, keep, self.points[keep:], kept, self.events[kept:])
+
+    def _since_start(self, ns: int) -> float:
+        unix = self._header.unix(ns) if self._header is not None else ns / 1e9
+        if self._zero is None:
+            self._zero = unix
+        return max(0.0, unix - self._zero)
+
+    def _name(self, strategy: str) -> int:
+        if strategy not in self.strategies:
+            self.strategies.append(strategy)
+        return self.strategies.index(strategy)
+
+    def _go_back(self, step: int) -> None:
+        """A checkpoint was loaded, or a trial undone: what came after it is made again."""
+        self.points = [point for point in self.points if point[0] < step]
+        self.epoch += 1
+
+    def _fold(self) -> None:
+        """Neighbours become means, so that every point stands for about as many steps, and there is room again."""
+        room = self._at_most * 3 // 4
+        width = 2 * (self.points[-1][0] - self.points[0][0] + self.points[0][1]) / self._at_most
+        folded = _folded(self.points, max(width, 2))
+        while len(folded) > room and width < self.points[-1][0]:
+            width *= 1.5
+            folded = _folded(self.points, width)
+        # Where strategies change all the time nothing can be folded: then the oldest go.
+        self.points = folded[-room:]
+        self.epoch += 1
+
+
+def packed(points: list[Point]) -> bytes:
+    """Rows of COLUMNS as little-endian doubles."""
+    values = array("d", (value for point in points for value in point))
+    return values.tobytes()
+
+
+def _folded(points: list[Point], width: float) -> list[Point]:
+    made = points[:1]
+    for point in points[1:]:
+        last = made[-1]
+        # Steps of two strategies are never mixed.
+        if last[1] + point[1] <= width and last[-1] == point[-1]:
+            made[-1] = _mean(last, point)
+        else:
+            made.append(point)
+    return made
+
+
+def _mean(a: Point, b: Point) -> Point:
+    span = a[1] + b[1]
+
+    def mean(i: int) -> float:
+        if a[i] != a[i]:
+            return b[i]
+        return a[i] if b[i] != b[i] else (a[i] * a[1] + b[i] * b[1]) / span
+
+    return b[0], span, b[2], b[3], mean(4), mean(5), b[6]
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise

@@ -1,0 +1,160 @@
+"""The one place per cluster that looks at its training and does what panels ask for; every panel shows its State.
+
+Panels call from whatever thread their front end reaches them on; nothing of that waits here. One thread looks at the
+ranks a few times a second while anyone listens, another does one control at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import wait as wait_futures
+from typing import TYPE_CHECKING, Any
+
+from nbkit.errors import CellStopped, ClusterError, NbkitError
+from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, begin_stop
+from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.presence import why_gone
+from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, News, State, Told, reduce
+
+if TYPE_CHECKING:
+    from nbkit.notebook.cluster.cluster import Cluster
+
+__all__ = ["Cockpit", "cockpit_of"]
+
+LOOK_SECONDS = 0.4
+_WORDS = {
+    "switch": "switching to {strategy} at the next step …",
+    "try": "trying {strategy} for {steps} steps …",
+    "undo": "going back …",
+    "pause": "pausing at the next step …",
+    "resume": "going on …",
+    "checkpoint": "saving at the next step …",
+    "stop": "stopping at the next step …",
+}
+_cockpits: weakref.WeakKeyDictionary[Cluster, Cockpit] = weakref.WeakKeyDictionary()
+
+
+def cockpit_of(cluster: Cluster) -> Cockpit:
+    """The cluster's own, made when it is first asked for."""
+    if cluster not in _cockpits:
+        _cockpits[cluster] = Cockpit(cluster)
+    return _cockpits[cluster]
+
+
+class Cockpit:
+    """One per cluster object."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = weakref.ref(cluster)
+        self.state = State(cluster.entry.name, cluster.entry.n)
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._listeners: list[Callable[[State], None]] = []
+        self._looking: threading.Thread | None = None
+
+    def listen(self, listener: Callable[[State], None]) -> None:
+        """Call it with the state now, and with every later one, on any thread."""
+        with self._lock:
+            self._listeners.append(listener)
+            listener(self.state)
+            if self._looking is None:
+                self._looking = threading.Thread(target=self._keep_looking, name="nbkit-cockpit", daemon=True)
+                self._looking.start()
+
+    def leave(self, listener: Callable[[State], None]) -> None:
+        """No more calls of it."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+        self._wake.set()
+
+    def look(self) -> State:
+        """Look at the ranks now."""
+        cluster = self._cluster()
+        if cluster is None:
+            return self._news(Lost("the cluster is gone"))
+        try:
+            why = why_gone(cluster)
+            return self._news(Lost(why) if why else Looked(cluster.training.look()))
+        except (NbkitError, OSError) as error:
+            return self._news(Lost(str(error).splitlines()[0]))
+
+    def ask(self, do: str, **args: Any) -> None:
+        """Do something to the training, e.g. ask("switch", strategy="zero3"); what comes of it is told to all."""
+        with self._lock:
+            if self.state.asked and do != "stop":
+                return  # one at a time; the panels show what is being done
+            self._news(Asked(_WORDS[do].format(**args)))
+        threading.Thread(target=self._do, args=(do, args), name=f"nbkit-{do}", daemon=True).start()
+
+    def _do(self, do: str, args: dict[str, Any]) -> None:
+        try:
+            verdict = self._verdict(do, args)
+        except Exception as error:  # whatever it is, the panels must not wait for ever
+            verdict = _failed(do, args, error)
+        self.look()  # the table is that of the new strategy when the verdict shows
+        self._news(Told(verdict))
+        self._wake.set()
+
+    def _verdict(self, do: str, args: dict[str, Any]) -> Verdict:
+        cluster = self._cluster()
+        assert cluster is not None
+        training = cluster.training
+        if do == "stop":
+            return _stopped(cluster, lambda words: self._news(Asked(words)))
+        acts: dict[str, Callable[..., Verdict]] = {
+            "switch": training.switch,
+            "try": training.try_out,
+            "undo": training.undo,
+            "pause": training.pause,
+            "resume": training.resume,
+            "checkpoint": training.checkpoint,
+        }
+        return acts[do](**args)
+
+    def _keep_looking(self) -> None:
+        while True:
+            self._wake.clear()
+            with self._lock:
+                if not self._listeners or self._cluster() is None:
+                    self._looking = None
+                    return
+            self.look()
+            self._wake.wait(LOOK_SECONDS)
+
+    def _news(self, news: News) -> State:
+        with self._lock:
+            state = reduce(self.state, news)
+            if state != self.state:
+                self.state = state
+                for listener in list(self._listeners):
+                    listener(state)
+            return state
+
+
+def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
+    """Stop the cell that runs, and wait for that. tell: is given what the user has to know meanwhile."""
+    running, told = cluster.post.busy(), ""
+    if running is not None:
+        cluster.post.wire.soon(running.say, "stopped from the panel")
+        stop = begin_stop(cluster, running)
+        while not running.done.done():
+            try:
+                stop.tick()
+            except CellStopped as stopped:
+                raise ClusterError(str(stopped)) from None
+            if stop.words != told:
+                told = stop.words
+                tell(told)
+            wait_futures([running.done], TICK_SECONDS)
+        running.done.result()
+    step = cluster.training.look().get("step", 0)
+    return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
+
+
+def _failed(do: str, args: dict[str, Any], error: Exception) -> Verdict:
+    what = getattr(error, "what", "") or f"{type(error).__name__}: {error}".splitlines()[0]
+    numbers, hint = getattr(error, "numbers", ""), getattr(error, "hint", "")
+    return Verdict("", do, args, 0, "", False, type(error).__name__, what, numbers, hint, {})

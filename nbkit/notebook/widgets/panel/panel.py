@@ -1,0 +1,105 @@
+"""The strategy panel: a widget where there are widgets, else the same as text."""
+
+from __future__ import annotations
+
+import html
+import threading
+from pathlib import Path
+from typing import Any
+
+from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, note_words
+from nbkit.notebook.widgets.panel.controller import Cockpit, cockpit_of
+from nbkit.notebook.widgets.panel.state import State
+from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
+
+__all__ = ["StrategyPanel"]
+
+STATIC = Path(__file__).parents[1] / "static"
+TRY_STEPS = 10
+PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be
+
+
+class StrategyPanel:
+    """Shows the training on a cluster's ranks and steers it, also while a `%%distributed` cell trains.
+
+    cluster: default the notebook's. Several panels on one cluster show the same. `close()` ends one.
+    """
+
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        cluster = cluster or current()
+        cluster.training.look_well(PATIENCE_SECONDS)
+        self.cockpit = cockpit_of(cluster)
+        self.cockpit.look()
+        self.widget = _widget(self.cockpit)
+
+    def close(self) -> None:
+        """End the widget."""
+        if self.widget is not None:
+            self.widget.close()
+
+    def __repr__(self) -> str:
+        return text_of(self.cockpit.state)
+
+    def _ipython_display_(self) -> None:
+        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        text = repr(self)
+        bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self.widget is not None:
+            shown = self.widget._repr_mimebundle_(**options) or {}
+            bundle |= {kind: data for kind, data in _plain(shown).items() if kind not in bundle}
+        return bundle
+
+
+def _plain(shown: Any) -> dict[str, Any]:
+    """Of a bundle, or of (bundle, metadata)."""
+    return dict(shown[0] if isinstance(shown, tuple) else shown)
+
+
+def _widget(cockpit: Cockpit) -> Any:
+    """None without anywidget."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError:
+        return None
+
+    class Panel(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
+        """Python tells by traits; the page asks by messages: a trait that it sets may arrive only once in a cell."""
+
+        _esm = STATIC / "panel.js"
+        _css = STATIC / "panel.css"
+        job = traitlets.Dict().tag(sync=True)
+        pulse = traitlets.Dict().tag(sync=True)
+        note = traitlets.Unicode().tag(sync=True)
+
+    widget = Panel(note=note_words(**here()))
+    hear_always(widget.comm)
+    lock = threading.Lock()
+
+    def show(state: State) -> None:
+        with lock:
+            widget.pulse = pulse_view(state)
+            job = job_view(state)
+            if job != widget.job:
+                widget.job = job
+
+    def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
+        if "press" in message:
+            widget.send({"heard": message["press"]})  # the page says so when this does not come
+        do, text = str(message.get("do", "")), str(message.get("strategy", ""))
+        if do == "check":
+            widget.send({"checked": checked(cockpit.state, text)})
+        elif do == "switch":
+            cockpit.ask("switch", strategy=text)
+        elif do == "try":
+            cockpit.ask("try", strategy=text, steps=TRY_STEPS)
+        elif do in ("undo", "pause", "resume", "checkpoint", "stop"):
+            cockpit.ask(do)
+
+    widget.on_msg(heard)
+    cockpit.listen(show)
+    widget.observe(lambda change: cockpit.leave(show) if change["new"] is None else None, names="comm")
+    return widget

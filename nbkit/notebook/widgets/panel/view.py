@@ -1,0 +1,236 @@
+"""What the strategy panel shows of a State: plain values for its JavaScript, and the same as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbkit.errors import StrategyError
+from nbkit.notebook.cluster.control_result import proof, seconds, size
+from nbkit.notebook.widgets.panel.state import State
+from nbkit.strategy import Strategy
+
+__all__ = ["axis_of", "checked", "job_view", "pulse_view", "text_of"]
+
+_PHASES = {
+    "looking": "looking at the ranks …",
+    "none": "no Trainer on the ranks yet: trainer = nbkit.Trainer(...)   in a %%distributed cell",
+    "idle": "not training",
+    "training": "training",
+    "held": "paused",
+}
+_NEAR = 4.0
+_HELD_WORDS = {
+    "dp": "a copy on every rank",
+    "zero": "a part on each rank (zero)",
+    "tp": "a slice of every layer (tp)",
+    "pp": "whole blocks, stage by stage (pp)",
+}
+
+
+def pulse_view(state: State) -> dict[str, Any]:
+    """What changes with every step: headline, what can be pressed, what came of the last controls."""
+    busy = bool(state.asked)
+    here = bool(state.table) and state.phase != "gone"
+    job, stepping = here and not busy, state.phase in ("training", "held")
+    return {
+        "phase": state.phase,
+        "headline": _headline(state),
+        "asked": state.asked,
+        "told": [
+            {
+                "ok": verdict.ok,
+                "line": verdict.line,
+                "hint": verdict.hint,
+                "figures": verdict.figures,
+                "proof": proof(verdict.result) if verdict.figures else "",
+                "identical": verdict.result.get("identical") if verdict.figures else None,
+            }
+            for verdict in state.told
+        ],
+        "can": {
+            "apply": job,
+            "try": job,
+            "undo": job and bool(state.table.get("previous")),
+            "pause": job and state.phase == "training",
+            "resume": state.phase == "held" and not busy,
+            "checkpoint": job,
+            "stop": stepping,
+        },
+    }
+
+
+def job_view(state: State) -> dict[str, Any]:
+    """The job as it is, and every strategy that it could have; {} while that is unknown."""
+    table = state.table
+    if not table:
+        return {}
+    most = max((row["memory"]["during"] for row in table["options"] if row["ok"]), default=0)
+    limit = table["limit_bytes"]
+    # A limit that nothing comes near would make all bars alike.
+    scale = limit if limit is not None and limit <= _NEAR * most else most
+    step_now = next((row["step_s"] for row in table["options"] if row["strategy"] == table["strategy"]), None)
+    rows = [_row(row, scale, table, step_now) for row in table["options"]]
+    return {
+        "cluster": state.cluster,
+        "strategy": table["strategy"],
+        "previous": table["previous"] or "",
+        "arithmetic": table["arithmetic"],
+        "ranks": table["ranks"],
+        "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
+        "held": table["held"],
+        "axis": axis_of(table["strategy"]),
+        "legend": _HELD_WORDS,
+        "nodes": table["nodes"],
+        "link": table["link"],
+        "limit": size(limit) if limit is not None else "",
+        "rows": [row for row in rows if row["ok"]] + [row for row in rows if not row["ok"]],
+    }
+
+
+def axis_of(strategy: str) -> str:
+    """The axis that cuts a block among ranks: "tp", "zero", "pp" (no block is cut, each lies on one stage), or "dp"."""
+    keys = dict(word.split("=", 1) for word in strategy.split())
+    if "tp" in keys:
+        return "tp"
+    if "zero" in keys:
+        return "zero"
+    return "pp" if "pp" in keys else "dp"
+
+
+def checked(state: State, text: str) -> dict[str, Any]:
+    """What a line that the user has typed means: {"text", "ok", "strategy", "why"}."""
+    try:
+        strategy = Strategy.parse(text, state.table.get("ranks", state.ranks))
+    except StrategyError as error:
+        return {"text": text, "ok": False, "strategy": "", "why": f"{error.what} {error.numbers} → {error.hint}"}
+    known = next((row for row in state.table.get("options", ()) if row["strategy"] == str(strategy)), None)
+    if known is not None and not known["ok"]:
+        return {"text": text, "ok": False, "strategy": str(strategy), "why": known["why"]}
+    return {"text": text, "ok": True, "strategy": str(strategy), "why": "; ".join(strategy.without_effect)}
+
+
+def text_of(state: State) -> str:
+    """The panel where there are no widgets."""
+    lines = [f"{state.cluster}: {_headline(state)}"]
+    job = job_view(state)
+    if not job and state.pulse:
+        lines.append("what each strategy would cost is being worked out; look again")
+    if not job:
+        return "\n".join([*lines, *(verdict.line for verdict in state.told[:1])])
+    lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]
+    lines += _table([row for row in job["rows"] if row["ok"]])
+    refused = [row for row in job["rows"] if not row["ok"]]
+    lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
+    room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
+    lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
+    for verdict in state.told[:1]:
+        lines += ["", repr(verdict)]
+    undo = f"   %strategy --undo   (back to {job['previous']})" if job["previous"] else ""
+    return "\n".join([*lines, "", f"%strategy zero3   switches;   %strategy --try 10 zero3   measures{undo}"])
+
+
+def _headline(state: State) -> str:
+    if state.phase == "gone":
+        return state.why or "the ranks do not answer"
+    parts = [_PHASES[state.phase]]
+    progress = state.pulse.get("progress") or {}
+    if state.pulse:
+        parts.append(f"step {state.pulse['step']:,}")
+    if state.phase in ("training", "held") and progress.get("goal"):
+        # The step that is being made is not yet among the finished ones.
+        parts[-1] = f"step {progress['step']:,} of {progress['goal']:,}"
+    if "loss" in progress:
+        parts.append(f"loss {progress['loss']:.3f}")
+    if progress.get("tokens_per_s") and state.phase == "training":
+        parts.append(f"{_count(progress['tokens_per_s'])} tokens/s")
+    return " · ".join(parts)
+
+
+def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_now: float | None) -> dict[str, Any]:
+    memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
+    current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
+    step = row["step_s"] if row["step_s"] is not None else row["step_foretold_s"]
+    during = "" if current else f", {size(memory['during'])} while it switches"
+    return {
+        "strategy": row["strategy"],
+        "label": row["label"],
+        "ok": row["ok"],
+        "why": row["why"] or "",
+        "current": current,
+        "held": row["held"],
+        "axis": axis_of(row["strategy"]),
+        "arithmetic": row["arithmetic"] or "",
+        "memory": size(memory["after"]) if row["ok"] else "",
+        "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
+        "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
+        "tight": limit is not None and memory["during"] > limit,
+        "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
+        + (f"; it has room for {size(limit)}" if limit is not None else ""),
+        "sends": size(row["step_bytes"]) if row["ok"] else "",
+        "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
+        "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
+        "step": _step(row) if row["ok"] else "",
+        "payback": "" if current else _payback(row["switch_s"], step, step_now),
+    }
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    """Measured as it is, predicted with a sign that says so."""
+    if row["step_s"] is None and row["step_foretold_s"] is not None:
+        return f"≈ {seconds(row['step_foretold_s'])}"
+    return seconds(row["step_s"])
+
+
+def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:
+    """After how many steps the pause is won back, where the three figures are known."""
+    if pause is None or step is None or step_now is None:
+        return ""
+    if step >= step_now:
+        return "never"
+    steps = math.ceil(pause / (step_now - step) - 1e-6)
+    return f"{max(steps, 1):,} step{'s' * (steps > 1)}"
+
+
+def _drawing(job: Mapping[str, Any]) -> list[str]:
+    """Blocks as rows, ranks as columns, nodes apart: how much of each block a rank holds, in eighths."""
+    eighths = "·▁▂▃▄▅▆▇█"
+    width = max(len(block["name"]) for block in job["blocks"]) if job["blocks"] else 0
+    held, nodes = job["held"], job["nodes"]
+    gaps = ["  " if rank and nodes[rank] != nodes[rank - 1] else "" for rank in range(job["ranks"])]
+    lines = []
+    if any(gaps):
+        starts = [rank for rank, gap in enumerate(gaps) if gap or not rank]
+        ends = [*starts[1:], job["ranks"]]
+        names = (f"node {nodes[a]}".ljust(3 * (b - a) + 1) for a, b in zip(starts, ends, strict=True))
+        lines.append(f"{'':<{width}}  {' '.join(names)}".rstrip())
+    lines.append(f"{'rank':<{width}}  {' '.join(f'{gap}{rank % 100:<2}' for rank, gap in enumerate(gaps))}".rstrip())
+    for place, block in enumerate(job["blocks"]):
+        shown = (
+            gap + eighths[_eighth(held["rows"][row][place])] * 2 for gap, row in zip(gaps, held["ranks"], strict=True)
+        )
+        lines.append(f"{block['name']:<{width}}  {' '.join(shown)}  {block['size']}")
+    return [*lines, f"{'':<{width}}  {job['legend'][job['axis']]}"]
+
+
+def _eighth(fraction: float) -> int:
+    return 0 if fraction <= 0 else max(1, round(8 * min(1.0, fraction)))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    columns = ("strategy", "memory", "step", "sends", "moved", "pause", "payback")
+    heads = ("strategy", "memory per rank", "step", "sent in a step", "to move", "pause", "pays back in")
+    widths = [max(len(str(row[key])) for row in (*rows, {key: head})) for key, head in zip(columns, heads, strict=True)]
+    lines = ["  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
+    for row in rows:
+        mark = "* " if row["current"] else "  "
+        lines.append(mark + "  ".join(str(row[key]).ljust(w) for key, w in zip(columns, widths, strict=True)).rstrip())
+    return lines
+
+
+def _count(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,125 @@
+"""What the formulas say of a job, on disk beside what is measured, so that the two can be drawn together.
+
+<run>/telemetry/plan.jsonl has one line for each strategy that the job has had; rank 0 appends one when the job starts
+and one at each switch. Everything in it is predicted, nothing measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nbkit.errors import StrategyError
+from nbkit.planner.job_facts import Cuts, Facts, Weight
+from nbkit.planner.memory import ADAM, Bytes, Rest, at_rest
+from nbkit.planner.traffic import Traffic, per_step
+from nbkit.strategy import Strategy
+
+__all__ = ["Forecast", "Term", "append", "forecast", "in_force", "read", "terms_of"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One operation on one axis in a step, as nbkit.records.readings.Row counts it: calls of one rank on average, bytes that
+    all ranks together hand to it."""
+
+    op: str
+    axis: str
+    calls: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted for the steps after `step`. memory: of each rank, bytes at rest. traffic: empty where it is unknown."""
+
+    step: int
+    strategy: str
+    memory: tuple[Rest, ...] = ()
+    traffic: tuple[Term, ...] = ()
+
+
+def forecast(
+    weights: Sequence[Weight],
+    facts: Facts,
+    strategy: Strategy,
+    *,
+    step: int = 0,
+    cuts: Cuts | None = None,
+    each: Bytes = ADAM,
+    accumulation: int = 1,
+    sequence_parallel: bool = True,
+) -> Forecast:
+    """What nbkit.planner says of every rank; the arguments are those of at_rest and per_step."""
+    ranks = range(strategy.mesh.size)
+    try:
+        every = [
+            per_step(
+                weights,
+                facts,
+                strategy,
+                rank,
+                cuts=cuts,
+                each=each,
+                accumulation=accumulation,
+                sequence_parallel=sequence_parallel,
+            )
+            for rank in ranks
+        ]
+    except StrategyError:  # a number that is not known of this model
+        every = []
+    memory = tuple(at_rest(weights, strategy, rank, cuts=cuts, each=each) for rank in ranks)
+    return Forecast(step, str(strategy), memory, terms_of(every))
+
+
+def terms_of(every: Sequence[Iterable[Traffic]]) -> tuple[Term, ...]:
+    """The terms of a step by operation and axis, from those of each rank."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for terms in every:
+        for term in terms:
+            into = sums.setdefault((term.op, term.axis), [0.0, 0.0])
+            into[0] += term.calls / len(every)
+            into[1] += term.given
+    return tuple(Term(op, axis, calls, size) for (op, axis), (calls, size) in sums.items())
+
+
+def append(run_dir: Path, made: Forecast) -> None:
+    """Write a line. For rank 0."""
+    path = _path(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(made), separators=(",", ":")) + "\n")
+
+
+def read(run_dir: Path) -> list[Forecast]:
+    """All lines; one that is still being written is left out."""
+    try:
+        lines = _path(run_dir).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+            found.append(
+                Forecast(
+                    values["step"],
+                    values["strategy"],
+                    tuple(Rest(**one) for one in values["memory"]),
+                    tuple(Term(**one) for one in values["traffic"]),
+                )
+            )
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def in_force(of: Sequence[Forecast], step: int) -> Forecast | None:
+    """The one that speaks of step number `step`: the newest that was made before it."""
+    return next((one for one in reversed(of) if one.step < max(step, 1)), None)
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "telemetry" / "plan.jsonl"

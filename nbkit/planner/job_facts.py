@@ -1,0 +1,94 @@
+"""What the planner knows of a model and a job: plain numbers, each of which may be unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from nbkit.layout import Layout
+from nbkit.planner.stage_partition import place
+from nbkit.strategy import Strategy
+
+__all__ = ["Cuts", "Facts", "Weight", "cuts_for", "held", "holders"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Numbers of a model, a batch and a machine; None: unknown, and nothing is concluded from it.
+
+    heads, kv_heads, width, vocab: of a transformer. blocks: units that a pipeline can tell apart, in order; costs: of
+    each, in any unit. sequence: tokens of a sample. batch: samples of a global batch. world: ranks; node: ranks of one
+    node.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    width: int | None = None
+    vocab: int | None = None
+    blocks: int | None = None
+    costs: tuple[float, ...] | None = None
+    sequence: int | None = None
+    batch: int | None = None
+    world: int | None = None
+    node: int | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model as one process has it; a tied one is one weight.
+
+    shape: global. tp_dim: the dim that tensor parallelism cuts, None where every tp rank holds all of it. blocks: those
+    that it lives and dies with in a pipeline: its own block; the first for an embedding, the last for a head, both when
+    the two are tied; none where every stage holds it. outside: of the blocks themselves. trained: has a gradient.
+    summed: axes (tp, cp) over whose ranks its gradient is a sum, because each has seen a part of the sequence.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    blocks: tuple[int, ...] = ()
+    outside: bool = False
+    trained: bool = True
+    summed: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole weight."""
+        return prod(self.shape)
+
+
+Cuts = Sequence[Sequence[tuple[int, int]]]
+"""For each rank along pp, the ranges of blocks that it holds: what `place` gives."""
+
+
+def held(weight: Weight, strategy: Strategy, rank: int, cuts: Cuts | None, *, sharded: bool = False) -> int:
+    """Elements of `weight` that `rank` holds. cuts: None where there is no pipeline.
+
+    sharded: as one of the sharding group along dp, which cuts dim 0 in balanced parts and leaves scalars whole.
+    """
+    at = strategy.mesh.index(rank)
+    if cuts is not None and weight.blocks and at["pp"] not in holders(weight, cuts):
+        return 0
+    layout = Layout.whole(weight.shape)
+    if weight.tp_dim is not None:
+        layout = layout.part(weight.tp_dim, strategy.tp, at["tp"])
+    if sharded and weight.shape:
+        layout = layout.part(0, strategy.shard, at["dp"] % strategy.shard)
+    return layout.numel
+
+
+def holders(weight: Weight, cuts: Cuts) -> list[int]:
+    """The ranks along pp that hold it: several when it is tied."""
+    return [
+        rank
+        for rank, ranges in enumerate(cuts)
+        if not weight.blocks or any(start <= block < stop for start, stop in ranges for block in weight.blocks)
+    ]
+
+
+def cuts_for(weights: Sequence[Weight], strategy: Strategy, cuts: Cuts | None) -> Cuts | None:
+    """`cuts`, or as many blocks for each stage where nothing is known of their costs; None without a pipeline."""
+    if strategy.pp == 1 or cuts is not None:
+        return cuts
+    return place([1.0] * (1 + max((block for weight in weights for block in weight.blocks), default=0)), strategy)

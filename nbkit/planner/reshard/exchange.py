@@ -1,0 +1,261 @@
+"""The plan of a switch: which rank sends which boxes of which tensors to whom, so that each gets what it lacks.
+
+Every rank receives exactly the elements that it must hold and does not; nothing is gathered. The plan follows from
+what all ranks hold before and after, so that every rank that computes it computes the same one. A tensor goes by a
+key ("weight/blocks.0.up.weight", "exp_avg/..."). Keys whose tensors are spread alike before and after share one list
+of moves, so that thousands of keys cost as much as a few dozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+from nbkit.errors import TrainingError
+from nbkit.layout import Box, Layout
+from nbkit.planner.reshard.boxes import held, uncovered, within
+
+__all__ = ["Alike", "Holding", "Move", "Plan", "spreads"]
+
+Holding = Mapping[str, Layout]
+"""What one rank holds: key -> layout. A key that is not there is a tensor that the rank does not hold."""
+
+_VARIANTS = 8
+
+
+class Move(NamedTuple):
+    """Rank `src` sends `box` (of the global tensor) to rank `dst`."""
+
+    src: int
+    dst: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Tensors that move alike. itemsize: bytes of an element; sent, received: bytes of one tensor, per rank."""
+
+    keys: tuple[str, ...]
+    itemsize: int
+    moves: tuple[Move, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends what to whom. bytes: per rank, what it receives, which is what it must hold and does not."""
+
+    old: tuple[Holding, ...]
+    new: tuple[Holding, ...]
+    itemsize: Mapping[str, int]
+    groups: tuple[Alike, ...]
+    bytes: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        old: Sequence[Holding],
+        new: Sequence[Holding],
+        itemsize: Mapping[str, int],
+        *,
+        nodes: Sequence[int] | None = None,
+    ) -> Plan:
+        """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
+
+        itemsize: bytes of an element, per key. nodes[rank]: a box comes from a rank of the same node where one holds
+        it; among those, from the one that has the least to send. Raises TrainingError when a layout has a gap, when
+        a tensor has other global shapes before and after, and when no rank holds a part that is needed.
+        """
+        ranks, found = len(new), spreads(old, new, itemsize)
+        _check(found)
+        cells = [_cells(before, after) for (_, before, after), _ in found]
+        _raise_missing(found, [lacking for _, lacking in cells])
+        load, forced, free = [0] * ranks, [], []
+        for number, ((size, _, _), keys) in enumerate(found):
+            forced.append([Move(who[0], dst, box) for dst, box, who in cells[number][0] if len(who) == 1])
+            for move in forced[-1]:
+                load[move.src] += move.box.numel * size * len(keys)
+            # Tensors alike need not come from the same rank: a few variants of the choice level what each one sends.
+            choice = [cell for cell in cells[number][0] if len(cell[2]) > 1]
+            variants = min(len(keys), _VARIANTS) if choice else 1
+            free += [(number, keys[i::variants], choice) for i in range(variants)]
+        groups = []
+        largest_first = sorted(
+            free, key=lambda each: -sum(box.numel for _, box, _ in each[2]) * found[each[0]][0][0] * len(each[1])
+        )
+        for number, keys, choice in largest_first:
+            size, moves = found[number][0][0], list(forced[number])
+            for dst, box, who in choice:
+                near = [src for src in who if nodes[src] == nodes[dst]] if nodes is not None else []
+                src = min(near or who, key=lambda rank: (load[rank], rank))
+                load[src] += box.numel * size * len(keys)
+                moves.append(Move(src, dst, box))
+            groups.append(_alike(tuple(keys), size, tuple(moves), ranks))
+        received = [0] * ranks
+        for group in groups:
+            for rank, each in enumerate(group.received):
+                received[rank] += each * len(group.keys)
+        return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load))
+
+    @property
+    def total_bytes(self) -> int:
+        """Over all ranks: no exchange between these layouts can do with less."""
+        return sum(self.bytes)
+
+    @cached_property
+    def pairs(self) -> dict[tuple[int, int], int]:
+        """(from rank, to rank) -> bytes, for the pairs that have any."""
+        found: dict[tuple[int, int], int] = {}
+        for group in self.groups:
+            for src, dst, box in group.moves:
+                found[src, dst] = found.get((src, dst), 0) + box.numel * group.itemsize * len(group.keys)
+        return found
+
+    def moves(self, src: int, dst: int) -> list[tuple[str, Box]]:
+        """What `src` sends to `dst`: (key, box of the global tensor)."""
+        found = []
+        for group in self.groups:
+            boxes = [move.box for move in group.moves if (move.src, move.dst) == (src, dst)]
+            found += [(key, box) for key in group.keys for box in boxes]
+        return found
+
+    def reversed(self, keys: Sequence[str]) -> Plan:
+        """The way back, for these tensors alone."""
+        back = set(keys)
+        old = [{key: layout for key, layout in holding.items() if key in back} for holding in self.new]
+        new = [{key: layout for key, layout in holding.items() if key in back} for holding in self.old]
+        return Plan.of(old, new, self.itemsize)
+
+
+_Spread = tuple[int, tuple[Layout | None, ...], tuple[Layout | None, ...]]
+_Cell = tuple[int, Box, tuple[int, ...]]
+
+
+def spreads(
+    old: Sequence[Holding], new: Sequence[Holding], itemsize: Mapping[str, int]
+) -> list[tuple[_Spread, list[str]]]:
+    """Keys by how their tensors are spread: (bytes of an element, layout per rank before, and after) -> keys.
+
+    Tensors that no rank must hold afterwards are left out: nothing is sent of them.
+    """
+    # By identity where layouts are shared, so that each is hashed once and not once per key and rank.
+    numbers: dict[Layout, int] = {}
+    layouts: list[Layout] = []
+    by_identity: dict[int, int] = {}
+
+    def number(layout: Layout | None) -> int:
+        if layout is None:
+            return -1
+        found = by_identity.get(id(layout))
+        if found is None:
+            found = by_identity[id(layout)] = numbers.setdefault(layout, len(numbers))
+            if found == len(layouts):
+                layouts.append(layout)
+        return found
+
+    grouped: dict[tuple[int, ...], list[str]] = {}
+    for key in sorted({key for holding in new for key in holding}):
+        signature = (itemsize[key], *[number(holding.get(key)) for holding in (*old, *new)])
+        grouped.setdefault(signature, []).append(key)
+    found: list[tuple[_Spread, list[str]]] = []
+    for (size, *which), keys in grouped.items():
+        every = tuple(None if i < 0 else layouts[i] for i in which)
+        found.append(((size, every[: len(old)], every[len(old) :]), keys))
+    return found
+
+
+def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> tuple[list[_Cell], list[_Cell]]:
+    """([(rank that lacks it, box, ranks that hold it)], [(rank that lacks it, box that nobody holds, ())])."""
+    holders: dict[Box, list[int]] = {}
+    for rank, layout in enumerate(before):
+        for box in held(layout):
+            holders.setdefault(box, []).append(rank)
+    apart = all(a.meet(b) is None for a, b in combinations(holders, 2))
+    if not apart:
+        # Where boxes overlap, small ones first: what lies in them lies in larger ones too, so more ranks may send it.
+        holders = dict(sorted(holders.items(), key=lambda each: each[0].numel))
+    cells: list[_Cell] = []
+    lacking: list[_Cell] = []
+    known: dict[tuple[int, int], list[tuple[Box, tuple[int, ...]]]] = {}
+    for dst, (own, wanted) in enumerate(zip(before, after, strict=True)):
+        if wanted is None or wanted is own:
+            continue
+        if (id(own), id(wanted)) not in known:
+            missing = _missing(own, wanted)
+            known[id(own), id(wanted)] = [each for box in missing for each in _sources(box, holders, apart)]
+        for box, who in known[id(own), id(wanted)]:
+            (cells if who else lacking).append((dst, box, who))
+    return cells, lacking
+
+
+def _sources(missing: Box, holders: Mapping[Box, Sequence[int]], apart: bool) -> list[tuple[Box, tuple[int, ...]]]:
+    """`missing` in parts, each with the ranks that hold all of it; () for what nobody holds."""
+    left = [missing]
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for source, ranks in holders.items():
+        if missing.meet(source) is None:
+            continue
+        for hit in [hit for box in left if (hit := box.meet(source)) is not None]:
+            found.append((hit, tuple(ranks) if apart else _holders_of(hit, holders)))
+        left = uncovered(left, (source,))
+        if not left:
+            break
+    return found + [(box, ()) for box in left]
+
+
+def _missing(own: Layout | None, wanted: Layout) -> list[Box]:
+    found: list[Box] = []
+    for box in held(wanted):
+        found += uncovered((box,), (*held(own), *found))
+    return found
+
+
+def _holders_of(box: Box, holders: Mapping[Box, Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sorted({rank for source, ranks in holders.items() if within(box, source) for rank in ranks}))
+
+
+def _alike(keys: tuple[str, ...], size: int, moves: tuple[Move, ...], ranks: int) -> Alike:
+    sent, received = [0] * ranks, [0] * ranks
+    for src, dst, box in moves:
+        sent[src] += box.numel * size
+        received[dst] += box.numel * size
+    return Alike(keys, size, moves, tuple(sent), tuple(received))
+
+
+def _check(found: list[tuple[_Spread, list[str]]]) -> None:
+    for (_, before, after), keys in found:
+        shapes = {layout.shape for layout in (*before, *after) if layout is not None}
+        if len(shapes) > 1:
+            raise TrainingError(
+                f"The tensor {keys[0]!r} would change its shape in the switch.",
+                numbers=" and ".join(str(shape) for shape in sorted(shapes)),
+                hint="build both sides from the same model",
+            )
+        for layout in after:
+            if layout is not None and sum(box.numel for box in held(layout)) != layout.numel:
+                raise TrainingError(
+                    f"The new layout of {keys[0]!r} has elements that belong to no part of the tensor.",
+                    numbers=f"local shape {layout.local}, parts hold {sum(box.numel for box in held(layout))} elements",
+                    hint="nbkit.check(model, strategy)",
+                )
+
+
+def _raise_missing(found: list[tuple[_Spread, list[str]]], lacking: list[list[_Cell]]) -> None:
+    lines = [
+        f"{key}[{', '.join(f'{at}:{at + n}' for at, n in zip(box.start, box.shape, strict=True))}] for rank {dst}"
+        for (_, keys), cells in zip(found, lacking, strict=True)
+        for key in keys
+        for dst, box, _ in cells
+    ]
+    if lines:
+        more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise TrainingError(
+            "No rank holds what the new side needs.",
+            numbers="; ".join(lines[:8]) + more,
+            hint="trainer.load(path) brings back a state that is whole",
+        )

@@ -1,0 +1,199 @@
+"""A plan in rounds: what is exchanged together, so that buffers stay small and memory is let go as it goes.
+
+Tensors that move alike are dealt out evenly over the whole exchange. Every round then has all ranks send that have
+anything to send; and what a rank holds goes in a straight line from the old side to the new one, so that an exchange
+in place hardly ever holds more than the larger of the two.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from nbkit.planner.reshard.boxes import halves
+from nbkit.planner.reshard.exchange import Alike, Holding, Move, Plan
+
+__all__ = ["Part", "Round", "peaks", "rounds"]
+
+_DEALS = 32
+_OPEN = 8
+_WINDOW = 16
+
+
+class Part(NamedTuple):
+    """In one round, every tensor of `keys` makes `moves`; all these tensors are spread alike."""
+
+    keys: tuple[str, ...]
+    moves: tuple[Move, ...]
+
+
+@dataclass
+class Round:
+    """What is exchanged together. closes: the keys that are complete after it; num_bytes: sent in it, by all ranks."""
+
+    parts: list[Part] = field(default_factory=list)
+    closes: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round]:
+    """The exchange of `plan` in rounds in which no rank sends or receives more than `limit` bytes (or one element).
+
+    in_place: tensors go one by one, in an order that keeps memory low, and on no rank do the new tensors that a round
+    begins take more bytes than this (or it begins a single one). The same list on every rank; a round of 0 bytes is
+    no matter between ranks.
+    """
+    made: list[Round] = []
+    filling: list[_Filling] = []
+    order = _evenly(plan) if in_place is None else _frugally(plan)
+    for number, keys in order:
+        for item in _items(plan, plan.groups[number], keys, limit):
+            rest = item
+            while rest.part.keys:
+                for into in filling:
+                    if (count := into.room(rest, limit, in_place)) > 0:
+                        break
+                else:
+                    # In place the order of the tensors is what keeps memory low: one round at a time.
+                    if len(filling) == (_OPEN if in_place is None else 1):
+                        made.append(filling.pop(0).round)
+                    filling.append(into := _Filling(len(plan.new)))
+                    count = max(1, into.room(rest, limit, in_place))
+                into.add(rest, count)
+                rest = rest._replace(part=Part(rest.part.keys[count:], rest.part.moves))
+    made += [each.round for each in filling]
+    last = {key: at for at, each in enumerate(made) for part in each.parts for key in part.keys}
+    for key, at in last.items():
+        made[at].closes.append(key)
+    return made
+
+
+def peaks(plan: Plan, made: Sequence[Round]) -> tuple[int, ...]:
+    """Per rank: the most bytes of old and new tensors that it holds at once while `made` goes in place."""
+    level = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
+    most, opened = list(level), set[str]()
+    for each in made:
+        fresh = list(dict.fromkeys(key for part in each.parts for key in part.keys if key not in opened))
+        opened.update(fresh)
+        for rank, (old, new) in enumerate(zip(plan.old, plan.new, strict=True)):
+            level[rank] += sum(_size(new, key, plan.itemsize) for key in fresh)
+            most[rank] = max(most[rank], level[rank])
+            level[rank] -= sum(_size(old, key, plan.itemsize) for key in each.closes)
+    return tuple(most)
+
+
+_Bytes = tuple[tuple[int, int], ...]
+
+
+class _Item(NamedTuple):
+    """Goes into a round as it is, or tensor by tensor. Of each tensor: (rank, bytes) where there are any."""
+
+    part: Part
+    sent: _Bytes
+    received: _Bytes
+    fresh: _Bytes
+
+
+class _Filling:
+    """A round that is being filled; what each rank sends, receives and begins in it so far, in bytes."""
+
+    def __init__(self, ranks: int) -> None:
+        self.round = Round()
+        self.sent, self.received, self.fresh = [0] * ranks, [0] * ranks, [0] * ranks
+
+    def room(self, item: _Item, limit: int, in_place: int | None) -> int:
+        """How many tensors of `item` fit."""
+        count = len(item.part.keys)
+        bounds = [(self.sent, item.sent, limit), (self.received, item.received, limit)]
+        bounds += [(self.fresh, item.fresh, in_place)] if in_place is not None else []
+        for used, each, most in bounds:
+            for rank, size in each:
+                if used[rank] + count * size > most:
+                    count = max(0, most - used[rank]) // size
+        return count
+
+    def add(self, item: _Item, count: int) -> None:
+        self.round.parts.append(Part(item.part.keys[:count], item.part.moves))
+        for used, each in ((self.sent, item.sent), (self.received, item.received), (self.fresh, item.fresh)):
+            for rank, size in each:
+                used[rank] += count * size
+        self.round.num_bytes += count * sum(size for _, size in item.sent)
+
+
+def _items(plan: Plan, group: Alike, keys: tuple[str, ...], limit: int) -> Iterator[_Item]:
+    fresh = _where_any(_gain_and_loss(plan, group)[0])
+    if max((*group.sent, *group.received)) <= limit:
+        yield _Item(Part(keys, group.moves), _where_any(group.sent), _where_any(group.received), fresh)
+        return
+    # Too large for one round: its boxes are cut, and all ranks that send this tensor do so at the same time.
+    most = max(1, limit // group.itemsize // 8)
+    queues = [[Move(src, dst, box) for box in halves(whole, most)] for src, dst, whole in group.moves]
+    turns = [(i / len(queue), n, move) for n, queue in enumerate(queues) for i, move in enumerate(queue)]
+    for key in keys:
+        begins = fresh
+        for _, _, move in sorted(turns, key=lambda each: each[:2]):
+            size = move.box.numel * group.itemsize
+            yield _Item(Part((key,), (move,)), ((move.src, size),), ((move.dst, size),), begins)
+            begins = ()
+
+
+def _where_any(sizes: Sequence[int]) -> _Bytes:
+    return tuple((rank, size) for rank, size in enumerate(sizes) if size)
+
+
+def _evenly(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(group, some of its keys): those of each group are dealt out evenly from the beginning to the end."""
+    dealt = []
+    for number, group in enumerate(plan.groups):
+        deals = min(len(group.keys), _DEALS)
+        for i in range(deals):
+            first, last = i * len(group.keys) // deals, (i + 1) * len(group.keys) // deals
+            dealt.append(((i + 0.5) / deals, number, group.keys[first:last]))
+    for _, number, keys in sorted(dealt, key=lambda each: each[:2]):
+        yield number, keys
+
+
+def _frugally(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(group, one of its keys): of those whose turn it nearly is, the one that asks least of the fullest rank."""
+    each = [_gain_and_loss(plan, group) for group in plan.groups]
+    old = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
+    new = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.new]
+    # Bytes above the larger of the two sides, per rank; what the new side lacks altogether stays to the end.
+    level = [before - max(before, after) for before, after in zip(old, new, strict=True)]
+    turns = [(0.5 / len(group.keys), number, 0) for number, group in enumerate(plan.groups)]
+    heapq.heapify(turns)
+    while turns:
+        window = [heapq.heappop(turns) for _ in range(min(_WINDOW, len(turns)))]
+        best = min(window, key=partial(_strain, level, each))
+        _, number, at = best
+        gain, loss = each[number]
+        level = [now + more - less for now, more, less in zip(level, gain, loss, strict=True)]
+        group = plan.groups[number]
+        yield number, (group.keys[at],)
+        for turn in window:
+            if turn is not best:
+                heapq.heappush(turns, turn)
+        if at + 1 < len(group.keys):
+            heapq.heappush(turns, ((at + 1.5) / len(group.keys), number, at + 1))
+
+
+def _strain(
+    level: Sequence[int], each: Sequence[tuple[Sequence[int], Sequence[int]]], turn: tuple[float, int, int]
+) -> tuple[int, int]:
+    gain, loss = each[turn[1]]
+    during = [at + more for at, more in zip(level, gain, strict=True)]
+    return max(during), max(at - less for at, less in zip(during, loss, strict=True))
+
+
+def _gain_and_loss(plan: Plan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per rank: bytes that one new tensor takes, and that its old one frees."""
+    key = group.keys[0]
+    gain, loss = (tuple(_size(holding, key, plan.itemsize) for holding in side) for side in (plan.new, plan.old))
+    return gain, loss
+
+
+def _size(holding: Holding, key: str, itemsize: Mapping[str, int]) -> int:
+    return 0 if (layout := holding.get(key)) is None else layout.numel * itemsize[key]

@@ -1,0 +1,117 @@
+"""The forming of process groups: beside the training if need be, and broken off by another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from nbkit.errors import ClusterError
+from nbkit.rank.world import sockets
+
+__all__ = ["BreakableStore", "Forming", "forming"]
+
+
+class Forming:
+    """What the process is forming right now, so that another thread can break it off."""
+
+    def __init__(self) -> None:
+        self.broken = ""  # why no group can be formed until the next generation
+        self.deadline: float | None = None  # monotonic seconds; None waits for ever, as user code expects
+        self.before: frozenset[int] | None = None  # sockets held when the present forming began
+        self.lock = threading.Lock()
+        self._maker: threading.Thread | None = None
+        self._own = threading.local()  # the deadline of the maker
+
+    def beside(self, make: Callable[[], None], *, seconds: float) -> threading.Thread:
+        """Run `make`, which forms groups, in a thread, for so many seconds at most. On all ranks at the same place.
+
+        Ranks have to form groups in one order: whoever else forms one waits until it has ended.
+        """
+
+        def run() -> None:
+            self._own.deadline = time.monotonic() + seconds
+            make()
+
+        self.join()
+        self._maker = threading.Thread(target=run, name="nbkit-groups", daemon=True)
+        self._maker.start()
+        return self._maker
+
+    def join(self) -> None:
+        """Wait for what is made beside; not in the thread that makes it."""
+        if self._maker is not None and self._maker is not threading.current_thread():
+            self._maker.join()
+
+    def stop(self, why: str) -> None:
+        """Break off what is made beside, and wait for its end."""
+        if self._maker is None or not self._maker.is_alive():
+            return
+        before, self.broken = self.broken, self.broken or why
+        sockets.shut(self.young())
+        self.join()
+        self.broken = before
+
+    def young(self) -> frozenset[int]:
+        """Sockets of the group that is being formed."""
+        with self.lock:
+            return sockets.inodes() - self.before if self.before is not None else frozenset()
+
+    def too_late(self) -> bool:
+        """Whether the deadline of this thread has passed."""
+        deadline = getattr(self._own, "deadline", self.deadline)
+        return deadline is not None and time.monotonic() > deadline
+
+
+forming = Forming()
+
+
+class BreakableStore(Store):
+    """A store whose waits can be broken off by another thread, by Ctrl-C, and by a deadline of ours.
+
+    gloo meets through the store when a group is formed. Waiting in C++ there, a rank whose peer never comes
+    could not be released; and gloo has one time-out for forming and for every later operation.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key: str, value: Any) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.inner.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        pause = 0.0005
+        while not self.inner.check(keys):
+            if forming.broken:
+                raise ClusterError("The forming of a process group was broken off.", numbers=forming.broken)
+            if forming.too_late():
+                raise ClusterError("A process group could not be formed in time.", numbers=f"waiting for {keys}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.inner.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self.inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self.inner.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)

@@ -1,0 +1,208 @@
+"""How a process group comes to be: torch makes it, we put a delegating one in its place, in all of torch's tables.
+
+`install()` once per process, before user code. From then on init_process_group, new_group (also with an explicit
+backend), DeviceMesh and split_group give delegating groups for gloo and nccl; other backends pass untouched.
+torch's tables keep the official names, so that `get_backend()` and torch's own checks answer as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from nbkit.rank.comm.background_creation import BreakableStore, forming
+from nbkit.rank.comm.batched_p2p import install_batched
+from nbkit.rank.comm.process_group import FOREVER, Broken, DelegatingGroup, live
+from nbkit.rank.world import sockets
+
+__all__ = ["install", "nccl_backend", "reform_group", "release", "shut_all"]
+
+_DELEGATED = {"gloo", "nccl"}
+_original: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Make every gloo or nccl group of this process a delegating one. A second call changes nothing."""
+    global _original
+    if _original is not None:
+        return
+    _original = c10d._new_process_group_helper
+    c10d._new_process_group_helper = functools.wraps(_original)(_form)
+    name_of = c10d._process_group_name
+
+    @functools.wraps(name_of)
+    def name_in_order(*args: Any, **kwargs: Any) -> Any:
+        forming.join()  # torch names the next group by a count
+        return name_of(*args, **kwargs)
+
+    c10d._process_group_name = name_in_order
+    default_timeout = c10d._get_default_timeout
+
+    @functools.wraps(default_timeout)
+    def timeout_of(backend: Any) -> timedelta:
+        return FOREVER if _delegated(backend) else default_timeout(backend)
+
+    c10d._get_default_timeout = timeout_of
+    get_backend = c10d.get_backend
+
+    @functools.wraps(get_backend)
+    def backend_of(group: dist.ProcessGroup | None = None) -> Any:
+        name = get_backend(group)
+        # "cpu:gloo,cuda:nccl" is an nccl group that takes CPU tensors too, and user code asks for "nccl".
+        return c10d.Backend("nccl") if ":" in name and _kinds(name) == _DELEGATED else name
+
+    c10d.get_backend = dist.get_backend = backend_of
+    install_batched()
+
+
+def release(group: DelegatingGroup, instead: Broken) -> None:
+    """Take the inner group out of `group` for good: its connections are shut, and the last reference dropped."""
+    # Before the drop: its destructor waits for worker threads, and those may wait for a peer.
+    sockets.shut(group.sockets)
+    if (backend := nccl_backend(group)) is not None:
+        backend.abort()
+    group.inner, group.sockets = instead, frozenset()
+    group.keep.clear()
+
+
+def reform_group(group: DelegatingGroup, store: Store) -> None:
+    """Give `group` a new inner group that meets in `store`; every member must call this, in one common order."""
+    name = c10d._world.pg_names[group]
+    members = [] if group is c10d._world.default_pg else list(group.members)
+    recipe = {**group.recipe, "pg_tag": None}  # a tag would make torch find the old group again
+    if recipe.get("backend_options") is not None:
+        recipe["backend_options"].split_from = None
+    # Splitting from the default group is collective over all ranks; here only members take part.
+    split_source, c10d._get_split_source = c10d._get_split_source, lambda pg: None
+    # torch refuses a name that is in use: for the time of the forming the holder steps aside.
+    c10d._world.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
+    c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+    try:
+        raw, prefixed, held = _make(group.size(), group.rank(), members, store, name, recipe)
+        _forget(raw)
+    finally:
+        c10d._get_split_source = split_source
+        c10d._world.pg_names[group] = name
+        c10d._register_process_group(name, group)  # type: ignore[attr-defined]
+    c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], prefixed)
+    group.inner, group.sockets = raw, held.sockets
+    group.keep[:] = [held.store]
+
+
+class _Held:
+    """What belongs to an inner group beside itself."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.sockets: frozenset[int] = frozenset()
+
+
+def _form(
+    group_size: int,
+    group_rank: int,
+    global_ranks_in_group: list[int],
+    backend: Any,
+    store: Store,
+    group_name: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of torch's helper, same arguments and result."""
+    assert _original is not None
+    if args or not _delegated(backend):
+        return _original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
+    recipe = {"backend": backend, **kwargs}
+    raw, prefixed, held = _make(group_size, group_rank, global_ranks_in_group, store, group_name, recipe)
+    if not isinstance(raw, dist.ProcessGroup) or isinstance(raw, DelegatingGroup):
+        return raw, prefixed  # not a member; or found again by its tag
+    group = _delegate(raw, tuple(global_ranks_in_group) or tuple(range(group_size)), recipe)
+    group.sockets = held.sockets
+    group.keep.append(held.store)
+    _replace(raw, group, prefixed)
+    return group, prefixed
+
+
+def _delegate(raw: dist.ProcessGroup, members: tuple[int, ...], recipe: dict[str, Any]) -> DelegatingGroup:
+    group = DelegatingGroup(raw, members=members)
+    group.recipe = recipe
+    group.split_into = _adopt_split
+    return group
+
+
+def _make(
+    size: int, rank: int, members: Sequence[int], store: Store, name: Any, recipe: dict[str, Any]
+) -> tuple[Any, Any, _Held]:
+    assert _original is not None
+    # nccl's threads read their store at any time, also at exit: only gloo may be given one that lives in Python.
+    only_gloo = _kinds(recipe["backend"]) == {"gloo"}
+    held = _Held(BreakableStore(store) if only_gloo else store)
+    with forming.lock:
+        forming.before = before = sockets.inodes()
+    try:
+        options = dict(recipe)
+        raw, prefixed = _original(size, rank, list(members), options.pop("backend"), held.store, name, **options)
+    finally:
+        with forming.lock:
+            forming.before = None
+    if isinstance(raw, dist.ProcessGroup):
+        held.sockets = sockets.inodes() - before
+        if not isinstance(raw, DelegatingGroup):
+            prefixed = PrefixStore(f"{name}/", store)
+    return raw, prefixed, held
+
+
+def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> None:
+    """In every table of torch's, `group` takes the place of `raw`."""
+    world = c10d._world
+    name = world.pg_names[raw]
+    world.pg_map[group] = (world.pg_map[raw][0], store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = world.pg_backend_config[raw]
+    world.pg_to_tag[group] = world.pg_to_tag[raw]
+    for tag in _forget(raw):
+        world.tags_to_pg.setdefault(tag, []).append(group)
+    c10d._register_process_group(name, group)  # type: ignore[attr-defined]
+
+
+def _forget(raw: dist.ProcessGroup) -> list[str]:
+    """Take `raw` out of torch's tables; returns the tags it was under."""
+    tagged = c10d._world.tags_to_pg
+    tags = [tag for tag, groups in tagged.items() if raw in groups]
+    c10d._cleanup_process_group_global_state(raw)
+    for tag in tags:
+        if raw in tagged.get(tag, []):
+            tagged[tag].remove(raw)
+    return tags
+
+
+def _adopt_split(parent: DelegatingGroup, inner: dist.ProcessGroup, members: tuple[int, ...]) -> DelegatingGroup:
+    recipe = {**parent.recipe, "group_desc": inner.group_desc, "pg_tag": None, "backend_options": None}
+    return _delegate(inner, members, recipe)
+
+
+def _kinds(backend: Any) -> set[str]:
+    return set(c10d.BackendConfig(c10d.Backend(str(backend))).get_device_backend_map().values())
+
+
+def _delegated(backend: Any) -> bool:
+    return bool(kinds := _kinds(backend)) and kinds <= _DELEGATED
+
+
+def nccl_backend(group: DelegatingGroup) -> Any:
+    """The nccl backend of a group, or None when it has none."""
+    if isinstance(group.inner, Broken) or torch.device("cuda") not in group.inner._device_types:
+        return None
+    backend = group.inner._get_backend(torch.device("cuda"))
+    return backend if backend.name() == "nccl" else None
+
+
+def shut_all() -> int:
+    """Shut the gloo connections of every group of this process, one in the making included; how many were shut."""
+    return sockets.shut(forming.young().union(*(group.sockets for group in live())))

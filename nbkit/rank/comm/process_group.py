@@ -1,0 +1,285 @@
+"""Every process group of a rank is one of these: a thin object that hands each call to an inner group.
+
+The user's DDP, FSDP2 and DeviceMesh objects hold the outer object for life. A new generation of the world
+replaces the inner one, so they train on. On the way through, calls are counted (which rank is behind?) and
+told to whoever listens. How groups come to be is in forming.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nbkit.errors import ClusterError
+from nbkit.rank.comm.gloo_reduce_scatter import method
+from nbkit.rank.comm.operations import COLLECTIVES, SILENT, first_of, num_bytes
+from nbkit.rank.telemetry import collectives
+
+__all__ = [
+    "FOREVER",
+    "Broken",
+    "DelegatingGroup",
+    "fingerprint",
+    "listeners",
+    "live",
+    "registered",
+    "reset_counts",
+    "where",
+]
+
+FOREVER = timedelta(days=365)
+"""The time-out of a group whose user asked for none: torch's own 10 or 30 minutes would be a hidden one."""
+
+_MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
+
+listeners: list[Callable[[str, str, int], None]] = []
+"""Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
+
+_last: tuple[str, str, int, float] | None = None
+_born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
+_born_lock = threading.Lock()
+
+
+class Broken:
+    """Stands where an inner group was: every use raises `reason`."""
+
+    def __init__(self, reason: str, *, numbers: str = "", hint: str = "") -> None:
+        self._error = (reason, numbers, hint)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        reason, numbers, hint = self._error
+        raise ClusterError(reason, numbers=numbers, hint=hint)
+
+
+class DelegatingGroup(ProcessGroup):
+    """A process group over a replaceable inner one.
+
+    members: global ranks, in group order. sockets: inodes of the TCP connections the inner group opened.
+    recipe: what forming.py needs to build another inner group like this one.
+    """
+
+    def __init__(self, inner: ProcessGroup, *, members: tuple[int, ...]) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg,arg-type]
+        self.inner: Any = inner
+        self.members = members
+        self.sockets: frozenset[int] = frozenset()
+        self.recipe: dict[str, Any] = {}
+        self.keep: list[object] = []  # Python halves of C++ objects that the inner group holds (a store)
+        self.count = 0
+        self.sent: dict[int | str, int] = {}
+        self.received: dict[int | str, int] = {}
+        self.split_into: Callable[[DelegatingGroup, ProcessGroup, tuple[int, ...]], DelegatingGroup] | None = None
+        # Types without backends: torch reads them from the C++ side, and a backend registered there could
+        # never be replaced.
+        kinds = {torch.device(device): inner._get_backend(device).name() for device in inner._device_types}
+        for device, kind in kinds.items():
+            self._register_backend(device, getattr(ProcessGroup.BackendType, kind.upper()), None)  # type: ignore[arg-type]
+        if inner.bound_device_id is not None:
+            self.bound_device_id = inner.bound_device_id
+        self._set_default_backend(getattr(ProcessGroup.BackendType, inner._get_backend_name().upper()))
+        self._name, self._desc = inner.group_name, inner.group_desc
+        self.label = _label(inner.group_name, inner.group_desc, members)
+        self.seen = collectives.Seen(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)
+        self._nccl, self._batching = "nccl" in kinds.values(), False
+        if self._nccl:
+            inner._enable_collectives_timing()  # type: ignore[attr-defined]
+        with _born_lock:
+            _born.add(self)
+
+    def getBackendName(self) -> str:
+        # Only C++ asks here: DDP's logger, which on "gloo" casts the backend registered on the C++ side.
+        return "delegating"
+
+    # Name and description live in C++ with the registered backends, of which this object has none.
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return self.inner.use_pg_for_symm_mem_rendezvous  # type: ignore[no-any-return]
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.inner.use_pg_for_symm_mem_rendezvous = value
+
+    def shutdown(self) -> None:
+        if isinstance(self.inner, Broken):
+            return
+        if self.inner._has_hooks():
+            self.inner._wait_for_pending_works()
+        self.inner.shutdown()
+
+    def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
+        """As torch's; without a time-out of the user it reports after torch's 30 minutes, which is its purpose."""
+        if timeout == FOREVER:
+            timeout = _MONITORED_BARRIER_TIMEOUT
+        _monitored_barrier(self, timeout, wait_all_ranks)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._transfer("send", tensors, peer, self.sent, self.inner.send, (peer, tag))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._transfer("recv", tensors, peer, self.received, self.inner.recv, (peer, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        return self._transfer("recv", tensors, "any", self.received, self.inner.recv_anysource, (tag,))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batching = True
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        # Only nccl makes batches. Their parts have no times of their own: the batch has.
+        self._batching = False
+        if collectives.mode() != "time":
+            return self.inner._end_coalescing(device)
+        call = collectives.begin(collectives.BATCH, self.seen, None, self.count, 0, cuda=device.type == "cuda")
+        return collectives.follow(call, self.inner._end_coalescing(device))
+
+    def split_group(  # type: ignore[override]
+        self, ranks: Sequence[int], *args: Any, **kwargs: Any
+    ) -> ProcessGroup | None:
+        inner = self.inner.split_group(ranks, *args, **kwargs)
+        if inner is None or self.split_into is None:
+            return inner  # type: ignore[no-any-return]
+        return self.split_into(self, inner, tuple(self.members[rank] for rank in ranks))
+
+    def _transfer(
+        self,
+        operation: str,
+        tensors: list[torch.Tensor],
+        peer: int | str,
+        counts: dict[int | str, int],
+        issue: Callable[..., Any],
+        how: tuple[int, ...],
+    ) -> Any:
+        global _last
+        counts[peer] = number = counts.get(peer, 0) + 1
+        _last = (f"{operation} {'to' if operation == 'send' else 'from'} {peer}", self.label, number, time.monotonic())
+        for tell in listeners:
+            tell(operation, self.label, num_bytes(tensors))
+        if collectives.mode() == "off":
+            return issue(tensors, *how)
+        other = self.members[peer] if isinstance(peer, int) else collectives.ANYONE
+        timed = not self._batching
+        cuda = timed and self._nccl and tensors[0].is_cuda
+        call = collectives.begin(operation, self.seen, other, number, num_bytes(tensors), cuda=cuda)
+        work = issue(tensors, *how)
+        return collectives.follow(call, work) if timed else work
+
+
+def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
+    def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
+        global _last
+        self.count = number = self.count + 1
+        _last = (spoken, self.label, number, time.monotonic())
+        if not listeners and collectives.mode() == "off":
+            return method(self.inner, name)(*args, **kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        given = None if payload is None or payload >= len(values) else values[payload]
+        moved = num_bytes(given)
+        for tell in listeners:
+            tell(spoken, self.label, moved)
+        if collectives.mode() == "off":
+            return method(self.inner, name)(*args, **kwargs)
+        timed = not self._batching
+        cuda = timed and self._nccl and getattr(first_of(given), "is_cuda", False)
+        call = collectives.begin(spoken, self.seen, None, number, moved, cuda=cuda)
+        work = method(self.inner, name)(*args, **kwargs)
+        # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
+        return (
+            collectives.follow(call, work, at_once=not getattr(args[-1] if args else None, "asyncOp", True))
+            if timed
+            else work
+        )
+
+    issue.__name__ = name
+    return issue
+
+
+def _silent(name: str) -> Callable[..., Any]:
+    def hand_on(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    hand_on.__name__ = name
+    return hand_on
+
+
+_monitored_barrier = _collective("monitored_barrier", "monitored_barrier", None)
+
+# Set in a loop because torch's own list differs by version; only what this torch knows is overridden.
+for _name, (_spoken, _payload) in COLLECTIVES.items():
+    if hasattr(ProcessGroup, _name):
+        setattr(DelegatingGroup, _name, _collective(_name, _spoken, _payload))
+for _name in SILENT:
+    if hasattr(ProcessGroup, _name):
+        setattr(DelegatingGroup, _name, _silent(_name))
+
+
+def live() -> list[DelegatingGroup]:
+    """Every delegating group that this process still holds, destroyed ones too. Callable from any thread."""
+    with _born_lock:
+        return list(_born)
+
+
+def registered() -> list[DelegatingGroup]:
+    """The delegating groups torch knows (created and not destroyed), in an order that is the same on all ranks."""
+    names = dist.distributed_c10d._world.pg_names
+    groups = [group for group in list(names) if isinstance(group, DelegatingGroup)]
+    return sorted(groups, key=lambda group: (group is not dist.group.WORLD, names.get(group, ""), group.members))
+
+
+def reset_counts() -> None:
+    """Start counting anew in every group: a new generation begins on all ranks alike."""
+    global _last
+    _last = None
+    for group in registered():
+        group.count, group._batching = 0, False
+        group.sent.clear()
+        group.received.clear()
+
+
+def fingerprint() -> dict[str, int]:
+    """How many operations this rank has issued, per group; for send and recv, per pair of ranks of the group.
+
+    Equal groups bear equal keys on all ranks: `divergence.differences` compares.
+    """
+    # torch names the next group by this number: where it differs, the ranks would wait for each other in vain.
+    counts = {"groups made": dist.distributed_c10d._world.group_count}
+    for group in registered():
+        me = group.rank()
+        counts[group.label] = group.count
+        for peer, number in list(group.sent.items()):  # another thread may ask, while operations are issued
+            counts[f"{group.label}: {me}->{peer} sent"] = number
+        for peer, number in list(group.received.items()):
+            counts[f"{group.label}: {peer}->{me} received"] = number
+    return counts
+
+
+def where() -> str:
+    """The operation this process issued last, which it waits in if it waits; "" before the first. Any thread."""
+    if _last is None:
+        return ""
+    operation, label, number, since = _last
+    return f"{operation} #{number} of group {label}, issued {time.monotonic() - since:.1f} s ago"
+
+
+def _label(name: str, desc: str, members: tuple[int, ...]) -> str:
+    if desc == "default_pg":
+        return "world"
+    shown = ",".join(str(rank) for rank in members[:8]) + (",…" if len(members) > 8 else "")
+    return f"{name} [{shown}]" if desc in ("", "undefined") else f"{desc} {name} [{shown}]"

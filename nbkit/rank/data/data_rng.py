@@ -1,0 +1,100 @@
+"""What is drawn when data is read, by torch, numpy and Python: again alike; and whether ranks hold the same data."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.batch import fingerprint
+from nbkit.rank.rng.seeding import mixed, seed_step
+from nbkit.wire.cells import ranks_text
+
+__all__ = ["Compared", "alike", "content", "own_draws", "seed"]
+
+_SEED = "seed what makes or splits the data, without the rank: torch.manual_seed(0)"
+
+
+def seed(of_job: int, step: int, rank: int) -> None:
+    """Seed all that reading one step's data may draw from, for one rank. of_job: the job's own seed."""
+    seed_step(of_job, step, rank)
+    _seed_others(mixed(of_job, step, rank))
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """Around a training, whose steps seed numpy and Python: after it both go on as before."""
+    numpy_random, python = _numpy(), random.getstate()
+    numpy = numpy_random.get_state() if numpy_random is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy)
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Inside, torch on the CPU, numpy and Python draw the same on every rank; after it they go on as before."""
+    with own_draws(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        _seed_others(0)
+        yield
+
+
+def content(read: Callable[[], Any]) -> int:
+    """A checksum of the two samples that `read` gives, by which ranks tell whether they hold the same data.
+
+    Data made of numbers that were not seeded differs from rank to rank. Data that draws when it is read does not: it is
+    read twice, under the same seeds. 0 where that gives other samples, or none: then there is no telling.
+    """
+    found = []
+    for _ in range(2):
+        with suppress(Exception), alike():
+            # Whatever is wrong with the data is said, in full, by the rank that trains on it.
+            found.append(fingerprint(read(), 2))
+    return found[0] if len(found) == 2 and found[0] == found[1] else 0
+
+
+class Compared:
+    """Whether all ranks hold the same data, by the `content` of each. Collective; warns where they do not."""
+
+    def __init__(self, own: int) -> None:
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        found = [own]
+        if self.world_size > 1:
+            found = [0] * self.world_size
+            dist.all_gather_object(found, own)
+        self.others = [rank for rank, value in enumerate(found) if value != found[0]]
+        if self.others:
+            warnings.warn(f"{self._what()} Each rank trains on rows of its own; {_SEED}", stacklevel=5)
+
+    def check(self, replicas: int) -> None:
+        """Raises TrainingError where several ranks work on the same rows, and hold others. replicas: of the model."""
+        if self.others and replicas < self.world_size:
+            ranks = f"{self.world_size} ranks, {self.world_size // replicas} of them work on each row together"
+            raise TrainingError(self._what(), numbers=ranks, hint=_SEED)
+
+    def _what(self) -> str:
+        many = len(self.others) > 1
+        which = f"Ranks {ranks_text(self.others)} hold" if many else f"Rank {self.others[0]} holds"
+        return f"{which} other data than rank 0: the first or the last sample differs."
+
+
+def _seed_others(value: int) -> None:
+    random.seed(value)
+    if (numpy_random := _numpy()) is not None:
+        numpy_random.seed(value & 0xFFFFFFFF)
+
+
+def _numpy() -> Any:
+    """Nobody draws from it before it is imported."""
+    return sys.modules.get("numpy.random")

@@ -1,0 +1,78 @@
+"""Some rows of the data, by which a job is looked at before its first step."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nbkit.rank.data.batch import on_device, pick, rows_of, shapes_of
+from nbkit.rank.loss.output_tensors import leaves
+
+__all__ = ["Sample", "sample_of", "undrawn"]
+
+Collate = Callable[[list[Any]], Any]
+
+_ROWS, _SECONDS = 64, 0.25  # at most; four are read however long they take
+
+
+@dataclass(frozen=True)
+class Sample:
+    """batch: all rows together. samples, collate: what it was made of, where that is known."""
+
+    batch: Any
+    samples: Sequence[Any] = ()
+    collate: Collate | None = None
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return rows_of(self.batch)
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether fewer rows are collated to other shapes, as where all are padded to the longest, and draw nothing."""
+        if self.collate is None:
+            return False
+        one, again = self.collate([self.samples[0]]), self.collate([self.samples[0]])
+        alone = [shapes_of(one)] + [shapes_of(self.collate([sample])) for sample in self.samples[1:8]]
+        pairs = zip(leaves(one).values(), leaves(again).values(), strict=True)
+        return len(set(alone)) > 1 and all(torch.equal(a, b) for a, b in pairs)
+
+    def part(self, numbers: Sequence[int], device: torch.device) -> Any:
+        """Some of the rows, as a rank has them that is given these alone."""
+        if self.is_padded and self.collate is not None:
+            return on_device(self.collate([self.samples[i] for i in numbers]), device)
+        return on_device(pick(self.batch, numbers, rows=self.rows), device)
+
+
+def sample_of(data: Any, collate: Collate) -> Sample | None:
+    """Rows from all over map-style `data`; None where it gives none."""
+    began, step = time.perf_counter(), max(len(data) // _ROWS, 1)
+    samples: list[Any] = []
+    for i in dict.fromkeys([*range(min(2, len(data))), *range(0, len(data), step)]):
+        if len(samples) >= _ROWS or (len(samples) >= 4 and time.perf_counter() - began > _SECONDS):
+            break
+        samples.append(data[i])
+    return Sample(collate(samples), samples, collate) if samples else None
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Around what reads samples to look at them: those that are read to train draw as if that had not been."""
+    numpy: Any = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        if numpy is not None:
+            numpy.random.set_state(drawn[1])

@@ -1,0 +1,301 @@
+"""Where batches come from: an endless stream of this rank's shards, whose position is a small value.
+
+Map-style data: epoch e is `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches;
+a rank fetches its own rows alone. Iterable data: every rank iterates the same stream and keeps its rows. Either
+way the position is (epoch, samples taken in it), and nothing is read ahead, so a resumed stream misses and repeats no
+sample. What iterable data draws comes from a generator state of the stream's own, so that it is drawn again alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.batch import Shard, bounds, fingerprint, rows_of
+from nbkit.rank.data.data_rng import Compared, content
+from nbkit.rank.rng.seeding import ITERATED, mixed
+
+__all__ = ["IterableStream", "MapStream", "Stream", "is_map_style", "open_stream", "shards"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Stream(Protocol):
+    """Shards without end, and where it stands. own: each rank reads other samples, not all the same stream.
+
+    goes_back: what was read can be read again.
+    rank, ranks: which part of each global batch is read; may change between batches.
+    """
+
+    epoch: int
+    offset: int
+    seed: int
+    own: bool
+    goes_back: bool
+    rank: int
+    ranks: int
+
+    def next(self) -> Shard: ...
+    def seek(self, epoch: int, offset: int) -> None: ...
+
+
+def is_map_style(data: Any) -> bool:
+    """Whether `data` has a length and items by index, as torch's map-style datasets have."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+class MapStream:
+    """Shards of a map-style dataset."""
+
+    own = True
+    goes_back = True
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        collate: Collate,
+    ) -> None:
+        if len(data) < batch_size:
+            raise TrainingError(
+                "The dataset is smaller than one global batch.",
+                numbers=f"{len(data)} samples, batch_size {batch_size}",
+                hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
+            )
+        self.data, self.batch_size, self.rank, self.ranks = data, batch_size, rank, ranks
+        self.seed, self.shuffle, self.drop_last, self.collate = seed, shuffle, drop_last, collate
+        self.length = len(data)
+        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 2), collate).data))
+        self.seek(0, 0)
+
+    def seek(self, epoch: int, offset: int) -> None:
+        """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data is shorter."""
+        if offset > self.length:
+            raise _shorter(epoch, offset, self.length)
+        self.epoch, self.offset = epoch, offset
+        self._order: Sequence[int] | torch.Tensor = range(self.length)
+        if self.shuffle:
+            self._order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+
+    def next(self) -> Shard:
+        """This rank's rows of the next global batch."""
+        self._compared.check(self.ranks)
+        left = self.length - self.offset
+        if left < (self.batch_size if self.drop_last else 1):
+            self.seek(self.epoch + 1, 0)
+            left = self.length
+        total = min(self.batch_size, left)
+        chosen = self._order[self.offset : self.offset + total]
+        indices = chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen)
+        # Lengths, seeds or batch sizes that differ between ranks show here.
+        mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
+        self.offset += total
+        shard = _fetched(self.data, indices, bounds(total, self.ranks, self.rank), self.collate)
+        return replace(shard, fingerprint=zlib.crc32(mark.encode()))
+
+
+class IterableStream:
+    """Shards of a stream that can only be iterated; every rank iterates all of it."""
+
+    own = False
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        *,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        drop_last: bool,
+        collate: Collate,
+    ) -> None:
+        self.data, self.batch_size, self.rank, self.ranks = data, batch_size, rank, ranks
+        self.seed, self.drop_last, self.collate = seed, drop_last, collate
+        self.epoch, self.offset = 0, 0
+        self._samples: Iterator[Any] | None = None
+        self._started = False
+        self._drawn = torch.empty(0)
+        # Of data that cannot begin again: where the newest batch begins and ends, its samples; those to be given again.
+        self._newest: tuple[list[tuple[int, int]], list[Any]] | None = None
+        self._again: list[Any] | None = None
+        self.goes_back = not isinstance(data, Iterator)
+
+    def seek(self, epoch: int, offset: int) -> None:
+        """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
+
+        Raises TrainingError when the data is an iterator that has been read and cannot begin again: it goes back by the
+        newest batch only.
+        """
+        if (epoch, offset) != (self.epoch, self.offset):
+            if (newest := self._newest) is not None and (epoch, offset) in newest[0]:
+                self._again = newest[1] if (epoch, offset) == newest[0][0] else None
+            else:
+                self._check_can_start()
+                self._samples = None
+        self.epoch, self.offset = epoch, offset
+
+    def _open(self) -> Iterator[Any]:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(self.epoch)
+        self._check_can_start()
+        torch.default_generator.manual_seed(mixed(self.seed, self.epoch, ITERATED))
+        samples = iter(self.data)
+        self._started = True
+        passed = sum(1 for _ in islice(samples, self.offset))
+        if passed < self.offset:
+            raise _shorter(self.epoch, self.offset, passed)
+        return samples
+
+    def next(self) -> Shard:
+        """This rank's rows of the next global batch."""
+        samples = self._read()
+        if not self._enough(samples) and (self.offset or not samples):
+            self.epoch, self.offset, self._samples = self.epoch + 1, 0, None
+            samples = self._read()
+        if not self._enough(samples):
+            raise TrainingError(
+                "The data ended before one global batch was full.",
+                numbers=f"{len(samples)} samples in epoch {self.epoch}, batch_size {self.batch_size}",
+                hint="a smaller batch_size, or more data",
+            )
+        first, total = self.offset, len(samples)
+        self.offset += total
+        if not self.goes_back:
+            self._newest = [(self.epoch, first), (self.epoch, self.offset)], samples
+        start, stop = bounds(total, self.ranks, self.rank)
+        return Shard(
+            data=self.collate(samples[start:stop]) if stop > start else None,
+            rows=stop - start,
+            total=total,
+            indices=range(first, first + total),
+            fingerprint=fingerprint(self.collate([samples[0], samples[-1]]), 2),
+            everything=lambda: (self.collate(samples), samples, self.collate),
+        )
+
+    def _check_can_start(self) -> None:
+        if self._started and not self.goes_back:
+            raise TrainingError(
+                "The data is an iterator that cannot start again.",
+                numbers=f"epoch {self.epoch}, {self.offset} samples into it",
+                hint="an IterableDataset, or any object whose __iter__ begins anew",
+            )
+
+    def _read(self) -> list[Any]:
+        if self._again is not None:
+            samples, self._again = self._again, None
+            return samples
+        try:
+            with torch.random.fork_rng(devices=[]):
+                if self._samples is None:
+                    self._samples = self._open()
+                else:
+                    torch.set_rng_state(self._drawn)
+                samples = list(islice(self._samples, self.batch_size))
+                self._drawn = torch.get_rng_state()
+            return samples
+        except BaseException:
+            # Broken off inside a batch: the position is still before it, so the stream is read up to there again.
+            self._samples = None
+            raise
+
+    def _enough(self, samples: list[Any]) -> bool:
+        return len(samples) == self.batch_size or (bool(samples) and not self.drop_last)
+
+
+def open_stream(
+    data: Any,
+    *,
+    batch_size: int,
+    rank: int,
+    ranks: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    collate: Collate,
+) -> Stream:
+    """The stream that fits the kind of `data`. Raises TrainingError when it is neither kind."""
+    _refuse_loader(data)
+    if is_map_style(data):
+        return MapStream(
+            data,
+            batch_size=batch_size,
+            rank=rank,
+            ranks=ranks,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+        )
+    if not isinstance(data, Iterable):
+        raise TrainingError(
+            "The data is neither map-style nor iterable.",
+            numbers=f"{type(data).__name__}: __len__ {hasattr(data, '__len__')}, "
+            f"__getitem__ {hasattr(data, '__getitem__')}, __iter__ {hasattr(data, '__iter__')}",
+            hint="data=dataset with __len__ and __getitem__, or with __iter__",
+        )
+    return IterableStream(
+        data, batch_size=batch_size, rank=rank, ranks=ranks, seed=seed, drop_last=drop_last, collate=collate
+    )
+
+
+def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
+    """This rank's shards of one pass over `data` in its own order: every sample once, none added."""
+    _refuse_loader(data)
+    if is_map_style(data):
+        for first in range(0, len(data), batch_size):
+            total = min(batch_size, len(data) - first)
+            yield _fetched(data, list(range(first, first + total)), bounds(total, ranks, rank), collate)
+        return
+    samples, first = iter(data), 0
+    while taken := list(islice(samples, batch_size)):
+        start, stop = bounds(len(taken), ranks, rank)
+        rows = collate(taken[start:stop]) if stop > start else None
+        yield Shard(rows, stop - start, len(taken), range(first, first + len(taken)))
+        first += len(taken)
+
+
+def _fetched(data: Any, indices: list[int], mine: tuple[int, int], collate: Collate) -> Shard:
+    own = indices[mine[0] : mine[1]]
+    if not own:
+        return Shard(None, 0, len(indices), indices)
+    samples = data.__getitems__(own) if hasattr(data, "__getitems__") else [data[i] for i in own]
+    batch = collate(samples)
+    if (rows := rows_of(batch)) != len(own):
+        raise TrainingError(
+            "The collated batch has another number of rows than samples.",
+            numbers=f"{len(own)} samples, {rows} rows",
+            hint="collate so that dim 0 of every tensor is the sample",
+        )
+    return Shard(batch, len(own), len(indices), indices)
+
+
+def _refuse_loader(data: Any) -> None:
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise TrainingError(
+            "The data is a DataLoader: its items are batches, not samples.",
+            numbers=f"its batch_size {data.batch_size}",
+            hint="data=loader.dataset, with batch_size= and collate=; or nbkit.prepare(...) and job.batches(loader)",
+        )
+
+
+def _shorter(epoch: int, offset: int, samples: int) -> TrainingError:
+    return TrainingError(
+        "The data is shorter than where training stood in it.",
+        numbers=f"position {offset} of epoch {epoch}, {samples} samples",
+        hint="resume with the data that the checkpoint was made with",
+    )

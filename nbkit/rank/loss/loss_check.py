@@ -1,0 +1,217 @@
+"""What couples the rows of a batch: found before the first step, by computing the loss of rows together, and alone.
+
+A strategy that gives rows to several ranks, or to several forwards, is right for losses that are means over rows and
+for (sum, weight), of models that give for each row what they give for it alone. A contrastive loss compares rows; a
+mean over the tokens that a mask leaves weighs rows by their length; experts that choose their tokens let rows compete.
+All would train, and train something else.
+
+Two things are looked at. The loss function by itself, on outputs of the model (see additive.py): precise, and it names
+the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the model.
+How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from math import isclose, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.loss.additivity import Defect, LossAlone, coarsest, loss_alone
+from nbkit.rank.loss.advice import advice
+from nbkit.rank.loss.output_tensors import leaves
+from nbkit.rank.loss.row_pair import RowPair, apart, far
+from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
+from nbkit.rank.loss.row_trial import Measured, RowTrial, disturbed, kept
+from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.options import Coupled
+from nbkit.rank.parallel.pipeline.layer_chain import unchanged
+from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+
+__all__ = ["coupled"]
+
+_ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
+
+# In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.
+_WAYS = ((True, True), (True, False), (False, True), (False, False))
+
+_UNKNOWN = Coupled("", "", "")
+
+
+def coupled(
+    module: nn.Module,
+    run: Callable[[Any], Any],
+    loss: Loss | None,
+    sample: Sample,
+    inputs: Sequence[str] | None,
+    *,
+    whole: bool = True,
+) -> Coupled | None:
+    """What couples the rows of a batch; None where nothing does, or where that cannot be told.
+
+    run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
+    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward.
+    The module, and the generators of random numbers, are afterwards as before.
+    """
+    # Whatever is wrong with model, data or loss is said, in full, where they train.
+    with suppress(Exception), unchanged(module), plain_attention(), _uncompiled():
+        for training, moved in _WAYS if whole else _WAYS[-1:]:
+            with suppress(Exception), ExitStack() as around:
+                around.enter_context(kept(module, training=training))
+                around.enter_context(disturbed(module) if moved else nullcontext())
+                trial = RowTrial(module, run, loss or _linear, inputs, training, whole)
+                last = (training, moved) == _WAYS[-1]
+                found = _Look(trial, sample, loss is None).verdict(last) if sample.rows > 1 else None
+                if found is not _UNKNOWN:
+                    return found
+    return None
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What is compiled runs as it is: it would be compiled anew for each number of rows."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _linear(output: Any, _: Any, names: Collection[str] | None = None, size: float = 1.0) -> tuple[Tensor, float]:
+    """A sum over the tensors that the model gives (of `names`), weighed by random numbers: it adds up over rows."""
+    sums = []
+    for name, tensor in leaves(output).items():
+        if tensor.is_floating_point() and tensor.ndim and (names is None or name in names):
+            weights = torch.randn(tensor.shape[1:], generator=torch.Generator().manual_seed(1)).to(tensor)
+            sums.append((tensor * weights).sum().double() * size)
+    return torch.stack(sums).sum(), 1.0
+
+
+@dataclass
+class _Look:
+    trial: RowTrial
+    sample: Sample
+    model_alone: bool
+
+    def verdict(self, last: bool) -> Coupled | None:
+        """_UNKNOWN where the model draws random numbers, or gives no finite loss, so that another look may tell.
+
+        last: there is no other; then the loss is looked at alone.
+        """
+        pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
+        first = self._pair(pairs[0])
+        if first is None or not (first.repeats or last):
+            return _UNKNOWN
+        alone = None if self.model_alone else self._loss_alone(first)
+        used = first.lengths.keys() if alone is None else alone.used
+        # A loss that takes what is no row's own, such as a loss from inside the model, is told by running that alone.
+        outside = alone is not None and alone.used <= first.lengths.keys() | first.whole.auxiliary.keys()
+        if outside and alone is not None and alone.defect is not None:
+            return self._by_loss(alone.defect, first)
+        # Running statistics, by which rows would see each other here, are compared over the ranks in the first step.
+        if not first.repeats or self._statistics() != before:
+            return None
+        if mixed := first.mixed(used):
+            return self._by_model(first, mixed)
+        if self.model_alone:
+            return None
+        looked = [first] if outside else [first, *(seen for pair in pairs[1:] if (seen := self._pair(pair)))]
+        for seen in looked:
+            if numbers := seen.differs(self._noise):
+                return self._by_loss(Defect("inside", numbers), seen)
+        if numbers := first.unbalanced():
+            return Coupled("An auxiliary loss is taken over all rows of a batch", numbers, "", trains=True)
+        return None
+
+    def _statistics(self) -> list[tuple[int, int]]:
+        """Changes when a forward pass changes a buffer."""
+        found = [buffer for buffer in self.trial.module.buffers() if buffer.is_floating_point()]
+        return [(id(buffer), buffer._version) for buffer in found]
+
+    def _pair(self, pair: tuple[int, int]) -> RowPair | None:
+        """Two rows together and each alone; two and two where the model or the loss takes no single rows."""
+        spare = [row for row in range(self.sample.rows) if row not in pair][:2]
+        cuts: list[list[list[int]]] = [[[pair[0]], [pair[1]]]]
+        if len(spare) == 2:
+            cuts.append([[pair[0], spare[0]], [pair[1], spare[1]]])
+        for cut in cuts:
+            together = cut[0] + cut[1]
+            whole = self._measured(together, range(len(together)))
+            with coarsest() as seen:
+                again = self._measured(together, range(len(together)), seed=2, backward=False)
+            if not isfinite(whole.value + whole.weight):
+                return None
+            repeats = isclose(again.value, whole.value, rel_tol=8 * seen.eps)
+            try:
+                half = len(cut[0])
+                parts = [self._measured(cut[0], range(half)), self._measured(cut[1], range(half, 2 * half))]
+            except Exception:
+                continue
+            return RowPair(together, whole, parts, seen.eps, repeats)
+        return None
+
+    def _measured(self, numbers: Sequence[int], places: Sequence[int], **how: Any) -> Measured:
+        return self.trial.measure(self.sample.part(numbers, self._device), places, **how)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.trial.module.parameters()), torch.device("cpu"))
+
+    def _loss_alone(self, first: RowPair) -> LossAlone | None:
+        chosen = [*first.numbers, *spread_rows(self.sample.batch, self.sample.rows, _ROWS)]
+        # Padded to another length, the other rows have no place beside what the model gave for these.
+        chosen = first.numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
+        batch = self.sample.part(chosen, self._device)
+        return loss_alone(self.trial.loss, first.whole.output, first.lengths, batch, len(chosen), self.trial.inputs)
+
+    def _noise(self, seen: RowPair) -> float:
+        """By how much the gradients differ, relatively, of a loss that adds up over rows by its making."""
+        half = len(seen.numbers) // 2
+        cuts = (range(2 * half), range(half), range(half, 2 * half))
+        # Large, beside which a term that a model adds in its backward pass, whatever the loss, is nothing.
+        linear = partial(_linear, names=seen.lengths.keys(), size=2.0**20 if seen.eps < 1e-5 else 1.0)
+        if not seen.lengths:
+            return 0.0
+        whole, *parts = [self._measured([seen.numbers[i] for i in cut], cut, loss=linear) for cut in cuts]
+        return apart(whole.grads, [part.grads for part in parts])
+
+    def _by_loss(self, defect: Defect, seen: RowPair) -> Coupled:
+        batch = self.sample.part(seen.numbers, self._device)
+        hint = advice(defect.kind, seen.whole, batch, self.trial.inputs)
+        return Coupled("The loss is no mean over rows", defect.numbers, hint)
+
+    def _by_model(self, seen: RowPair, mixed: str) -> Coupled:
+        name = self._first_to_mix(seen)
+        return Coupled(
+            f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
+            numbers=mixed,
+            hint="experts that choose their tokens, or drop them by a capacity, and statistics of a batch need whole "
+            "batches: one rank, or strategy='tp', without microbatch=; or let each token choose (top-k)",
+        )
+
+    def _first_to_mix(self, seen: RowPair) -> str:
+        """The first module, innermost, that gets the same for some rows beside others, and gives something else."""
+        found: list[dict[str, list[Tensor]]] = [{}, {}]
+        half = len(seen.numbers) // 2
+        for passed, count in zip(found, (2 * half, half), strict=True):
+            with ExitStack() as hooks:
+                for name, part in self.trial.module.named_modules():
+                    hooks.callback(part.register_forward_hook(_noted(name, passed), with_kwargs=True).remove)
+                self._measured(seen.numbers[:count], range(count), backward=False)
+        together, alone = found
+        for name, few in alone.items():
+            pairs = list(zip(together.get(name, []), few, strict=False))
+            if all(len(many) == 2 * len(one) for many, one in pairs):
+                if [far(many[: len(one)], one, seen.eps) for many, one in pairs] == [False, True]:
+                    return repr(name) if name else ""
+        return ""
+
+
+def _noted(name: str, passed: dict[str, list[Tensor]]) -> Callable[..., None]:
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = [next((t for t in leaves(v).values() if t.ndim), None) for v in ((args, kwargs), output)]
+        passed[name] = [tensor.detach() for tensor in first if tensor is not None]
+
+    return note

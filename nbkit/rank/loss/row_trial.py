@@ -1,0 +1,180 @@
+"""A model and its loss run on some rows: value, gradient of a few parameters, and what the model gave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.data.batch import pair
+from nbkit.rank.loss.output_tensors import leaves, with_leaves
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.models.pretrained import window
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+
+__all__ = ["Measured", "RowTrial", "disturbed", "kept"]
+
+_AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
+_ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
+
+
+@dataclass(frozen=True)
+class Measured:
+    """value: the loss times its rows, or the sum of (sum, weight). grads: of the trial's parameters, () where none were
+    asked for. output: of the model; tensors: in it, detached; slopes: name -> sum of the absolute gradient in one.
+    auxiliary: name -> (value, slope of the loss in it, gradients) of the scalars that are named as auxiliary terms.
+    """
+
+    rows: int
+    value: float
+    weight: float
+    weighted: bool
+    output: Any
+    tensors: dict[str, Tensor]
+    slopes: dict[str, float]
+    grads: tuple[Tensor, ...] = ()
+    auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = field(default_factory=dict)
+
+    def without_auxiliary(self) -> tuple[float, tuple[Tensor, ...]]:
+        """(value, grads) of the loss less what is linear in the auxiliary terms."""
+        value, grads = self.value, self.grads
+        for term, slope, of_term in self.auxiliary.values():
+            value -= slope * term
+            grads = tuple(grad - slope * other for grad, other in zip(grads, of_term, strict=True))
+        return value, grads
+
+
+@dataclass
+class RowTrial:
+    """run: model input -> output, of `module`. training: as it trains, with dropout keyed by row; else in evaluation.
+
+    backward: gradients are compared too, of the smallest parameters. Let `kept` be around it.
+    """
+
+    module: nn.Module
+    run: Callable[[Any], Any]
+    loss: Loss
+    inputs: Sequence[str] | None
+    training: bool
+    backward: bool
+
+    def __post_init__(self) -> None:
+        self.params: list[nn.Parameter] = []
+        for param in sorted((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel()):
+            if self.backward and (not self.params or sum(p.numel() for p in self.params) < _ELEMENTS):
+                self.params.append(param)
+
+    def measure(
+        self, part: Any, rows: Sequence[int], *, loss: Loss | None = None, seed: int = 1, backward: bool = True
+    ) -> Measured:
+        """Of `part`, whose rows are those of numbers `rows`, which key the dropout. loss: another one."""
+        value, target = pair(part, self.inputs)
+        torch.manual_seed(seed)
+        with self._drawing(rows), torch.enable_grad():
+            output = self.run(value)
+            found, weight, weighted = weigh((loss or self.loss)(output, target), len(rows))
+            total = found * (1 if weighted else len(rows))
+            tensors = leaves(output)
+            auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = {}
+            grads: tuple[Tensor, ...] = ()
+            slopes: dict[str, float] = {}
+            if total.requires_grad:
+                terms = {name: t for name, t in tensors.items() if _is_auxiliary(name, t)}
+                auxiliary = {name: self._auxiliary(total, term) for name, term in terms.items()}
+                grads = self._grads(total) if backward else ()
+                slopes = _slopes(total, tensors) if backward else {}
+        return Measured(
+            rows=len(rows),
+            value=float(total.detach()),
+            weight=float(weight),
+            weighted=weighted,
+            output=_detached(output),
+            tensors={name: tensor.detach() for name, tensor in tensors.items()},
+            slopes=slopes,
+            grads=grads,
+            auxiliary=auxiliary,
+        )
+
+    def _drawing(self, rows: Sequence[int]) -> Any:
+        return _keyed(self.module, rows) if self.training else nullcontext()
+
+    def _auxiliary(self, total: Tensor, term: Tensor) -> tuple[float, float, tuple[Tensor, ...]]:
+        (slope,) = torch.autograd.grad(total, [term], retain_graph=True, allow_unused=True)
+        return float(term.detach()), 0.0 if slope is None else float(slope), self._grads(term.sum())
+
+    def _grads(self, of: Tensor) -> tuple[Tensor, ...]:
+        if not self.params:
+            return ()
+        found = torch.autograd.grad(of, self.params, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(p) if g is None else g.detach() for p, g in zip(self.params, found, strict=True))
+
+
+def _detached(output: Any) -> Any:
+    """The output without what it was computed from, which is large; None of an output that cannot be copied."""
+    with suppress(Exception):
+        return with_leaves(output, lambda _, tensor: tensor.detach())
+    return None
+
+
+def _slopes(total: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
+    tracked = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    if not tracked:
+        return {}
+    found = torch.autograd.grad(total, list(tracked.values()), retain_graph=True, allow_unused=True)
+    return {name: float(g.abs().sum()) for name, g in zip(tracked, found, strict=True) if g is not None}
+
+
+def _is_auxiliary(name: str, tensor: Tensor) -> bool:
+    last = name.rpartition(".")[2]
+    return bool(_AUXILIARY.search(last)) and tensor.numel() == 1 and tensor.requires_grad
+
+
+@contextmanager
+def _keyed(module: nn.Module, rows: Sequence[int]) -> Iterator[None]:
+    dropout = KeyedDropout(module, seed=0)
+    try:
+        with dropout.step(0, rows):
+            yield
+    finally:
+        dropout.release()
+
+
+@contextmanager
+def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, the modules are in training (BatchNorm, which is looked at elsewhere, is not) or in evaluation.
+
+    What they note about themselves, such as numbers of calls, is afterwards as before.
+    """
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        for part in module.modules():
+            # Frozen parts of a model that trains are in evaluation.
+            part.training &= training and not isinstance(part, nn.modules.batchnorm._BatchNorm)
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+
+
+@contextmanager
+def disturbed(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are all zeros are not, without taking memory: they would hide what is behind them."""
+    zeros = [(p, p.data) for p in module.parameters() if p.is_floating_point() and _is_zero(p.data)]
+    try:
+        for param, data in zeros:
+            param.data = window(data.shape, data.dtype, data.device)
+        yield
+    finally:
+        for param, data in zeros:
+            param.data = data
+
+
+def _is_zero(data: Tensor) -> bool:
+    # Most are told by a few of their elements.
+    return data.numel() > 0 and not data[(0,) * max(data.ndim - 1, 0)].any() and not data.any()

@@ -1,0 +1,241 @@
+"""A Hugging Face directory as a model to train: each rank reads its own boxes, and nobody ever holds the whole.
+
+The module is built without weights. In their place are windows onto a few random numbers, so that the parts of it that
+are looked at by running it (blocks, costs) can be run; its buffers are real, rotary tables included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.planner.reshard.boxes import halves
+from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.reshard.load_local import copy_part
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.rng.seeding import seeded
+
+__all__ = ["Pretrained", "from_pretrained", "window"]
+
+_READ_BYTES = 16 << 20
+"""Of a larger box, this much is read at a time."""
+
+
+def from_pretrained(
+    directory: str | Path, *, adapt: Callable[[nn.Module], nn.Module] | None = None, **overrides: Any
+) -> Pretrained:
+    """The model in `directory`, for `Trainer(model=...)` or `prepare`: config.json and safetensors, one file or more.
+
+    Each rank reads from the files exactly what it must hold under the strategy. overrides: settings of the config to
+    be other than saved (dtype="float32", attn_implementation="sdpa", ...). adapt: called with the module, returns the
+    one to train, for example lambda model: peft.get_peft_model(model, peft.LoraConfig(...)); what it adds is
+    initialised by itself. The Trainer raises TrainingError when the directory does not hold every weight.
+    """
+    return Pretrained(Path(directory), adapt, overrides)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """See `from_pretrained`."""
+
+    directory: Path
+    adapt: Callable[[nn.Module], nn.Module] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, *, seed: int, device: torch.device) -> Shell:
+        """The module on `device`, its weights still on the disk. Raises TrainingError when some are not there."""
+        with seeded(device):
+            torch.manual_seed(seed)
+            module = _built(self.directory, self.overrides)
+            files = _Files(self.directory)
+            kept = files.find(module)
+            for places in homes(module).values():
+                old = getattr(*places[0])
+                drawn = window(old.shape, old.dtype, device)
+                replace(places, nn.Parameter(drawn, requires_grad=old.requires_grad))
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    part._buffers[name] = None if buffer is None else buffer.to(device)
+            files.read_buffers(module)
+            tensors = {id(p): kept[name] for name, p in module.named_parameters()}
+            module = (self.adapt(module) if self.adapt else module).train()
+            names = {name: tensors[id(p)] for name, p in module.named_parameters() if id(p) in tensors}
+            # What `adapt` added stands nowhere but here.
+            added = {name: p.detach() for name, p in module.named_parameters() if name not in names}
+        return Shell(module, files, names, added)
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A module without weights. names: parameter -> tensor in the files; added: those that are in no file."""
+
+    module: nn.Module
+    files: _Files
+    names: Mapping[str, str]
+    added: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def fill(self, side: Side) -> None:
+        """Read the weights that this rank holds."""
+        for name, (target, layout) in side.data.weights.items():
+            if name in self.added:
+                copy_part(target, layout, self.added[name].to(target.device))
+                continue
+            for here, there in layout.pieces:
+                for box in halves(there, _READ_BYTES // target.element_size()):
+                    place = box.moved(there.start, here.start)
+                    target[place.slices].copy_(self.files.read(self.names[name], box.slices))
+
+
+class _Files:
+    """The safetensors files of a directory; each is opened when something of it is read first."""
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / "model.safetensors.index.json"
+        self._open: dict[Path, Any] = {}
+        self._home: dict[str, Path] = {}
+        if index.exists():
+            named = json.loads(index.read_text())["weight_map"]
+            if other := [file for file in named.values() if Path(file).name != file]:
+                raise TrainingError(
+                    f"{index.name} names a file outside of its directory.",
+                    numbers=f"{other[0]!r:.80}, in {str(directory)!r}",
+                    hint="the directory that model.save_pretrained wrote",
+                )
+            self._home = {name: directory / file for name, file in named.items()}
+        elif (one := directory / "model.safetensors").exists():
+            self._home = dict.fromkeys(self._opened(one).keys(), one)
+        else:
+            raise TrainingError(
+                f"{str(directory)!r} holds no safetensors.",
+                numbers=f"it holds {', '.join(sorted(path.name for path in directory.iterdir())[:8]) or 'nothing'}",
+                hint="model.save_pretrained(directory) writes them",
+            )
+
+    def _opened(self, path: Path) -> Any:
+        from safetensors import safe_open
+
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._opened(self._home[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor; no more than that is read."""
+        file = self._opened(self._home[name])
+        found: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        return found
+
+    def find(self, module: nn.Module) -> dict[str, str]:
+        """Parameter -> the tensor that holds it: under any of a tied one's names, with the base model's prefix or not.
+
+        Raises TrainingError when one is missing, or of another shape.
+        """
+        prefix = f"{getattr(module, 'base_model_prefix', '')}."
+        first = {id(p): name for name, p in module.named_parameters()}
+        found: dict[str, str] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if id(value) not in first or first[id(value)] in found:
+                continue
+            for spelling in (name, name.removeprefix(prefix), prefix + name):
+                if spelling in self._home:
+                    found[first[id(value)]] = spelling
+                    break
+        params = dict(module.named_parameters())
+        missing = [name for name in params if name not in found]
+        other = [name for name, kept in found.items() if self.shape(kept) != tuple(params[name].shape)]
+        if missing or other:
+            numbers = f"{len(missing)} of {len(params)} missing, first {missing[:1]}"
+            if not missing:
+                name = other[0]
+                numbers = f"{name} is {self.shape(found[name])} there, {tuple(params[name].shape)} here"
+            raise TrainingError(
+                f"The files do not hold the weights of a {type(module).__name__}.",
+                numbers=numbers,
+                hint="the directory that model.save_pretrained wrote; no other sizes among the overrides",
+            )
+        return found
+
+    def read_buffers(self, module: nn.Module) -> None:
+        """Buffers that a file holds, such as running means."""
+        kept = module.state_dict().keys()
+        for name, buffer in module.named_buffers():
+            if name in kept and name in self._home:
+                buffer.copy_(self.read(name, ()))
+
+
+def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
+    """The module that the config names, its parameters on the meta device."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise TrainingError(
+            "from_pretrained needs transformers.", hint="pip install transformers safetensors"
+        ) from error
+    if not (directory / "config.json").exists():
+        raise TrainingError(
+            f"{str(directory)!r} holds no model.", numbers="no config.json", hint="a directory of save_pretrained"
+        )
+    # Code that lies in the directory is run by who asks for it alone, and nobody is asked on a rank.
+    trusted = {"trust_remote_code": bool(overrides.get("trust_remote_code"))}
+    config = transformers.AutoConfig.from_pretrained(directory, **{**overrides, **trusted})
+    name = (config.architectures or ["AutoModelForCausalLM"])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise TrainingError(
+            f"transformers has no {name}.", numbers=f"version {transformers.__version__}", hint="a newer transformers"
+        )
+    auto = isinstance(name, str) and name.startswith("AutoModel")
+    if not auto and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise TrainingError(
+            f"{name} of transformers is no model.",
+            numbers=f"'architectures' in {str(directory / 'config.json')!r}",
+            hint="the directory that model.save_pretrained wrote",
+        )
+    wanted = getattr(config, "dtype", None) or torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, wanted) if isinstance(wanted, str) else wanted)
+    try:
+        with _without_weights():
+            module: nn.Module = kind.from_config(config, **trusted) if auto else kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    return module
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Inside, every parameter that a module is given loses its memory at once; buffers are real."""
+    register = nn.Module.register_parameter
+
+    def without(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = without  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def window(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims."""
+    if not shape:
+        return torch.ones((), dtype=dtype, device=device)
+    strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
+    size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
+    drawn = torch.randn(size) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
+    return drawn.to(device, dtype).as_strided(tuple(shape), strides)

@@ -1,0 +1,241 @@
+"""One block on all positions and on parts of them, side by side in one process: do the parts give the whole?
+
+The parts run in the very code that cuts the block on ranks (context.Spread), with a thread for each rank, in double
+precision and with drawn weights: those of a fresh model may be zero where they would show something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nbkit.errors import NbkitError, StrategyError
+from nbkit.rank.parallel.context.context_parallel import Spread
+from nbkit.rank.parallel.context.first_difference import Trace, first_difference, gap, joined
+from nbkit.rank.parallel.context.peers import Threads
+from nbkit.rank.parallel.context.random_draws import Draws, DroppingNothing
+from nbkit.rank.parallel.module.meta_module import homes, replace
+
+__all__ = ["BlockCall", "Rules", "block_rules", "refusal"]
+
+_EXACT, _ROUNDED = 1e-10, 1e-3
+_NUDGE, _NOISE = 1e-11, 30
+"""What differs by less than `_ROUNDED` may be rounding: at most `_NOISE` times what a nudge of the input changes."""
+
+Rules = tuple[int | None, ...]
+"""For each tensor that a block returns: its dim of positions; None for what every part gives whole."""
+
+
+@dataclass
+class BlockCall:
+    """One call of the block `name` on all positions: what went in, and what came out before any hook saw it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    rules: Rules = ()
+
+
+def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
+    """The error for what context parallelism would compute otherwise."""
+    default = "a strategy without cp; with cp, positions may meet in F.scaled_dot_product_attention alone"
+    return StrategyError(what, numbers=numbers, hint=hint or default)
+
+
+def block_rules(block: nn.Module, called: BlockCall, size: int, *, backward: bool) -> Rules:
+    """How what the block returns lies in parts. backward: compare gradients too.
+
+    Raises StrategyError where `size` parts of the positions do not give what all of them give.
+    """
+    failed: Exception | None = None
+    # Drawn weights may give NaN, and something inside may insist on another precision: then the model's own.
+    for drawn, dtype in ((True, torch.float64), (False, torch.float64), (False, None)):
+        try:
+            with _weights(block, drawn, dtype):
+                rules = _Comparison(block, _cast(called, dtype, drawn), size, backward).rules()
+            if rules is not None:
+                return rules
+        except NbkitError:
+            raise
+        except Exception as error:
+            failed = error
+    said = " ".join(f"{type(failed).__name__}: {failed}".split()) if failed else "it gives NaN"
+    recomputed = "Checkpoint" in type(failed).__name__
+    hint = "turn off the model's own activation checkpointing: checkpoint=True recomputes, too" if recomputed else ""
+    raise refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint)
+
+
+class _Comparison:
+    """Of a block with itself, on all positions and on parts."""
+
+    def __init__(self, block: nn.Module, called: BlockCall, size: int, backward: bool) -> None:
+        self.block, self.called, self.size, self.backward = block, called, size, backward
+        self.plain, self.draws = block.forward, list[str]()
+        self.peers = Threads(size)
+        self.spread = Spread(called.name, self.peers, first=True, last=False, strict=False, attends=False)
+        self.inputs = [x for x in tree_leaves((called.args, called.kwargs)) if _floats(x)]
+        for x in self.inputs:
+            x.requires_grad_(backward)
+
+    def rules(self) -> Rules | None:
+        """See block_rules; None where NaN leaves nothing to compare."""
+        whole = self._whole()
+        if not all(bool(x.isfinite().all()) for x in whole if _floats(x)):
+            return None
+        try:
+            parts = self._parts()
+            pairs = [joined(w, p) for w, p in zip(whole, zip(*parts, strict=True), strict=True)]
+        except NbkitError:
+            raise
+        except ValueError as error:
+            raise self._differs(str(error)) from None
+        for (rule, _), x, *others in zip(pairs, whole, *parts, strict=True):
+            if rule is None and (x.requires_grad or max(gap(x, other) for other in others) > _EXACT):
+                raise self._differs("what every part returns is no part of the whole")
+        given = [together for _, together in pairs]
+        apart = self._apart(whole, given)
+        if apart > _EXACT and (apart > _ROUNDED or apart > _NOISE * self._apart(whole, self._whole(nudged=True))):
+            raise self._differs(f"parts differ by {apart:.2g} of the largest value")
+        return tuple(rule for rule, _ in pairs)
+
+    def _whole(self, *, nudged: bool = False) -> list[Tensor]:
+        args, kwargs = self.called.args, self.called.kwargs
+        if nudged:
+            args, kwargs = tree_map_only(Tensor, _nudged, (args, kwargs))
+        return _tensors(self._run(self.plain, args, kwargs))
+
+    def _parts(self) -> list[list[Tensor]]:
+        around = self.spread.around(self.plain)
+        found = self.peers.run(lambda: self._run(around, self.called.args, self.called.kwargs))
+        return [_tensors(part) for part in found]
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(self.backward), DroppingNothing(), Draws(self.draws):
+            return forward(*args, **kwargs)
+
+    def _apart(self, whole: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+        """Of what is returned and, backward, of the gradients of all inputs and parameters."""
+        found = max((gap(w, o) for w, o in zip(whole, other, strict=True)), default=0.0)
+        if not self.backward or found > _ROUNDED:
+            return found
+        expected, given = self._gradients(whole), self._gradients(other)
+        largest = max((float(grad.abs().max()) for grad in expected if grad.numel()), default=0.0)
+        gaps = (gap(e, g, 1e-4 * largest) for e, g in zip(expected, given, strict=True))
+        return max(found, max(gaps, default=0.0))
+
+    def _gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        params = [p for p in self.block.parameters() if _floats(p)]
+        draw = torch.Generator().manual_seed(1)
+        weighed = [
+            (x * torch.randn(x.shape, generator=draw).to(x.device, x.dtype)).sum() for x in outputs if x.requires_grad
+        ]
+        if not weighed:
+            return []
+        wanted = [x for x in (*self.inputs, *params) if x.requires_grad]
+        found = torch.autograd.grad(sum(weighed[1:], weighed[0]), wanted, retain_graph=True, allow_unused=True)
+        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, found, strict=True)]
+
+    def _differs(self, numbers: str) -> StrategyError:
+        if self.draws:
+            return refusal(
+                f"The block {self.called.name!r} draws random numbers by itself: a part of the positions gets others.",
+                f"by {self.draws[0]}",
+                "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
+            )
+        where = self._where()
+        return refusal(
+            f"The block {self.called.name!r} does not compute each position by itself, attention aside.",
+            f"run on {self.size} parts of the positions: {numbers}" + (f"; first seen in {where}" if where else ""),
+        )
+
+    def _where(self) -> str:
+        trace, logs = Trace(self.block), [list[Any]() for _ in range(self.size + 1)]
+        peers, args, kwargs = self.peers, self.called.args, self.called.kwargs
+        try:
+            around = self.spread.around(trace.around(self.plain, lambda: logs[peers.rank()]))
+            self._run(trace.around(self.plain, lambda: logs[-1]), args, kwargs)
+            peers.run(lambda: self._run(around, args, kwargs))
+        except Exception:
+            pass
+        return first_difference(logs[-1], logs[:-1])
+
+
+def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCall:
+    """The call with copies of its tensors. drawn: what is carried differs everywhere."""
+
+    def copied(x: Tensor) -> Tensor:
+        if dtype is not None and x.is_floating_point():
+            return x.detach().to(dtype, copy=True)
+        return x.detach().to(torch.complex128) if dtype is not None and x.is_complex() else x.detach().clone()
+
+    def disturbed(x: Tensor) -> Tensor:
+        if not _floats(x):
+            return x
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device, x.dtype)
+        return x + noise * max(float(x.std()) if x.numel() > 1 else 0.0, 0.1)
+
+    args, kwargs = tree_map_only(Tensor, copied, (called.args, called.kwargs))
+    if drawn and args:
+        args = (tree_map_only(Tensor, disturbed, args[0]), *args[1:])
+    elif drawn and kwargs:
+        first = next(iter(kwargs))
+        kwargs = {**kwargs, first: tree_map_only(Tensor, disturbed, kwargs[first])}
+    return BlockCall(called.name, args, kwargs)
+
+
+@contextmanager
+def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, the block computes in `dtype` (None: its own), its weights drawn or its own."""
+    draw = torch.Generator().manual_seed(3)
+    params = [(places, getattr(*places[0])) for places in homes(block).values()]
+    others = [
+        (holder, key, tensor)
+        for part in block.modules()
+        for holder in (part._buffers, vars(part))
+        for key, tensor in holder.items()
+        if isinstance(tensor, Tensor) and _floats(tensor) and dtype is not None
+    ]
+    try:
+        for places, param in params:
+            replace(places, nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param)))
+        for holder, key, tensor in others:
+            holder[key] = tensor.detach().to(dtype)
+        yield
+    finally:
+        for places, param in params:
+            replace(places, param)
+        for holder, key, tensor in others:
+            holder[key] = tensor
+
+
+def _drawn(value: Tensor, draw: torch.Generator, drawn: bool, dtype: torch.dtype | None) -> Tensor:
+    value = value.to(dtype) if dtype is not None and _floats(value) else value
+    if not drawn or not _floats(value):
+        return value
+    noise = torch.randn(value.shape, generator=draw).to(value.device, value.dtype)
+    # Matrices anew; vectors and scalars, such as the weights of norms, away from where they begin.
+    return noise / max(value[0].numel(), 1) ** 0.5 if value.ndim > 1 else value + 0.2 * noise
+
+
+def _nudged(x: Tensor) -> Tensor:
+    if not _floats(x):
+        return x
+    size = _NUDGE if x.dtype == torch.float64 else torch.finfo(x.dtype).eps
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).to(x.device, x.dtype)
+    return x + x * noise * size
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,230 @@
+"""What a model does between its blocks, on parts of the positions: run once for each part, the blocks replaced.
+
+A block gives its part of what it gave when the model ran whole, so that nothing of it is computed, and what arrives at
+the next one can be compared exactly. From the graph between them follows which parameters work on a part there: the
+gradients of those must be summed over the ranks, as those in the blocks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from nbkit.layout import bounds
+from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
+from nbkit.rank.parallel.context.context_parallel import dim_of_positions
+from nbkit.rank.parallel.context.first_difference import gap
+from nbkit.rank.parallel.pipeline.dataflow import tensors_in
+
+__all__ = ["Between", "replaced", "run_between"]
+
+_ROUNDING = 32
+"""Times the precision of a dtype: what an operation on fewer positions may round otherwise."""
+
+
+@dataclass
+class Between:
+    """in_parts: block -> arguments beside the hidden states that are computed from a part of them.
+
+    inner, outer: names of parameters that work on a part of the positions, or on all of them, outside of the blocks.
+    """
+
+    in_parts: dict[str, set[str]] = field(default_factory=dict)
+    inner: set[str] = field(default_factory=set)
+    outer: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def replaced(module: nn.Module, names: Sequence[str], make: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Inside, the forward of each of the blocks is make(name, its forward)."""
+    blocks = {name: module.get_submodule(name) for name in names}
+    before = {name: vars(block).get("forward") for name, block in blocks.items()}
+    try:
+        for name, block in blocks.items():
+            block.forward = make(name, block.forward)
+        yield
+    finally:
+        for name, block in blocks.items():
+            if (forward := before[name]) is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def run_between(
+    module: nn.Module,
+    calls: Sequence[BlockCall],
+    run: Callable[[], Any],
+    whole: Any,
+    loss: Callable[[Any], Tensor] | None,
+    size: int,
+    found: Between,
+) -> None:
+    """Run the model on each of `size` parts, with what `calls` returned; note in `found` what it shows.
+
+    whole: what `run` gave on all positions; loss: of what it gives.
+    Raises StrategyError where a part is no part of the whole.
+    """
+    names = list(dict.fromkeys(call.name for call in calls))
+    params = {id(p): name for name, p in module.named_parameters()}
+    for rank in range(size):
+        part = _Part(calls, names, rank, size, params, found)
+        torch.manual_seed(0)
+        with replaced(module, names, part.instead):
+            output = run()
+        if part.at != len(calls):
+            raise refusal("On a part of the positions, the model calls fewer blocks.", f"{part.at} of {len(calls)}")
+        part.compare_output(output, whole)
+        if loss is not None:
+            found.outer.update(part.below(loss(output)))
+
+
+class _Part:
+    """The run of one part. at: calls so far."""
+
+    def __init__(
+        self,
+        calls: Sequence[BlockCall],
+        names: Sequence[str],
+        rank: int,
+        size: int,
+        params: dict[int, str],
+        found: Between,
+    ) -> None:
+        self.calls, self.names, self.rank, self.size = calls, names, rank, size
+        self.params, self.found, self.at = params, found, 0
+
+    def instead(self, name: str, forward: Any) -> Callable[..., Any]:
+        """What stands for the forward of the block `name`."""
+
+        def given(*args: Any, **kwargs: Any) -> Any:
+            if self.at == len(self.calls) or self.calls[self.at].name != name:
+                raise refusal("On a part of the positions, the model calls its blocks in another order.", name)
+            call = self.calls[self.at]
+            self.at += 1
+            self._arrived(call, args, kwargs, labels(forward, args))
+            return self._returned(call)
+
+        return given
+
+    def _arrived(self, call: BlockCall, args: Any, kwargs: Any, names: Sequence[str]) -> None:
+        expected: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+        arrived: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if expected.keys() != arrived.keys():
+            raise refusal(f"On a part of the positions, {call.name!r} is called with other arguments.")
+        carried = next(iter(expected), None)
+        first = call.name == self.names[0]
+        hidden = next((x for x in tree_leaves(expected[carried]) if isinstance(x, Tensor)), None)
+        for key, whole in expected.items():
+            label = names[key] if isinstance(key, int) else key
+            (old, spec), (new, other) = tree_flatten(whole), tree_flatten(arrived[key])
+            if spec != other:
+                raise self._strange(call, label)
+            cuts = [self._cut(a, b, label, hidden, carried=key == carried) for a, b in zip(old, new, strict=True)]
+            if None in cuts or (key == carried and not first and "whole" in cuts):
+                raise self._strange(call, label)
+            if key == carried and first and "part" in cuts:
+                raise self._strange(call, label)
+            if "part" in cuts and "whole" in cuts:
+                raise self._strange(call, label)
+            if key != carried and "part" in cuts:
+                self.found.in_parts.setdefault(call.name, set()).add(label)
+            inner = "part" in cuts
+            for x in new:
+                if isinstance(x, Tensor):
+                    (self.found.inner if inner else self.found.outer).update(self.below(x))
+
+    def _cut(self, whole: Any, part: Any, label: str, hidden: Tensor | None, *, carried: bool) -> str | None:
+        """ "whole", "part" or, of what is no tensor, "same"; None where `part` is nothing of the kind."""
+        if not isinstance(whole, Tensor):
+            simple = isinstance(whole, int | float | str | bool | None)
+            return "same" if not simple or whole == part else None
+        if not isinstance(part, Tensor) or whole.ndim != part.ndim:
+            return None
+        if whole.shape == part.shape:
+            return "whole" if gap(whole, part) <= _tolerance(whole) else None
+        total = hidden.shape[1] if hidden is not None and hidden.ndim > 1 else 0
+        dim = 1 if carried or hidden is None else dim_of_positions(label.lower(), whole, hidden, total)
+        if dim is None or whole.ndim <= dim:
+            return None
+        expected = self._slice(whole, dim)
+        return "part" if expected.shape == part.shape and gap(expected, part) <= _tolerance(whole) else None
+
+    def _strange(self, call: BlockCall, label: str) -> Exception:
+        before = self.calls[self.at - 2].name if self.at > 1 else "the beginning"
+        return refusal(
+            f"What the model computes between {before!r} and {call.name!r} needs all positions.",
+            f"on a part of them, the argument {label!r} is not the part of what it is on all",
+        )
+
+    def _slice(self, whole: Tensor, dim: int) -> Tensor:
+        start, stop = bounds(whole.shape[dim], self.size, self.rank)
+        return whole.narrow(dim, start, stop - start)
+
+    def _returned(self, call: BlockCall) -> Any:
+        leaves, spec = tree_flatten(call.output)
+        rules, last = iter(call.rules), call.name == self.names[-1]
+        given: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                rule = next(rules)
+                # As Spread: the last block gives all positions again of what has a width.
+                if rule is not None and not (last and rule == 1 and leaf.ndim > 2):
+                    leaf = self._slice(leaf, rule)
+                leaf = leaf.detach().clone()
+                if leaf.is_floating_point() and torch.is_grad_enabled():
+                    leaf = leaf.requires_grad_(True).clone()  # no leaf of autograd: it may change in place
+            given.append(leaf)
+        return tree_unflatten(given, spec)
+
+    def below(self, tensor: Tensor) -> set[str]:
+        """Names of the parameters that `tensor` was computed from, since the last block."""
+        if id(tensor) in self.params:
+            return {self.params[id(tensor)]}
+        found, todo, seen = set[str](), [tensor.grad_fn], set[Any]()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if "CheckpointFunction" in node.name():
+                raise refusal(
+                    "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
+                    "torch.utils.checkpoint with use_reentrant=True",
+                    "use_reentrant=False, or checkpoint=True of the Trainer",
+                )
+            if (name := self.params.get(id(getattr(node, "variable", None)))) is not None:
+                found.add(name)
+            todo += [function for function, _ in node.next_functions]
+        return found
+
+    def compare_output(self, output: Any, whole: Any) -> None:
+        """Raises StrategyError where the model's output is not what it is on all positions."""
+        new, old = tensors_in(output), tensors_in(whole)
+        same = len(new) == len(old) and all(
+            a.shape == b.shape and gap(a, b) <= _tolerance(a) for a, b in zip(old, new, strict=True)
+        )
+        if not same:
+            raise refusal(
+                "What the model gives is not what it gives on all positions, although its blocks do.",
+                "something of a block's part goes around the last block, or into the output by itself",
+            )
+        for x in new:
+            self.found.outer.update(self.below(x))
+
+
+def labels(forward: Any, args: Sequence[Any]) -> list[str]:
+    """Names of positional arguments; "" for those that have none."""
+    names = list(inspect.signature(forward).parameters)
+    return [*names[: len(args)], *[""] * (len(args) - len(names))]
+
+
+def _tolerance(x: Tensor) -> float:
+    return _ROUNDING * torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0.0

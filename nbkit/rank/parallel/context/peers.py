@@ -1,0 +1,146 @@
+"""The ranks among which positions are spread: real ones, and ones that threads of one process stand for.
+
+Both offer what context parallelism asks of them. Between threads a gather is an ordinary `torch.cat`, so that one
+backward pass goes through all parts: a block can be compared with what it computes whole, without a process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.layout import bounds
+from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
+
+__all__ = ["Group", "Peers", "Threads"]
+
+
+class Peers(Protocol):
+    """split, copy, gather, join: as split_to, copy_to, gather_seq and gather_from of tensor.regions."""
+
+    def __str__(self) -> str: ...
+
+    def size(self) -> int: ...
+
+    def rank(self) -> int: ...
+
+    def split(self, x: Tensor, dim: int) -> Tensor: ...
+
+    def copy(self, x: Tensor) -> Tensor: ...
+
+    def gather(self, x: Tensor, dim: int, total: int) -> Tensor: ...
+
+    def join(self, x: Tensor, dim: int, total: int) -> Tensor: ...
+
+
+class Group:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+
+    def __str__(self) -> str:
+        return f"cp={self._size}"
+
+    def size(self) -> int:
+        """How many they are."""
+        return self._size
+
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return self._rank
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Whole -> this rank's part."""
+        return split_to(x, self._group, dim)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Whole -> whole, of which every rank uses something."""
+        return copy_to(x, self._group)
+
+    def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
+        """Parts -> whole, of which every rank uses something else."""
+        return gather_seq(x, self._group, dim, total)
+
+    def join(self, x: Tensor, dim: int, total: int) -> Tensor:
+        """Parts -> whole, with which every rank does the same."""
+        return gather_from(x, self._group, dim, total)
+
+
+class Threads:
+    """`size` threads of this process, each for a rank, while `run` runs."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._here, self._news = size, threading.local(), threading.Condition()
+        self._offers: dict[int, dict[int, Tensor]] = {}
+        self._gone: set[int] = set()
+
+    def __str__(self) -> str:
+        return f"{self._size} parts"
+
+    def size(self) -> int:
+        """How many they are."""
+        return self._size
+
+    def rank(self) -> int:
+        """Which of them this thread is."""
+        number: int = self._here.rank
+        return number
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Whole -> this rank's part."""
+        start, stop = bounds(x.shape[dim], self._size, self.rank())
+        return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """As it is: gradients meet at the tensor that all share."""
+        return x
+
+    def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
+        """Parts -> whole; every thread waits for all of them. Raises RuntimeError where one has gone without."""
+        self._here.gathers += 1
+        with self._news:
+            offers = self._offers.setdefault(self._here.gathers, {})
+            offers[self.rank()] = x
+            self._news.notify_all()
+            self._news.wait_for(lambda: len(offers) == self._size or self._gone - offers.keys())
+        if len(offers) < self._size:
+            raise RuntimeError("the parts do not attend equally often")
+        return torch.cat([offers[rank] for rank in range(self._size)], dim)
+
+    join = gather
+
+    def run(self, compute: Callable[[], Any]) -> list[Any]:
+        """What `compute` gives in each thread, in the order of ranks. Raises what the first one to fail raised."""
+        results: list[Any] = [None] * self._size
+        errors: list[BaseException] = []
+        grads = torch.is_grad_enabled()
+        self._offers, self._gone = {}, set()
+
+        def be(rank: int) -> None:
+            self._here.rank, self._here.gathers = rank, 0
+            try:
+                with torch.set_grad_enabled(grads):
+                    results[rank] = compute()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                with self._news:
+                    self._gone.add(rank)
+                    self._news.notify_all()
+
+        threads = [threading.Thread(target=copy_context().run, args=(be, rank)) for rank in range(self._size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._offers = {}
+        if errors:
+            raise errors[0]
+        return results

@@ -1,0 +1,1 @@
+"""Data parallelism and ZeRO 1 and 2: what each rank holds, how gradients are summed, and the bytes that this sends."""

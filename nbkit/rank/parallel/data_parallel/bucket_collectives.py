@@ -1,0 +1,138 @@
+"""Gradients summed over ranks so that each keeps its part: reduce-scatter, and for hsdp an all-reduce behind it.
+
+Of gradients of S bytes over n ranks, (n - 1) / n S leave every rank; across r replicas, all-reduced, another
+2 (r - 1) / r S / n. Beside the gradients travel one element per parameter and the canary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.device_mesh import Axes
+
+__all__ = ["InFlight", "Links", "Reduction", "all_gather"]
+
+# torch 2.13 has new names for both, and warns of the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Links:
+    """Where this rank stands: `index` of `ranks` that share one copy, `replica` of those who hold the same part."""
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    index: int
+    across: dist.ProcessGroup | None
+    replica: int
+
+    @classmethod
+    def of(cls, axes: Axes) -> Links:
+        """Along the data axis."""
+        return cls(
+            axes.group("shard"),
+            axes.size("shard"),
+            axes.index("shard"),
+            axes.group("replicate"),
+            axes.index("replicate"),
+        )
+
+
+def all_gather(row: Tensor, links: Links) -> tuple[Tensor, dist.Work]:
+    """(matrix with the rows of all ranks, the work that fills it)."""
+    matrix = row.new_empty(links.ranks, row.numel())
+    return matrix, _all_gather(matrix.view(-1), row, group=links.group, async_op=True)
+
+
+class Reduction:
+    """One bucket of gradients on its way.
+
+    Behind the gradients of each row, element i counts the ranks on which parameter i has one. The last is the canary:
+    the ranks 0 and 1 of a group give 1, the others 0, so that it is 2 when the sum was made and less when it was not.
+    """
+
+    def __init__(self, packing: Packing, links: Links, like: Tensor) -> None:
+        self.packing, self.links, self._like = packing, links, like.new_empty(0)
+        self.unused: set[int] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever is under way is nobody's business any more."""
+        self._work: dist.Work | None = None
+        self._row: Tensor | None = None
+        self._within: Tensor | None = None
+
+    def send(self, grads: Sequence[Tensor | None]) -> None:
+        """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros."""
+        links, width = self.links, self.packing.width
+        matrix = self._like.new_empty(links.ranks, width + len(grads) + 1)
+        self.packing.pack(matrix[:, :width], grads)
+        self.unused = {i for i, grad in enumerate(grads) if grad is None}
+        matrix[:, width:].fill_(1)
+        for i in self.unused:
+            matrix[:, width + i] = 0
+        if links.index > 1:
+            matrix[:, -1] = 0
+        self._row = matrix[links.index]
+        self._work = _reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
+
+    def cross(self) -> None:
+        """Within the group it is summed: start the sum across, where there is one."""
+        if self.links.across is None or self._within is not None:
+            return
+        assert self._work is not None and self._row is not None
+        self._work.wait()
+        self._within = self._row[-1].clone()
+        self._row[-1].mul_(0.5 if self.links.replica < 2 else 0)
+        self._work = dist.all_reduce(self._row, group=self.links.across, async_op=True)
+
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """(the sums that this rank keeps and the counts behind them, the canary), ordered behind the reduction."""
+        self.cross()
+        assert self._work is not None and self._row is not None
+        self._work.wait()
+        row, within = self._row, self._within
+        self.forget()
+        # A view would keep the whole matrix.
+        return row[:-1], row[-1].clone() if within is None else torch.minimum(row[-1], within)
+
+
+class InFlight:
+    """At most two reductions under way: the memory of the third from the end is given back."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []
+        self.canary: Tensor | None = None
+
+    def send(self, reduction: Reduction, grads: Sequence[Tensor | None], landed: Callable[[Tensor], None]) -> None:
+        """Start `reduction`; `landed` will get what it brings."""
+        for earlier, _ in self._queue:
+            earlier.cross()
+        while len(self._queue) > 1:
+            self._land()
+        reduction.send(grads)
+        self._queue.append((reduction, landed))
+
+    def land(self) -> None:
+        """Everything that is under way."""
+        while self._queue:
+            self._land()
+
+    def forget(self) -> None:
+        """A step was broken off."""
+        for reduction, _ in self._queue:
+            reduction.forget()
+        self._queue.clear()
+        self.canary = None
+
+    def _land(self) -> None:
+        reduction, landed = self._queue.pop(0)
+        row, self.canary = reduction.receive()
+        landed(row)

@@ -1,0 +1,96 @@
+"""The data axis of a strategy: what each rank holds of a module, and how its gradients are summed (ZeRO 0-3, hsdp).
+
+After Rajbhandari et al. 2020. Bytes at rest per fp32 parameter under Adam over N ranks, and what leaves each rank per
+step, for gradients (and parameters) of S bytes:
+
+    zero   at rest     parameters, gradients, two moments      per step
+    0      16          4       4       8                       2 (N - 1) / N S     all-reduce
+    1      8 + 8/N     4       4       8/N                     2 (N - 1) / N S     reduce-scatter, all-gather
+    2      4 + 12/N    4       4/N     8/N                     2 (N - 1) / N S     reduce-scatter, all-gather
+    3      16/N        4/N     4/N     8/N                     3 (N - 1) / N S     all-gather twice, reduce-scatter
+
+With several micro-batches zero 1 and 2 reduce once, after the last, and hold whole gradients until then; zero 3 moves
+its bytes for each of them, or once where it keeps the parameters gathered. Frozen parameters are never reduced, and
+gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
+from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
+from nbkit.rank.parallel.data_parallel.ddp import Replicas
+from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace
+from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
+
+__all__ = ["data_axis"]
+
+
+def data_axis(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    axes: Axes,
+    *,
+    zero: int,
+    units: Sequence[nn.Module] = (),
+    keep: bool = False,
+    ahead: int = 1,
+    rooted: Collection[str] = (),
+    proven: bool = False,
+) -> DataAxis:
+    """Give the skeleton `module` memory, and its gradients their way over the data axis. Local; sends nothing.
+
+    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor.
+    For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
+    keep: gather once, in the first forward, and let go in `finish` (pipelines, whose forwards precede their backwards);
+    ahead: units gathered before the backward pass comes to them;
+    rooted: names of parameters in units that are gathered with the root, and stay as long;
+    proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched.
+    """
+    if zero == 0 or axes.size("shard") == 1:
+        return _Replicated(module, layouts, axes)
+    if zero < 3:
+        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero)
+    links = Links.of(axes)
+    return ShardedParameters(module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven)
+
+
+class _Replicated(DataAxis):
+    """Every rank holds everything; see Replicas."""
+
+    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], axes: Axes) -> None:
+        super().__init__()
+        for name, places in homes(module).items():
+            param = getattr(*places[0])
+            if is_placeholder(param):  # else the module is the user's own, and trains as it is
+                memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+                param = fresh(memory, param)
+                replace(places, param)
+            self._add(name, param, layouts[name], (param.data, layouts[name]))
+        self._replicas = Replicas(module, world_size=axes.size("dp"), group=axes.group("dp"))
+
+    def begin_again(self) -> None:
+        self._replicas.begin_again()
+
+    def let_go(self) -> None:
+        self._replicas.let_go()
+
+    def reset(self, *, passes: int = 1) -> None:
+        self._replicas.reset()
+
+    def hold(self) -> None:
+        self._replicas.hold()
+
+    def start(self) -> None:
+        self._replicas.start()
+
+    def finish(self) -> Tensor | None:
+        return self._replicas.finish()

@@ -1,0 +1,109 @@
+"""The process groups of a mesh, as seen from one rank. A group is made once and serves every later strategy."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nbkit.mesh import AXES, Mesh
+from nbkit.rank.comm.background_creation import forming
+
+__all__ = ["Axes", "all_made", "forget", "group_of", "groups_along", "groups_made", "shard_groups"]
+
+_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+    """This rank's group among `every`, None when it would be alone (or is in none). Collective over the world.
+
+    Every rank makes the same groups in the same order, also those it is not in: torch wants that.
+    """
+    own: dist.ProcessGroup | None = None
+    for ranks in every:
+        if len(ranks) == 1:
+            continue
+        if (axis, ranks) not in _made:
+            _made[axis, ranks] = dist.new_group(list(ranks), group_desc=axis)
+        if rank in ranks:
+            own = _made[axis, ranks]
+    return own
+
+
+def all_made(every: list[tuple[int, ...]], axis: str) -> bool:
+    """Whether the groups `every` along `axis` are there: `group_of` then sends nothing."""
+    return all(len(ranks) == 1 or (axis, ranks) in _made for ranks in every)
+
+
+def groups_made() -> int:
+    """A number that ranks have in common which have made the same groups, when none is being made.
+
+    An interrupt may have reached one rank before a group was made and another after it.
+    """
+    forming.join()
+    return zlib.crc32(repr((sorted(_made), c10d._world.group_count)).encode())
+
+
+def forget(device: torch.device) -> None:
+    """Later strategies get groups of their own. Collective: torch names a group by a count that ranks must agree on."""
+    _made.clear()
+    if dist.get_world_size() > 1:
+        count = torch.tensor(c10d._world.group_count, device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        c10d._world.group_count = int(count)
+
+
+def shard_groups(mesh: Mesh, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """(sharding groups of `shard` neighbours along dp, groups of those who hold the same shard)."""
+    within, across = [], []
+    for ranks in mesh.groups("dp"):
+        within += [ranks[i : i + shard] for i in range(0, len(ranks), shard)]
+        across += [ranks[i::shard] for i in range(shard)]
+    return within, across
+
+
+def groups_along(mesh: Mesh, shard: int | None) -> dict[str, list[tuple[int, ...]]]:
+    """axis -> its groups, of all ranks. Halves of dp only where they are not the whole of it, or one rank each."""
+    found = {axis: mesh.groups(axis) for axis in AXES}
+    if shard not in (None, 1, mesh.dp):
+        found["shard"], found["replicate"] = shard_groups(mesh, shard)
+    return found
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Groups, degrees and places of one rank. Axes: pp, dp, cp, tp, and the halves of dp: shard and replicate."""
+
+    mesh: Mesh
+    rank: int
+    shard: int
+    _groups: dict[str, dist.ProcessGroup | None]
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, *, shard: int | None = None) -> Axes:
+        """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp)."""
+        shard = mesh.dp if shard is None else shard
+        groups = {axis: group_of(axis, every, rank) for axis, every in groups_along(mesh, shard).items()}
+        if shard in (1, mesh.dp):
+            groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
+        return cls(mesh, rank, shard, groups)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The group of this rank along `axis`, None when it is alone there."""
+        return self._groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        if axis in ("shard", "replicate"):
+            return self.shard if axis == "shard" else self.mesh.dp // self.shard
+        return self.mesh.degree(axis)
+
+    def index(self, axis: str) -> int:
+        """The place of this rank along `axis`."""
+        dp = self.mesh.index(self.rank)["dp"]
+        if axis in ("shard", "replicate"):
+            return dp % self.shard if axis == "shard" else dp // self.shard
+        return self.mesh.index(self.rank)[axis]

@@ -1,0 +1,78 @@
+"""The blocks of a model, by its structure alone: what may become a stage, a sharded unit, a checkpointed one.
+
+Blocks are the children of the outermost ModuleLists, ModuleDicts and Sequentials; of those, where there are both, the
+ones whose children are modules with parts (a list of transformer layers, rather than the Sequential of a head).
+A model without such a list offers its direct children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from nbkit.rank.parallel.pipeline.layer_chain import Chain
+
+__all__ = ["structural_blocks", "units"]
+
+
+def structural_blocks(module: nn.Module) -> list[str]:
+    """Names of the blocks that hold parameters, in the order of the module tree; empty when it has no two."""
+    groups = list(_lists(module, ""))
+    composite = [group for group in groups if 2 * sum(_has_parts(module, name) for name in group) >= len(group)]
+    found = [name for group in composite or groups for name in group]
+    return found or _direct(module, "")
+
+
+def units(module: nn.Module, chain: Chain | None = None) -> list[tuple[str, nn.Module]]:
+    """(name, block) of every block of which this rank holds something: those of `chain`, else by structure alone."""
+    names = chain.units if chain is not None else structural_blocks(module)
+    parts = [(name, module.get_submodule(name)) for name in names]
+    return [(name, part) for name, part in parts if _holds(part)]
+
+
+def _lists(module: nn.Module, path: str) -> Iterator[list[str]]:
+    """The children with parameters of each outermost list; a list with only one such child is seen through.
+
+    So is one with a child that nobody can call, such as the ModuleDict(embedding, list of blocks, norm) of nanoGPT.
+    """
+    children = _children(module, path)
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    if listed and len(children) > 1 and all(_has_forward(child) for _, child in children):
+        yield [name for name, _ in children]
+        return
+    for name, child in children:
+        yield from _lists(child, name)
+
+
+def _direct(module: nn.Module, path: str) -> list[str]:
+    children = _children(module, path)
+    if len(children) == 1:
+        return _direct(children[0][1], children[0][0])
+    found = []
+    for name, child in children:
+        found += [name] if _has_forward(child) else _direct(child, name)
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: a ModuleList only holds others."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"{path}.{name}" if path else name, child)
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
+
+
+def _has_parts(module: nn.Module, name: str) -> bool:
+    return any(True for _ in module.get_submodule(name).children())
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

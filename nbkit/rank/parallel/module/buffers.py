@@ -1,0 +1,45 @@
+"""Buffers that a forward pass updates (running statistics) drift apart per rank: refused by name, never silently so."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.device_mesh import Axes
+
+__all__ = ["check_buffers", "watched"]
+
+
+def watched(model: nn.Module) -> list[str]:
+    """Names of the buffers to compare: floating ones that a checkpoint holds. Others are scratch by declaration."""
+    kept = model.state_dict().keys()
+    return [name for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: torch.device) -> None:
+    """Compare the sums of the buffers `names` over the ranks that hold the same part of the model. Collective.
+
+    Raises TrainingError, the same on every rank, naming the first that differs.
+    """
+    group = axes.group("dp")
+    if group is None or not names:
+        return
+    held = dict(model.named_buffers())
+    none = torch.zeros((), device=device)
+    sums = torch.stack([held.get(name, none).to(torch.float64).sum() for name in names])
+    gathered = [torch.empty_like(sums) for _ in range(axes.size("dp"))]
+    dist.all_gather(gathered, sums, group=group)
+    everyone = torch.stack(gathered)
+    same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
+    drifted = [name for name, equal in zip(names, same, strict=True) if not equal]
+    if drifted:
+        shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
+        raise TrainingError(
+            f"The forward pass updates the buffer {drifted[0]!r} from this rank's rows alone: the ranks drift apart.",
+            numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; "
+            f"{len(drifted)} such buffers",
+            hint="all-reduce it in forward; or track_running_stats=False; or one rank",
+        )

@@ -1,0 +1,65 @@
+"""A module with shapes and no memory: what a strategy is applied to before any weight is moved.
+
+Every parameter is a scalar seen through zero strides, on the device and of the dtype that it will have. Unlike meta
+tensors, factories of optimizers take it for what it will be; buffers, which `__init__` computes, stay real.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from nbkit.rank.parallel.module.parameter_aliases import note_aliases, put_aliases, tensors_beside
+
+__all__ = ["homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
+
+
+def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
+    """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
+    empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
+    param = nn.Parameter(empty, requires_grad=like.requires_grad)
+    param.__dict__.update(like.__dict__)
+    return param
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no memory of its own yet."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied.
+
+    Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
+    """
+    memo: dict[int, torch.Tensor] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
+    for _, tensor in tensors_beside(module):
+        if not tensor.is_leaf:
+            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
+            memo.setdefault(id(tensor), tensor.detach().clone())
+    copied = copy.deepcopy(module, memo)
+    note_aliases(copied)
+    return copied
+
+
+def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """name -> every (module, attribute) that holds this parameter; a tied one goes by its first name."""
+    first: dict[int, str] = {}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, part in module.named_modules():
+        for attribute, param in part._parameters.items():
+            if param is None:
+                continue
+            name = first.setdefault(id(param), f"{path}.{attribute}" if path else attribute)
+            found.setdefault(name, []).append((part, attribute))
+    return found
+
+
+def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
+    """Put `param` wherever another one was held, in lists too; None leaves an absent parameter there."""
+    for part, attribute in places:
+        part._parameters[attribute] = param
+        put_aliases(part, attribute, param)

@@ -1,0 +1,119 @@
+"""What a user may ask for beside the strategy, and what was found out about the model; the same for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.context.positionwise import Positionwise
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.strategy import Strategy
+
+__all__ = ["Coupled", "Wishes", "need_chain", "need_gathers", "need_positionwise", "need_rows", "parts_rows"]
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """What makes a batch computed in parts another one than the whole: found by computing both.
+
+    what: who does it; numbers: that show it; hint: what to write instead. trains: it is an auxiliary term, of which the
+    mean over the parts is taken: it is warned of, and trains.
+    """
+
+    what: str
+    numbers: str
+    hint: str
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
+
+    tp_plan: see tensor.choose. checkpoint: recompute the blocks' activations in the backward pass.
+    experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
+    was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
+    compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
+    tensor of that kind. proof: of the ways to split the model over a tensor axis, found by running them. gathers: what
+    ZeRO 3 gathers together; positionwise: what running the model on parts of the positions has shown; None when nothing
+    could be run to find out.
+    """
+
+    chain: Chain | None = None
+    no_chain: str = ""
+    costs: tuple[float, ...] = ()
+    tp_plan: Mapping[str, str] | None = None
+    checkpoint: bool = False
+    experts: str = ""
+    coupled: Coupled | None = None
+    cut: bool = False
+    compile: bool | str = False
+    hidden: tuple[int, int] | None = None
+    proof: Proof = field(default_factory=Proof)
+    gathers: GatherPlan | None = None
+    positionwise: Positionwise | None = None
+
+    def plan(self, model: nn.Module, size: int) -> TensorPlan:
+        """How `model` is split over `size` ranks of a tensor axis; see `plan_of`."""
+        return plan_of(model, size, self.tp_plan, self.proof)
+
+
+def need_chain(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` needs the model's blocks and none were found."""
+    if wishes.chain is None and (strategy.pp > 1 or strategy.cp > 1):
+        raise StrategyError(
+            f"The model cannot be cut into blocks, which {strategy} needs.",
+            numbers=wishes.no_chain or "no example batch was there to find them with",
+            hint="stages=['name of the module that begins stage 1', ...]; with prepare(): example=batch",
+        )
+
+
+def parts_rows(wishes: Wishes, strategy: Strategy) -> bool:
+    """Whether the rows of a batch go through several forwards, on one rank or many."""
+    return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or wishes.cut
+
+
+def need_rows(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` parts rows that the model or its loss hold together."""
+    if wishes.experts and (why := _keeps_experts_whole(wishes, strategy)):
+        raise StrategyError(
+            f"{wishes.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
+            numbers=why,
+            hint="strategy='ddp', or 'zero3', which splits its memory",
+        )
+    if (found := wishes.coupled) is not None and not found.trains and parts_rows(wishes, strategy):
+        cut = f"{strategy} with microbatch=" if wishes.cut and strategy.mesh.size == 1 else str(strategy)
+        raise StrategyError(
+            f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
+        )
+
+
+def _keeps_experts_whole(wishes: Wishes, strategy: Strategy) -> str:
+    """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
+    if strategy.tp > 1:
+        return f"tp {strategy.tp}: experts are not split over ranks, and the tensor axis would give a router parts"
+    if strategy.cp > 1:
+        return f"cp {strategy.cp}: a router that compares positions would see a part of them"
+    if strategy.pp > 1 and wishes.chain is None:
+        return f"pp {strategy.pp}: of other stages' blocks a rank knows shapes alone, and routing depends on values"
+    return ""
+
+
+def need_gathers(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` shards parameters and the model was seen to train otherwise so."""
+    refused = wishes.gathers.refused if wishes.gathers is not None else None
+    if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
+        raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
+
+
+def need_positionwise(wishes: Wishes, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` parts the positions and the model was seen to need them together."""
+    if strategy.cp > 1 and wishes.positionwise is not None and wishes.positionwise.refused is not None:
+        raise wishes.positionwise.refused

@@ -1,0 +1,42 @@
+"""The shape of what goes from block to block: from it follows what tensor, pipeline and context parallelism send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nbkit.rank.parallel.pipeline.layer_chain import Chain, unchanged
+
+__all__ = ["hidden_between"]
+
+
+def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> tuple[int, int] | None:
+    """(positions, width) of the hidden states, where each block hands one tensor (rows, positions, width) to the next.
+
+    call: runs the whole model once. None where it hands on something else, or not everywhere the same.
+    """
+    seen: set[tuple[int, ...]] = set()
+
+    def look(number: int) -> Callable[..., None]:
+        entry = chain.entries[number]
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            paths = {path for path in entry.carried if path not in entry.kept}
+            leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+            shapes = [tuple(leaf.shape) for key, leaf in leaves if pytree.keystr(key) in paths]
+            seen.add(shapes[0] if len(shapes) == 1 else ())
+
+        return enter
+
+    with ExitStack() as hooks, unchanged(module), torch.no_grad():
+        for number, name in enumerate(chain.blocks[1:], 1):
+            block = module.get_submodule(name)
+            hooks.callback(block.register_forward_pre_hook(look(number), with_kwargs=True).remove)
+        call()
+    (shape, *others) = seen or {()}
+    return (shape[1], shape[2]) if not others and len(shape) == 3 else None

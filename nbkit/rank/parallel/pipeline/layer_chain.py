@@ -1,0 +1,280 @@
+"""The blocks of an unmodified model as a chain that can be cut: found by running it, proven by running it cut.
+
+The model runs once on an example while `Flow` watches. A cut at the entry of a block is right when everything that
+hangs on parameters and is used behind it goes in through the block's arguments. Then the model runs once more, cut
+everywhere, and its output must be the same. Nothing is traced or rewritten: a stage runs the user's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.context.random_draws import Draws
+from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.pipeline.dataflow import Entry, Flow, tensors_in
+from nbkit.rank.parallel.pipeline.partial_forward import Gates, plain_attention
+
+__all__ = ["Chain", "find_chain", "unchanged"]
+
+_HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Where a model can be cut, in plain data: picklable, equal on every rank that gets it.
+
+    blocks: names of the modules with which pieces begin. Piece i reaches from the call of blocks[i] to the call of
+    blocks[i + 1]; the first begins with the model's forward, whatever blocks[0] is ("" when stages were given), and
+    the last ends with it.
+    entries: what goes into each of them; `entries[i].carried` says what crosses a cut there.
+    parameters: for each piece the parameters that it uses, by the first name of each; a tied one is in several.
+    before, after: of these, what is used before the first block and behind the last one.
+    skipped: modules with parameters that later pieces need not run. units: every block, also those that cannot begin
+    a piece. refused: (block, why no piece can begin with it).
+    """
+
+    blocks: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    parameters: tuple[tuple[str, ...], ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    skipped: tuple[str, ...]
+    units: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def holds(self, lo: int, hi: int) -> set[str]:
+        """Names of the parameters that pieces lo to hi - 1 use."""
+        return {name for piece in self.parameters[lo:hi] for name in piece}
+
+    def piece_of(self, name: str) -> int:
+        """The piece that the module of the parameter or buffer `name` belongs to."""
+        for piece, block in reversed(list(enumerate(self.blocks))):
+            if block and name.startswith(f"{block}."):
+                return piece
+        module = name.rpartition(".")[0]
+        behind = any(other.rpartition(".")[0] == module for other in self.after)
+        return len(self) - 1 if behind else 0
+
+
+def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[str] | None = None) -> Chain:
+    """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
+
+    stages: names of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.
+    Parameters, buffers and random generators are afterwards as before.
+    Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
+    """
+    with unchanged(module), plain_attention():
+        with torch.no_grad():
+            calls, found = _calls(module, call), structural_blocks(module)
+        names = list(stages) if stages is not None else found
+        single = [name for name in calls if name in set(names) and calls[name] == 1]
+        if stages is not None:
+            _check_stages(module, names, single, calls)
+        refused = [(name, f"the model calls it {calls.get(name, 0)} times") for name in names if name not in single]
+        blocks = ["", *single] if stages is not None else single
+        if len(blocks) < 2:
+            raise _no_chain(module, refused)
+        flow = Flow(module, blocks)
+        with torch.no_grad():
+            flow.run(call)
+        refused += [(blocks[i], why) for i, why in sorted(flow.around.items())]
+        if len(flow.around) == len(blocks) - 1 or (stages is not None and flow.around):
+            raise _no_chain(module, refused)
+        chain = _chain(flow, [name for name in calls if name in found], refused)
+        _prove(module, chain, call)
+    return chain
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Buffers, gradients and random generators are afterwards as before; meanwhile HF models keep no cache."""
+    buffers = [
+        (part, name, b, b.clone()) for part in module.modules() for name, b in part._buffers.items() if b is not None
+    ]
+    grads = [(p, p.grad) for p in module.parameters()]
+    cached = torch.is_autocast_cache_enabled()
+    configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
+    devices = sorted(
+        {p.device.index for p in module.parameters() if p.device.type == "cuda" and p.device.index is not None}
+    )
+    with torch.random.fork_rng(devices=devices):
+        for config in configs.values():
+            config.use_cache = False  # type: ignore[union-attr]
+        for p, _ in grads:
+            p.grad = None
+        # A tied weight that autocast casts once would go around the cuts.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            for config in configs.values():
+                config.use_cache = True  # type: ignore[union-attr]
+            for p, grad in grads:
+                p.grad = grad
+            with torch.no_grad():
+                for part, name, buffer, value in buffers:
+                    part._buffers[name] = buffer.copy_(value)
+
+
+def _calls(module: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
+    """How often each module is called, in the order of the first calls."""
+    calls: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        return hook
+
+    handles = [part.register_forward_pre_hook(count(name)) for name, part in module.named_modules()]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _check_stages(module: nn.Module, names: list[str], single: list[str], calls: dict[str, int]) -> None:
+    known = {name for name, _ in module.named_modules()}
+    for name in names:
+        if name not in known:
+            raise StrategyError(
+                f"stages= names {name!r}, which is no module of this model.",
+                numbers=f"its blocks: {', '.join(structural_blocks(module)) or 'none'}",
+                hint=_HINT,
+            )
+    if names != single:
+        counts = ", ".join(f"{name} {calls.get(name, 0)} x" for name in names)
+        raise StrategyError(
+            "stages= must name modules that the model calls once, in the order of the calls.",
+            numbers=f"called: {counts}" + (f"; in this order: {', '.join(single)}" if single else ""),
+            hint=_HINT,
+        )
+
+
+def _no_chain(module: nn.Module, refused: Sequence[tuple[str, str]]) -> StrategyError:
+    reasons = "; ".join(f"no stage can begin with {name}: {why}" for name, why in refused)
+    return StrategyError(
+        f"{type(module).__name__} cannot be cut into stages as it is.",
+        numbers=reasons or "it has no two blocks that are called one after the other",
+        hint=_HINT,
+    )
+
+
+def _chain(flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]]) -> Chain:
+    entries = flow.entries()
+    kept = [i for i in range(len(flow.blocks)) if i not in flow.around]
+    blocks = tuple(flow.blocks[i] for i in kept)
+    piece_of = [sum(1 for k in kept[1:] if k <= i) for i in range(len(flow.blocks))]
+    uses = _uses(flow)
+    last = len(flow.blocks) + 1
+    pieces: list[list[str]] = [[] for _ in blocks]
+    for name, segments in uses.items():
+        for piece in sorted({piece_of[min(max(s, 1), len(flow.blocks)) - 1] for s in segments}):
+            pieces[piece].append(name)
+    return Chain(
+        blocks=blocks,
+        entries=tuple(_entry(entries, kept, i) for i in kept),
+        parameters=tuple(map(tuple, pieces)),
+        before=tuple(name for name, segments in uses.items() if 0 in segments),
+        after=tuple(name for name, segments in uses.items() if last in segments),
+        skipped=tuple(_skipped(flow, flow.module, "", blocks, until=kept[-1])),
+        units=tuple(units),
+        refused=tuple(refused),
+    )
+
+
+def _uses(flow: Flow) -> dict[str, set[int]]:
+    """Parameter -> segments that use it. What no operation uses goes with its block, else to the beginning."""
+    uses = {name: set(segments) for name, segments in flow.uses.items()}
+    for name, segments in uses.items():
+        if not segments:
+            owners = [i for i, block in enumerate(flow.blocks) if block and name.startswith(f"{block}.")]
+            segments.add(owners[0] + 1 if owners else 0)
+    return uses
+
+
+def _entry(entries: Sequence[Entry], kept: Sequence[int], number: int) -> Entry:
+    """The entry of a block, `kept` said relative to the previous block that can begin a piece."""
+    entry = entries[number]
+    before = max((k for k in kept if k < number), default=number)
+    sources = dict(entry.kept)
+    for i in range(number - 1, before, -1):
+        sources = {path: entries[i].kept[at] for path, at in sources.items() if at in entries[i].kept}
+    return Entry(entry.carried, sources, entry.written)
+
+
+def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:
+    """The largest modules with parameters that give nothing but what hangs on parameters, and hold no block inside.
+
+    Of those that are called in the segments up to `until`.
+    """
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if not any(True for _ in child.parameters()):
+            continue
+        holds_block = any(block.startswith(f"{at}.") for block in blocks)
+        if at in flow.callers and at not in flow.opaque and not holds_block:
+            if min(flow.callers[at]) <= until:
+                yield at
+        else:
+            yield from _skipped(flow, child, at, blocks, until=until)
+
+
+def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
+    """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
+    trained = [(part, part.training) for part in module.modules()]
+    module.eval()
+    gates, drawn = None, list[str]()
+    try:
+        with torch.no_grad(), Draws(drawn):
+            whole = tensors_in(call())
+            gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
+            value: Any = ()
+            for i in range(len(chain)):
+                try:
+                    value = gates.run(i, i + 1, value, call)
+                except StrategyError:
+                    raise
+                except Exception as error:
+                    raise _wrong(chain, i, f"{type(error).__name__}: {error}") from error
+        parts = tensors_in(value)
+        if len(parts) != len(whole) or not all(map(_equal, parts, whole)):
+            why = f"it draws random numbers by itself, by {drawn[0]}, and a stage draws others" if drawn else ""
+            raise _wrong(chain, len(chain) - 1, why or "the output differs from that of the whole model")
+    finally:
+        if gates is not None:
+            gates.remove()
+        for part, training in trained:
+            part.training = training
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    # Not bit by bit: kernels of a GPU may add in another order.
+    close = (a - b).abs() <= 1e-3 * b.abs().nan_to_num().max().clamp(min=1e-30) if a.numel() else a == b
+    return bool((close | (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _wrong(chain: Chain, number: int, why: str) -> StrategyError:
+    begins = chain.blocks[number] or "the first stage"
+    return StrategyError(
+        f"Run in stages, the model does not give what it gives whole; seen in the one that begins with {begins}.",
+        numbers=why[:300],
+        hint=_HINT,
+    )

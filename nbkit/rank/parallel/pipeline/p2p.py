@@ -1,0 +1,268 @@
+"""What the stages of a pipeline hand each other: activations one way, their gradients the other.
+
+On the wire, per micro-batch and boundary between two ranks: the tensors that the stage returns, and the gradient of
+each that needs one. The first time that a micro-batch of a new shape passes a boundary, a header with shapes and dtypes
+goes before it (two messages of a few hundred bytes), and both sides remember.
+
+A channel is one direction between two ranks. Everything on it is sent in the order of the sender's list of
+operations, and received in that order, which the receiver knows since it has all lists. Sends never block and
+receives are posted ahead, so no order of operations that `simulate` can run comes to a standstill. gloo's messages
+bear their number as a tag. NCCL knows no tags and runs what is issued on one communicator one after the other: a
+receive that was posted early would block the sends behind it, and at both ends that is a standstill. There each
+channel has a group of its own (edges.py), where the order is the same at both ends by what is said above.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.pipeline.p2p_groups import Edges, meet
+from nbkit.rank.parallel.pipeline.routing import Message, Routes
+
+__all__ = ["Channels"]
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64, torch.complex128),
+)
+_HEADER = 64  # numbers in the first message of a header; a second one carries what is left
+_TURNS, _PER_TURN = 1 << 10, 1 << 20  # tags: number of the run, then number of the message in it
+
+
+class Spec(NamedTuple):
+    """What both ends of a boundary know of one tensor that passes it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_grad: bool
+
+
+@dataclass
+class _Sent:
+    """A message under way. used_at: the place in the receiver's list of the operation that needs it."""
+
+    used_at: int
+    works: list[dist.Work]
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class _Posted:
+    """A message awaited, and where it will be."""
+
+    works: list[dist.Work]
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+class Channels:
+    """This rank's ends of all channels of a pipeline.
+
+    A run: `begin`, then in the order of this rank's list `post` ahead, `receive` and `send`, then `finish`, or
+    `abandon` after an error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, edges: Edges | None = None) -> None:
+        self.device, self.edges = device, edges or {}
+        self._ends = _ends(group, self.edges) if group is not None else {}
+        self._left_over: list[_Posted | _Sent] = []
+        self._forget()
+
+    def begin_again(self) -> None:
+        """Forget all shapes and numbers, on every rank alike: an interrupted one may know others than these."""
+        self._forget()
+        meet(self.edges, self.device)
+
+    def _forget(self) -> None:
+        self._turn = 0
+        self._specs: dict[tuple[int, Hashable], tuple[Spec, ...]] = {}
+
+    def begin(self, routes: Routes, keys: Sequence[Hashable]) -> None:
+        """A run along `routes`. keys: for each micro-batch, what the shapes and the needed gradients depend on."""
+        self._turn = (self._turn + 1) % _TURNS
+        self._routes, self._keys = routes, keys
+        self._coming = {peer: deque(arrivals) for peer, arrivals in routes.arrivals.items()}
+        self._headers: dict[int, _Posted] = {}
+        self._posted: dict[Message, _Posted] = {}
+        self._outbox: dict[int, list[_Sent]] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    @property
+    def tag_of_end(self) -> int:
+        """A tag that no message of this run has."""
+        return self._turn * _PER_TURN + _PER_TURN - 1
+
+    def post(self, message: Message) -> None:
+        """Begin to receive it, and what comes before it on its channel, as far as the shapes are known."""
+        peer = self._routes.source[message].rank
+        while message not in self._posted and self._post_next(peer, wait=False):
+            pass
+
+    def receive(self, message: Message) -> list[Tensor]:
+        """The tensors of `message`; activations that need a gradient require it. On a GPU only the stream waits."""
+        peer, made_at = self._routes.source[message]
+        while message not in self._posted:
+            self._post_next(peer, wait=True)
+        tensors = self._posted.pop(message).wait()
+        self._release(peer, made_at)
+        return tensors
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send it and go on. Activations say by `requires_grad` whether a gradient comes back.
+
+        Raises TrainingError when a stage returns other shapes than it did for the same key.
+        """
+        peer, used_at = self._routes.target[message]
+        sent = _Sent(used_at, [], [])
+        if not message.gradient:
+            key, spec = self._key(message), _spec(tensors)
+            known = self._specs.setdefault(key, spec)
+            if known is spec:
+                for part in _header(spec, self.device):
+                    self._isend(sent, peer, part)
+            elif known != spec:
+                raise TrainingError(
+                    f"Stage {message.stage - 1} returned other tensors than before for micro-batches of the same kind.",
+                    numbers=f"before: {_described(known)}; now: {_described(spec)}",
+                    hint="shapes between stages may depend on the shape of the input only",
+                )
+        for tensor in tensors:
+            self._isend(sent, peer, _raw(tensor.detach().contiguous()))
+        self._outbox.setdefault(peer, []).append(sent)
+
+    def finish(self) -> None:
+        """After the last operation: what was sent has arrived."""
+        for some in self._outbox.values():
+            for sent in some:
+                sent.wait()
+        self._outbox.clear()
+        self._left_over.clear()
+
+    def abandon(self) -> None:
+        """After an error. Buffers live on until a later run is through: somebody may still write into them."""
+        self._left_over += [*self._posted.values(), *self._headers.values()]
+        for some in self._outbox.values():
+            self._left_over += some
+
+    def _post_next(self, peer: int, *, wait: bool) -> bool:
+        """Post what comes next from `peer`. False when its shapes are not known yet and one is not to wait for them."""
+        message = self._coming[peer][0]
+        key = self._key(message)
+        spec = self._specs.get(key)
+        if spec is None:
+            if message.gradient:
+                assert not wait, f"{message} is awaited before the forward"
+                return False
+            if peer not in self._headers:
+                first = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+                self._headers[peer] = self._irecv(peer, [first])
+            if not wait:
+                return False
+            spec = self._specs[key] = self._read_header(peer)
+        self._coming[peer].popleft()
+        wanted = [one for one in spec if one.wants_grad] if message.gradient else spec
+        tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in wanted]
+        self._posted[message] = self._irecv(peer, tensors)
+        if not message.gradient:
+            self._posted[message].tensors = [
+                t.requires_grad_(one.wants_grad) for t, one in zip(tensors, spec, strict=True)
+            ]
+        return True
+
+    def _key(self, message: Message) -> tuple[int, Hashable]:
+        """A boundary is called by the stage behind it."""
+        return message.stage + message.gradient, self._keys[message.micro]
+
+    def _read_header(self, peer: int) -> tuple[Spec, ...]:
+        numbers: list[int] = self._headers.pop(peer).wait()[0].tolist()
+        if (more := numbers[0] - len(numbers)) > 0:
+            rest = torch.empty(more, dtype=torch.int64, device=self.device)
+            numbers += self._irecv(peer, [rest]).wait()[0].tolist()
+        return _parsed(numbers)
+
+    def _isend(self, sent: _Sent, peer: int, tensor: Tensor) -> None:
+        if tensor.numel():
+            group, end, tag = self._next("to", peer)
+            sent.works.append(group.send([tensor], end, tag))
+            sent.tensors.append(tensor)
+
+    def _irecv(self, peer: int, tensors: list[Tensor]) -> _Posted:
+        posted = _Posted([], tensors)
+        for tensor in tensors:
+            if tensor.numel():
+                group, end, tag = self._next("from", peer)
+                posted.works.append(group.recv([_raw(tensor)], end, tag))
+        return posted
+
+    def _next(self, direction: str, peer: int) -> tuple[dist.ProcessGroup, int, int]:
+        """The group of the channel to, or from, `peer`; the peer's rank in it; the tag of the next message."""
+        number = self._numbers[direction, peer] = self._numbers.get((direction, peer), -1) + 1
+        return *self._ends[direction, peer], self._turn * _PER_TURN + number
+
+    def _release(self, peer: int, made_at: int) -> None:
+        """Let go of what `peer` has used: all that its operations up to the place `made_at` needed."""
+        waiting = self._outbox.get(peer, [])
+        for sent in waiting:
+            if sent.used_at <= made_at:
+                sent.wait()
+        self._outbox[peer] = [sent for sent in waiting if sent.used_at > made_at]
+
+
+def _ends(group: dist.ProcessGroup, edges: Edges) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
+    """For each direction and peer of `group`, the group to use and the peer's rank in it."""
+    members, me = dist.get_process_group_ranks(group), dist.get_rank()
+    ends = {}
+    for peer, other in enumerate(members):
+        for direction, edge in (("to", (me, other)), ("from", (other, me))):
+            own = edges.get(edge, group)
+            ends[direction, peer] = own, dist.get_group_rank(own, other) if other != me else peer
+    return ends
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """As bytes: gloo knows neither bool nor every float."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _spec(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
+    return tuple(Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+
+
+def _described(spec: Sequence[Spec]) -> str:
+    return ", ".join(f"{str(one.dtype)[6:]}{list(one.shape)}{' with gradient' * one.wants_grad}" for one in spec)
+
+
+def _header(spec: Sequence[Spec], device: torch.device) -> list[Tensor]:
+    numbers = [0, len(spec)]
+    for one in spec:
+        numbers += [_DTYPES.index(one.dtype), int(one.wants_grad), len(one.shape), *one.shape]
+    numbers[0] = len(numbers)
+    numbers += [0] * (_HEADER - len(numbers))
+    sent = torch.tensor(numbers, dtype=torch.int64).to(device)
+    return [part.clone() for part in (sent[:_HEADER], sent[_HEADER:]) if part.numel()]
+
+
+def _parsed(numbers: Sequence[int]) -> tuple[Spec, ...]:
+    reading = iter(numbers[1:])
+    specs = []
+    for _ in range(next(reading)):
+        dtype, wants_grad, dims = next(reading), next(reading), next(reading)
+        specs.append(Spec(tuple(next(reading) for _ in range(dims)), _DTYPES[dtype], bool(wants_grad)))
+    return tuple(specs)

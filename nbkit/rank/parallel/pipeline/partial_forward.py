@@ -1,0 +1,237 @@
+"""A part of a model runs inside the user's own forward: gates at its modules skip, exchange and break off.
+
+A stage that holds the blocks `lo` to `hi` of a chain calls the whole model on the real input. Until block `lo` is
+called, modules with parameters are skipped: they give zeros of the shapes that they would give. What goes into block
+`lo` is exchanged for what the stage before has sent; the call of block `hi` ends the forward, and what goes into it is
+sent on. Masks, position ids and rotary tables, which hang on no parameter, are computed by every stage for itself.
+
+A gate is the outermost thing at its module, so that hooks (of other strategies, of the user) run only when the module
+does. It is put there by changing the module's class: names, attributes and isinstance stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nbkit.errors import StrategyError
+from nbkit.rank.parallel.module.argument_paths import look, put
+from nbkit.rank.parallel.pipeline.dataflow import Entry
+from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
+
+__all__ = ["Gates", "plain_attention"]
+
+
+class _Reached(BaseException):
+    """Ends a forward at the entry of a block that another stage holds; no `except Exception` of the model stops it."""
+
+
+class _Gated:
+    """What a module's class gets as its first base while a gate stands before it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_gate"].enter(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class Gates:
+    """Gates at every block of a chain and at every module that may be skipped.
+
+    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules. team: the
+    ranks of the tensor axis, of which each sends the next stage its positions; None where positions are not split.
+    """
+
+    team: dist.ProcessGroup | None = None
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[str], entries: Sequence[Entry], skipped: Sequence[str]
+    ) -> None:
+        self.blocks, self.entries = tuple(blocks), tuple(entries)
+        self._kinds: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._lo = self._hi = self._at = 0
+        self._running = False
+        self._received: tuple[Tensor, ...] = ()
+        self._sent: tuple[Tensor, ...] | None = None
+        self._given: dict[str, Tensor] = {}
+        numbers = {name: i for i, name in enumerate(blocks) if i}
+        for name in dict.fromkeys([*numbers, *skipped]):
+            part = module.get_submodule(name)
+            vars(part)["_gate"] = _Gate(self, numbers.get(name), _Shapes(part) if name in skipped else None)
+            kind = type(part)
+            self._kinds.append((part, kind))
+            if kind not in _CLASSES:
+                body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+                make: Any = type(kind)
+                _CLASSES[kind] = make(kind.__name__, (_Gated, kind), body)
+            part.__class__ = _CLASSES[kind]
+
+    def remove(self) -> None:
+        """The modules are as before."""
+        for part, kind in self._kinds:
+            part.__class__ = kind
+            del vars(part)["_gate"]
+        self._kinds.clear()
+
+    def run(self, lo: int, hi: int, received: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        """Blocks lo to hi - 1 of `call()`, which calls the whole model: the tensors for block hi, or the output.
+
+        Raises StrategyError when the model's forward does not come by the blocks at which the part begins and ends.
+        """
+        self._lo, self._hi, self._at = lo, hi, 0
+        self._received, self._sent, self._given, self._running = tuple(received), None, {}, True
+        try:
+            with plain_attention():
+                output = call()
+        except _Reached:
+            return self._sent
+        finally:
+            self._running, self._received, self._sent, self._given = False, (), None, {}
+        if self._at < min(hi, len(self.blocks) - 1):
+            raise self._missed(self._at + 1)
+        return output
+
+    def pass_by(self, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any) -> Any:
+        """A gated module is called: skip it, or change what goes into it, or end the forward."""
+        if not self._running:
+            if number is not None:
+                raise StrategyError(
+                    f"{self.blocks[number]} is called outside of a stage's forward.",
+                    numbers="by the model's own activation checkpointing, or by hand",
+                    hint="turn off the model's own and let nbkit recompute the blocks: checkpoint=True",
+                )
+            return proceed(*args, **kwargs)
+        if number is not None:
+            if number != self._at + 1:
+                raise self._missed(self._at + 1)
+            self._at = number
+        if number == self._hi:
+            arrived = self._arrived(number, args, kwargs)
+            self._sent = tuple(sendable(arrived[path]) for path in self.entries[number].carried)
+            raise _Reached
+        if self._at < self._lo:
+            return proceed(*args, **kwargs) if shapes is None else shapes.zeros(args, kwargs)
+        if number is None:
+            return proceed(*args, **kwargs)
+        args, kwargs = self._exchange(number, args, kwargs)
+        return proceed(*args, **kwargs)
+
+    def _missed(self, number: int) -> StrategyError:
+        name = self.blocks[number] if number < len(self.blocks) else "the end"
+        return StrategyError(
+            f"The model's forward did not come to {name} next, as it did when the stages were made.",
+            numbers=f"the last block called was {self.blocks[self._at] or 'none'}",
+            hint="stages=[...] with modules that every forward calls once, in training and in evaluation",
+        )
+
+    def _exchange(self, number: int, args: Any, kwargs: Any) -> Any:
+        """(args, kwargs) with what the stage before has sent, and with what the caller has only an idle copy of."""
+        entry = self.entries[number]
+        arrived = self._arrived(number, args, kwargs)
+        changed = entry.kept
+        if number == self._lo:
+            changed = dict.fromkeys(entry.carried, "")
+            for path, tensor in zip(entry.carried, self._received, strict=True):
+                # What was received is a leaf of autograd, and those must not change in place.
+                own = tensor.clone() if path in entry.written else tensor
+                arrived[path] = completed(own, arrived[path].shape, self.team)
+        self._given = arrived
+        for path in changed:
+            args, kwargs = put((args, kwargs), path, arrived[path])
+        return args, kwargs
+
+    def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        """What comes into a block, by path; what the caller gives to several blocks is what the last one was given."""
+        entry = self.entries[number]
+        arrived = {path: look((args, kwargs), path) for path in entry.carried}
+        if missing := [path for path, leaf in arrived.items() if not isinstance(leaf, Tensor)]:
+            raise StrategyError(
+                f"{self.blocks[number]} is not called with the arguments with which the stages were made.",
+                numbers=f"no tensor at {', '.join(missing)} of (args, kwargs)",
+                hint="call the model in one way, or stages=[...] with other modules",
+            )
+        return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
+
+
+class _Gate:
+    """At one module: the number of the block that it is, None for others; its shapes, None when never skipped."""
+
+    def __init__(self, gates: Gates, number: int | None, shapes: _Shapes | None) -> None:
+        self.gates, self.number, self.shapes = gates, number, shapes
+
+    def enter(self, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self.gates.pass_by(self.number, self.shapes, proceed, args, kwargs)
+
+
+class _Shapes:
+    """What a module would give: found out by a twin on the meta device, once for each shape of its arguments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.device = next(module.parameters()).device
+        memo = {id(t): _on_meta(t) for part in module.modules() for t in _own_tensors(part)}
+        self.twin = copy.deepcopy(module, memo).eval()
+        self.known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+
+    def zeros(self, args: Any, kwargs: Any) -> Any:
+        """The output, all zeros; not even that is computed when it is known."""
+        key = (_kind(args), _kind(kwargs))
+        if key not in self.known:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            onto = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(onto, spec)
+            with _no_modes(), torch.device("meta"), torch.no_grad():
+                self.known[key] = pytree.tree_flatten(self.twin(*args, **kwargs))
+        outputs, spec = self.known[key]
+        blank = [
+            torch.zeros(o.shape, dtype=o.dtype, device=self.device) if isinstance(o, Tensor) else o for o in outputs
+        ]
+        return blank[0] if spec.is_leaf() else pytree.tree_unflatten(blank, spec)
+
+
+def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
+    for holder in (part._parameters, part._buffers, vars(part)):
+        yield from (t for t in holder.values() if isinstance(t, Tensor))
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+
+
+def _kind(value: Any) -> Any:
+    """What shapes depend on, hashable."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, tuple | list):
+        return tuple([_kind(part) for part in value])
+    if isinstance(value, dict):
+        return tuple([(key, _kind(part)) for key, part in value.items()])
+    return value if isinstance(value, int | float | str | None) else type(value)
+
+
+@contextmanager
+def _no_modes() -> Iterator[None]:
+    """Without the function modes of others (keyed dropout, context parallel): they are for values, not for shapes."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """nn.TransformerEncoder calls its layers, and those their parts, in evaluation too."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,103 @@
+"""A rank's stages of a pipeline: the user's model with only some of its parameters, run piece by piece.
+
+What a rank does not hold is absent (None, as torch writes a bias that is not there), so that the module lists exactly
+this rank's parameters under their original names. A tied weight stays tied, and is on every rank that uses it: its
+gradient is the sum over those ranks, which is for others to make, as is everything that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.pipeline.partial_forward import Gates
+
+__all__ = ["Staged"]
+
+
+class Staged:
+    """`module`, changed in place into the parts of `chain` that one rank runs.
+
+    ranges: (lo, hi) per stage of this rank: pieces lo to hi - 1 of the chain. Several stages share the module, and
+    parameters that several of them use. The one range (0, len(chain)) leaves the module as it is.
+    holds: names of the parameters that are left, each by its first name in the whole model.
+    team: the ranks along tp, where each sends the next stage its positions only (tensor.positions).
+    Gates are set here: what other strategies do to the module afterwards runs only where the module does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: Chain,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        team: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.module, self.chain, self.ranges = module, chain, tuple(ranges)
+        self._gates: Gates | None = None
+        if self.ranges == ((0, len(chain)),):
+            self.holds = set(homes(module))
+            return
+        _without_cache(module)
+        self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
+        self._gates.team = team
+        self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
+        last = max(lo for lo, _ in self.ranges)
+        _drop(module, self.holds, chain.holds(0, last), skipped=chain.skipped)
+
+    def runs(self, name: str) -> bool:
+        """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
+        piece = self.chain.piece_of(name)
+        return any(lo <= piece < hi for lo, hi in self.ranges)
+
+    def forward(self, index: int, value: Any, received: Sequence[Tensor]) -> Any:
+        """Run stage `index` of this rank.
+
+        value: the input of the whole model (tensor, tuple or dict), which every stage gets. received: what the stage
+        before returned, () for the first. Returns the tensors for the next stage as a tuple; of the stage that ends
+        the chain, the model's output, whatever it is.
+        Raises StrategyError when the model calls its blocks in another way than it did when the chain was found.
+        """
+        lo, hi = self.ranges[index]
+        if self._gates is None:
+            return call(self.module, value)
+        return self._gates.run(lo, hi, received, lambda: call(self.module, value))
+
+    def close(self) -> None:
+        """Take the gates off the module."""
+        if self._gates is not None:
+            self._gates.remove()
+            self._gates = None
+
+
+def _without_cache(module: nn.Module) -> None:
+    """HF models keep keys and values of every block when asked, which is for generating on one device."""
+    for part in module.modules():
+        if getattr(config := getattr(part, "config", None), "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def _drop(module: nn.Module, holds: set[str], passed: set[str], *, skipped: Sequence[str]) -> None:
+    """Make every parameter absent that is not in `holds`.
+
+    On its way to the first block that runs here, the model's forward may still look at one of those that it has
+    `passed`, where no gate skips the module (a table of positions that belongs to the model itself). It finds zeros
+    without memory, and nothing of what it computes with them is used.
+    """
+    asleep = {id(inner) for name in skipped for inner in module.get_submodule(name).modules()}
+    for name, places in homes(module).items():
+        if name in holds:
+            continue
+        for part, attribute in places:
+            param = part._parameters[attribute]
+            if param is not None and name in passed and id(part) not in asleep:
+                zeros = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+                vars(part)[attribute] = zeros
+        replace(places, None)

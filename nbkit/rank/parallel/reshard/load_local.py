@@ -1,0 +1,46 @@
+"""A side's weights out of a whole model that every rank has: each rank copies its own boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.rank.parallel.sharded_model import Side
+
+__all__ = ["copy_part", "fill_state", "fill_weights"]
+
+
+@torch.no_grad()
+def copy_part(target: Tensor, layout: Layout, whole: Tensor) -> None:
+    """Fill `target` with the boxes of `whole` that `layout` names."""
+    if target.data_ptr() == whole.data_ptr() and layout.is_whole:
+        return
+    for here, there in layout.pieces:
+        target[here.slices].copy_(whole[there.slices])
+
+
+def fill_weights(side: Side, module: nn.Module) -> None:
+    """Weights of `side` from the whole `module`; buffers are the skeleton's already."""
+    whole = dict(module.named_parameters())
+    for name, (target, layout) in side.data.weights.items():
+        copy_part(target, layout, whole[name].detach())
+    side.data.refresh()
+
+
+def fill_state(side: Side, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, object]]) -> None:
+    """State of `optimizer`, over `side`, from `state`: of whole parameters, by name."""
+    for name, param in side.held.items():
+        whole = state.get(name)
+        if whole is None:
+            continue
+        layout = side.data.layouts[name]
+        for key, value in whole.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == layout.shape and value.ndim:
+                part = torch.empty(layout.local, dtype=value.dtype, device=value.device)
+                copy_part(part, layout, value)
+                optimizer.state[param][key] = part
+            else:
+                optimizer.state[param][key] = value.clone() if isinstance(value, Tensor) else value

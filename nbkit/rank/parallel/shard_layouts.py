@@ -1,0 +1,124 @@
+"""What every rank would hold under a strategy, without building it: layouts alone, on one rank, sending nothing.
+
+The same functions decide here and where a side is built: stages by `partition`, parts by the tensor plan, shards by
+`Layout.part`. A side that is built holds what its outline says (the tests compare them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from nbkit.layout import Layout
+from nbkit.planner.stage_partition import partition
+from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.options import Wishes, need_chain, need_gathers, need_positionwise, need_rows
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.tensor.apply import parts_of
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+__all__ = ["Outline", "Outlines"]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """By rank: name -> layout of the weights between steps, of what the optimizer updates, and of the buffers that a
+    checkpoint holds."""
+
+    weights: tuple[dict[str, Layout], ...]
+    held: tuple[dict[str, Layout], ...]
+    buffers: tuple[dict[str, Layout], ...]
+
+
+class Outlines:
+    """Outlines of one model; those asked for once are kept. Layouts are shared, so that plans tell them by identity."""
+
+    def __init__(self, skeleton: nn.Module, wishes: Wishes) -> None:
+        self.skeleton, self.wishes = skeleton, wishes
+        self._known: dict[Strategy, Outline] = {}
+        self._parts: dict[tuple[int, int], dict[str, Layout]] = {}
+        self._shards: dict[tuple[Layout, int, int], Layout] = {}
+        kept = skeleton.state_dict().keys()
+        self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
+        self._ranks_of: dict[tuple[int, str | None], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
+
+    def of(self, strategy: Strategy) -> Outline:
+        """Raises StrategyError for what cannot be split, with the reason."""
+        if strategy not in self._known:
+            self._known[strategy] = self._made(strategy)
+        return self._known[strategy]
+
+    def _made(self, strategy: Strategy) -> Outline:
+        self.check(strategy)
+        mesh = strategy.mesh
+        weights, held, buffers = [], [], []
+        stages = self.stages(strategy)
+        for rank in range(mesh.size):
+            at = mesh.index(rank)
+            names, kept = stages[at["pp"]] if stages else (None, self._buffers)
+            mine = {
+                name: layout
+                for name, layout in self.split(strategy.tp, at["tp"]).items()
+                if names is None or name in names
+            }
+            shards = {
+                name: self.shard(layout, strategy.shard, at["dp"] % strategy.shard) for name, layout in mine.items()
+            }
+            weights.append(shards if strategy.zero == 3 else mine)
+            held.append(shards if strategy.zero else mine)
+            buffers.append(kept)
+        return Outline(tuple(weights), tuple(held), tuple(buffers))
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
+        need_rows(self.wishes, strategy)
+        need_chain(self.wishes, strategy)
+        need_gathers(self.wishes, strategy)
+        need_positionwise(self.wishes, strategy)
+        self.stages(strategy)
+        self.split(strategy.tp, 0)
+
+    def stages(self, strategy: Strategy) -> list[tuple[frozenset[str], dict[str, Layout]]]:
+        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
+        chain: Chain | None = self.wishes.chain
+        if strategy.pp == 1 or chain is None:
+            return []
+        key = (strategy.pp, strategy.schedule)
+        if key not in self._ranks_of:
+            self._ranks_of[key] = self._staged(strategy, chain)
+        return self._ranks_of[key]
+
+    def _staged(self, strategy: Strategy, chain: Chain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
+        # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
+        schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
+        ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
+        pieces = {name: chain.piece_of(name) for name in self._buffers}
+        found = []
+        for rank in range(strategy.pp):
+            own = [ranges[stage] for stage in schedule.stages_of(rank)]
+            runs = {name for name, piece in pieces.items() if any(lo <= piece < hi for lo, hi in own)}
+            buffers = {name: layout for name, layout in self._buffers.items() if name in runs}
+            found.append((frozenset().union(*(chain.holds(lo, hi) for lo, hi in own)), buffers))
+        return found
+
+    def split(self, size: int, index: int) -> dict[str, Layout]:
+        """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
+        if (size, index) not in self._parts:
+            module = skeleton_of(self.skeleton)
+            self._parts[size, index] = (
+                {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
+                if size == 1
+                else dict(parts_of(module, self.wishes.plan(self.skeleton, size), size, index).layouts)
+            )
+        return self._parts[size, index]
+
+    def shard(self, layout: Layout, shards: int, index: int) -> Layout:
+        """Part `index` of `shards` of a tensor along dp; a scalar stays whole."""
+        if not layout.local or shards == 1:
+            return layout
+        key = (layout, shards, index)
+        if key not in self._shards:
+            self._shards[key] = layout.part(0, shards, index)
+        return self._shards[key]

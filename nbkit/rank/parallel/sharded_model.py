@@ -1,0 +1,183 @@
+"""One strategy at work on this rank: its module, its share of the parameters, and how a step's gradients come about.
+
+A switch builds a second side beside the first, fills it, and lets the first one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.data_parallel.base import DataAxis
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.grad_norm import grad_norm
+from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
+from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.pipeline.stage_module import Staged
+from nbkit.rank.parallel.process_groups import Connections
+from nbkit.strategy import Strategy
+
+__all__ = ["Side"]
+
+
+@dataclass
+class Side:
+    """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
+    about how the model was split.
+    """
+
+    strategy: Strategy
+    connections: Connections
+    module: nn.Module
+    data: DataAxis
+    staged: Staged | None = None
+    pipeline: Pipeline | None = None
+    partial: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def axes(self) -> Axes:
+        """Groups, degrees and places of this rank."""
+        return self.connections.axes
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by original name."""
+        return self.data.held
+
+    @property
+    def gives_output(self) -> bool:
+        """Whether this rank computes the model's output: it holds the last stage."""
+        return self.pipeline is None or self.axes.index("pp") == self.pipeline.schedule.rank_of(self.last_stage)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's loss counts: of the ranks that compute the same output, one does."""
+        return self.gives_output and self.axes.index("tp") == 0 and self.axes.index("cp") == 0
+
+    def runs(self, name: str) -> bool:
+        """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
+        return self.staged is None or self.staged.runs(name)
+
+    @property
+    def last_stage(self) -> int:
+        """Number of the stage that gives the output."""
+        return 0 if self.pipeline is None else self.pipeline.schedule.num_stages - 1
+
+    def stage(self, stage: int, value: Any, received: tuple[Tensor, ...]) -> Any:
+        """Forward of one stage: what goes to the next one, or the model's output."""
+        if self.staged is None:
+            return call(self.module, value)
+        return self.staged.forward(self._range_of(stage), value, received)
+
+    def _range_of(self, stage: int) -> int:
+        assert self.pipeline is not None
+        own: list[int] = list(self.pipeline.schedule.stages_of(self.axes.index("pp")))
+        return own.index(stage)
+
+    def backward(
+        self,
+        micros: int,
+        forward: Forward,
+        *,
+        key: Callable[[int], Hashable],
+        launch: Callable[[], None],
+        on_op: OnOp | None = None,
+    ) -> Tensor | None:
+        """All forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
+
+        forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
+        other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
+        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. Of a pipeline on CPU ranks none
+        returns before all in it have their gradients.
+        """
+        with self.data.computing():
+            if self.pipeline is not None and micros:
+                self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
+                self.data.hold()
+                self.data.start()
+            elif micros:
+                for micro in range(micros - 1):
+                    forward(0, micro, ())[0].backward()
+                    self.data.hold()
+                (loss,) = forward(0, micros - 1, ())
+                launch()
+                self.data.start()
+                loss.backward()
+            else:
+                launch()
+                self.data.start()
+            canary = self.data.finish()
+        self._sum_partial()
+        if self.pipeline is not None and micros:
+            self.pipeline.meet()
+        return canary
+
+    def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:
+        """What `forward` gives for each micro-batch on the last stage, without gradients; [] on other ranks."""
+        if self.pipeline is None:
+            return [forward(0, micro, ())[0] for micro in range(micros)]
+        return [output[0] for output in self.pipeline.run(micros, forward, key, training=False)]
+
+    def begin_again(self) -> None:
+        """As at the beginning, on every rank alike, after a step that was broken off somewhere."""
+        self.data.begin_again()
+        if self.pipeline is not None:
+            self.pipeline.begin_again()
+
+    def close(self) -> None:
+        """Take off the module what was put on it: another side is in force. Its memory is free with the last name."""
+        self.data.close()
+        if self.staged is not None:
+            self.staged.close()
+
+    def _sum_partial(self) -> None:
+        by_axis: dict[str, list[str]] = {}
+        for name, axes in self.partial.items():
+            for axis in axes:
+                by_axis.setdefault(axis, []).append(name)
+        for axis, names in sorted(by_axis.items()):
+            if (group := self.axes.group(axis)) is not None:
+                self._sum(sorted(names), group)  # a set has another order in every interpreter
+        for group, tied in self.connections.ties:
+            self._sum(tied, group)
+
+    @torch.no_grad()
+    def _sum(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
+        """One all-reduce of the gradients of `names`; a missing one counts as zeros."""
+        params = [p for name in names if (p := self.held[name]).requires_grad and p.numel()]
+        for dtype in dict.fromkeys(p.dtype for p in params):
+            own = [p for p in params if p.dtype == dtype]
+            flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own])
+            dist.all_reduce(flat, group=group)
+            for p, summed in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(summed.view_as(p))
+
+    def grad_norm(self, device: torch.device) -> Tensor:
+        """The 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
+        # Where every rank holds every gradient there is nothing to ask the others.
+        size = 1 if self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero else self.strategy.mesh.size
+        copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
+        return grad_norm(self.held, copies, device=device, world_size=size)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The module in eval mode, without gradients."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            # Torch's fast path for encoders gives other numbers at padding than the layers that train.
+            with torch.no_grad(), plain_attention(), self.data.computing():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode

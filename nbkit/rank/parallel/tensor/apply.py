@@ -1,0 +1,300 @@
+"""Tensor parallelism (Shoeybi et al. 2019) on a model that was written without it: the plan put into effect.
+
+On the wire, per forward and backward, tensor axis of n ranks, S = B x T x D elements, L blocks of attention and MLP:
+4 L all-reduces of S (or, with sequence parallelism, as many pairs of all-gather and reduce-scatter, the same
+bytes), one for the embedding, one for the head, three numbers per position for the loss. With sequence parallelism
+positions stay split from the embedding to the head. Where one of the two is not split by the vocabulary, or something
+else between wants all positions, an all-gather of S takes its place (positions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.errors import StrategyError
+from nbkit.layout import Layout
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, placeholder, replace
+from nbkit.rank.parallel.tensor.attention import SplitAttention
+from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
+from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
+from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
+from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
+from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
+from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
+
+__all__ = ["TensorSplit", "parts_of", "tensor_parallel"]
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """What became of a module. layouts: every parameter, by its first name; partial: those whose gradients are sums
+    over the tensor axis; notes: what a user should know; rows: (module, how it is split, why not)."""
+
+    layouts: Mapping[str, Layout]
+    partial: frozenset[str]
+    notes: tuple[str, ...]
+    rows: tuple[tuple[str, str, str], ...]
+
+
+def tensor_parallel(
+    module: nn.Module,
+    axes: Axes,
+    *,
+    plan: TensorPlan | Mapping[str, str] | None = None,
+    sequence: bool = True,
+) -> TensorSplit:
+    """Let this rank hold its part of `module` along the axis tp, in place: parameters, attributes, forwards.
+
+    plan: made of the whole model by `plan_of`; or the user's roles, when `module` is the whole model. A placeholder is
+    replaced by a smaller one, a real parameter by its part. sequence: split positions between the maps where the
+    structure allows it.
+    Every rank of the axis must be given the same inputs, and computes the same loss.
+    Raises StrategyError when something does not divide or is not known how to split.
+    """
+    group = axes.group("tp")
+    if group is None:
+        layouts = {name: Layout.whole(p.shape) for name, p in module.named_parameters()}
+        return TensorSplit(layouts, frozenset(), (), ())
+    team = Team(group, axes.size("tp"), axes.index("tp"))
+    chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
+    surgery, rows = _Surgery(module, team, chosen), tuple(chosen.describe(module))
+    surgery.apply(sequence)
+    return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
+
+
+def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
+    """What would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
+    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
+    return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
+
+
+class _Surgery:
+    def __init__(self, module: nn.Module, team: Team, plan: TensorPlan) -> None:
+        self.module, self.team = module, team
+        self.places = homes(module)
+        self.names = {(id(part), name): first for first, found in self.places.items() for part, name in found}
+        self.params = {first: found[0][0]._parameters[found[0][1]] for first, found in self.places.items()}
+        self.layouts = {name: Layout.whole(p.shape) for name, p in self.params.items() if p is not None}
+        self.partial: set[str] = set()
+        self.notes = [f"{path or 'the model'} is whole: {why}" for path, why in plan.unproven.items()]
+        self.parts = dict(module.named_modules())
+        here = [pair for pair in plan.pairs if self._is_here(pair)]
+        self.plan = replace_fields(plan, pairs=tuple(here))
+
+    def apply(self, sequence: bool) -> None:
+        """Pairs, then single modules, then blocks; parameters last, since ties are seen by identity."""
+        found = chains(self.module, self.plan) if sequence else []
+        split = [chain for chain in found if self._may_split(chain)]
+        in_sequence = {pair.owner for chain in split for pair in chain.pairs}
+        links: dict[str, list[tuple[Pair, Link]]] = {}
+        for pair in self.plan.pairs:
+            link = self._link(pair, pair.owner in in_sequence)
+            links.setdefault(pair.owner, []).append((pair, link))
+            self._cut_pair(pair, link)
+        for owner, owned in links.items():
+            self._own(owner, owned)
+        for path, _, attribute in (name.rpartition(".") for name in self.plan.partial):
+            if (part := self.parts.get(path)) is not None and part._parameters.get(attribute) is not None:
+                self.partial.add(self.names[id(part), attribute])
+        for path, role in self.plan.singles.items():
+            if (part := self.parts.get(path)) is not None:
+                self._cut_single(path, part, role, in_sequence=bool(split))
+        for chain in split:
+            self._enter(chain)
+        if split:
+            self.module.register_forward_hook(give_whole)
+        self._off_the_fast_path()
+        for name, layout in self.layouts.items():
+            old = self.params[name]
+            if old is not None and not layout.is_whole:
+                replace(self.places[name], _part(old, layout))
+
+    def _is_here(self, pair: Pair) -> bool:
+        if pair.kind == "module":
+            part = self.parts.get(pair.owner)
+            return part is not None and part._parameters.get("in_proj_weight") is not None
+        return all(is_linear(self.parts.get(path)) for path in (*pair.columns, *pair.rows))
+
+    def _may_split(self, chain: Chain) -> bool:
+        able = [p.owner for p in chain.pairs if p.kind == "attention" and self._only_heads(p)]
+        said = (f"{path}: {self.plan.positions[path]}" for path, _ in chain.blocks if self.plan.positions.get(path))
+        if why := why_not_split(chain, able) or next(said, ""):
+            self.notes.append(f"positions are not split in {chain.blocks[0][0]} and what follows: {why}")
+        return not why
+
+    def _only_heads(self, pair: Pair) -> bool:
+        """Whether an attention has nothing with parameters but its maps and what is alike for every head."""
+        maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
+        rest = self.parts[pair.owner].named_parameters(prefix=pair.owner)
+        return pair.heads is not None and all(name.startswith(maps) or p.numel() == pair.heads.dim for name, p in rest)
+
+    def _link(self, pair: Pair, sequence: bool) -> Link:
+        kind, total = ("feature", pair.inner) if pair.heads is None else ("head", pair.heads.heads)
+        return Link(self.team, kind, total, pair.inner, sequence, at_owner=sequence and pair.kind == "attention")
+
+    def _cut_pair(self, pair: Pair, link: Link) -> None:
+        if pair.kind == "module":
+            self._cut_packed(pair, link)
+            return
+        for path in pair.columns:
+            part = self.parts[path]
+            self._cut_columns(path, part, pair.widths[path])
+            become(part, Column, _link=link)
+        for path in pair.rows:
+            part = self.parts[path]
+            self._cut_rows(path, part)
+            become(part, Row, _link=link)
+
+    def _cut_packed(self, pair: Pair, link: Link) -> None:
+        part: Any = self.parts[pair.owner]
+        if any(pair.owner.startswith(f"{path}.") for path, above in self.parts.items() if hasattr(above, "lora_A")):
+            raise StrategyError(
+                f"LoRA around an nn.MultiheadAttention is not split: {pair.owner}.",
+                numbers=f"{self.team.size} ranks along tp",
+                hint=f"tp_plan={{'{pair.owner}': 'replicate'}}; or a strategy without tp",
+            )
+        ranges = self._ranges((pair.inner,) * 3)
+        self._cut(part, "in_proj_weight", 0, ranges)
+        self._cut(part, "in_proj_bias", 0, ranges)
+        self._cut(part.out_proj, "weight", 1, self._ranges((pair.inner,)))
+        become(part, SplitAttention, _link=link, _heads=pair.heads)
+
+    def _cut_columns(self, path: str, part: nn.Module, widths: Sequence[int]) -> None:
+        ranges, base = self._ranges(widths), core(part)
+        self._cut(base, "weight", feature_dims(part)[1], ranges)
+        self._cut(base, "bias", 0, ranges)
+        _say(base, "out_features", "nf", sum(stop - start for start, stop in ranges))
+        for name, down, up in adapters(part):
+            self._plain_lora(path, part, name)
+            self._cut(up, "weight", 0, ranges)
+            self._cut(up, "bias", 0, ranges)
+            self._sum_over_tp(down)
+
+    def _cut_rows(self, path: str, part: nn.Module) -> None:
+        base, dim = core(part), feature_dims(part)[0]
+        ranges = self._ranges((base.weight.shape[dim],))
+        self._cut(base, "weight", dim, ranges)
+        _say(base, "in_features", "nx", ranges[0][1] - ranges[0][0])
+        become(base, RowCore)
+        for name, down, up in adapters(part):
+            self._plain_lora(path, part, name)
+            if up.bias is not None:
+                raise StrategyError(
+                    f"The bias of a LoRA adapter would be added once per rank: {path}.",
+                    numbers=f"adapter {name!r}, {self.team.size} ranks along tp",
+                    hint="LoraConfig(lora_bias=False)",
+                )
+            self._cut(down, "weight", 1, ranges)
+            self._sum_over_tp(up)
+
+    def _plain_lora(self, path: str, part: Any, name: str) -> None:
+        if name in getattr(part, "lora_variant", {}):
+            raise StrategyError(
+                f"This variant of LoRA needs the whole matrix: {path}.",
+                numbers=f"{type(part.lora_variant[name]).__name__}, {self.team.size} ranks along tp",
+                hint="plain LoRA (use_dora=False); or a strategy without tp",
+            )
+
+    def _cut_single(self, path: str, part: nn.Module, role: str, *, in_sequence: bool) -> None:
+        team = self.team
+        if role == "vocab" and isinstance(part, nn.Embedding) and part._parameters.get("weight") is not None:
+            self._cut(part, "weight", 0, self._ranges((part.num_embeddings,)))
+            self._show_uneven(path, part.num_embeddings)
+            become(part, Vocabulary, _team=team, _total=part.num_embeddings, _in_sequence=in_sequence)
+        if not is_linear(part):
+            return
+        total = int(core(part).weight.shape[feature_dims(part)[1]])
+        if role == "rowwise_split":
+            self._cut_rows(path, part)
+            become(part, SplitRow, _team=team)
+        elif role in ("colwise_gather", "head"):
+            self._cut_columns(path, part, (total,))
+            become(part, Head if role == "head" else Gathered, _team=team, _total=total)
+            self._show_uneven(path, total)
+
+    def _show_uneven(self, path: str, total: int) -> None:
+        if total % self.team.size:
+            most = -(-total // self.team.size)
+            self.notes.append(f"{path}: {total} over {self.team.size} ranks, {most} or {most - 1} each")
+
+    def _own(self, owner: str, owned: list[tuple[Pair, Link]]) -> None:
+        if all(pair.kind == "module" for pair, _ in owned):
+            return
+        part = self.parts[owner]
+        attention = next((link for pair, link in owned if pair.kind == "attention"), None)
+        for pair, _ in owned:
+            if pair.kind == "attention" and pair.heads is not None:
+                shrink(part, pair.heads, size=self.team.size, own_config=not pair.from_hf)
+        looked = next(((pair.owner, pair.heads) for pair, _ in owned if pair.kind == "attention"), None)
+        taken = any(pair.taken for pair, _ in owned if pair.kind == "attention")
+        become(part, Owner, _links=tuple(link for _, link in owned), _attention=attention, _takes=taken, _look=looked)
+
+    def _enter(self, chain: Chain) -> None:
+        for _, block in chain.blocks:
+            for p in block.parameters():
+                if self.layouts[self._name_of(p)].is_whole:
+                    self.partial.add(self._name_of(p))
+            become(block, Block, _team=self.team)
+
+    def _off_the_fast_path(self) -> None:
+        """torch's encoder computes whole layers in one kernel while evaluating, past everything that is put around."""
+        for part in self.module.modules():
+            if isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False
+            if isinstance(part, nn.TransformerEncoderLayer):
+                part.activation_relu_or_gelu = 0
+
+    def _ranges(self, widths: Sequence[int]) -> list[tuple[int, int]]:
+        """This rank's range of each of the matrices that lie behind one another."""
+        ranges, at = [], 0
+        for width in widths:
+            start, stop = self.team.bounds(width)
+            ranges.append((at + start, at + stop))
+            at += width
+        return ranges
+
+    def _cut(self, part: nn.Module, attribute: str, dim: int, ranges: Sequence[tuple[int, int]]) -> None:
+        param = part._parameters.get(attribute)
+        if param is None:
+            return
+        name = self.names[id(part), attribute]
+        layout = Layout.of_ranges(param.shape, dim, ranges)
+        before = self.layouts[name]
+        if not before.is_whole and before != layout:
+            raise StrategyError(
+                f"{name} is tied, and its places want different parts of it.",
+                numbers=f"{before.local} in one, {layout.local} in another, of {layout.shape}",
+                hint="the same role for both in tp_plan; an embedding is 'vocab' where its head is 'head'",
+            )
+        self.layouts[name] = layout
+
+    def _sum_over_tp(self, part: nn.Module) -> None:
+        for attribute, param in part._parameters.items():
+            if param is not None:
+                self.partial.add(self.names[id(part), attribute])
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(name for name, p in self.params.items() if p is param)
+
+
+def _say(part: Any, linear: str, conv: str, features: int) -> None:
+    setattr(part, linear if hasattr(part, linear) else conv, features)
+
+
+def _part(old: nn.Parameter, layout: Layout) -> nn.Parameter:
+    if is_placeholder(old) or old.is_meta:
+        return placeholder(layout.local, old)
+    with torch.no_grad():
+        new = torch.empty(layout.local, dtype=old.dtype, device=old.device)
+        for here, there in layout.pieces:
+            new[here.slices] = old[there.slices]
+    return nn.Parameter(new, requires_grad=old.requires_grad)

@@ -1,0 +1,149 @@
+"""Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated.
+
+What stands between the maps of a block must treat positions one by one: norms, dropout, activations, residuals. A block
+with anything else in it stays with plain tensor parallelism, and a note says why.
+
+On the wire, per block and pass, forward and backward: an all-gather and a reduce-scatter of B x T x D elements for each
+pair: the same bytes as plain tensor parallelism's all-reduces, with 1/n of the activations between them in memory.
+Between the blocks, before the first and behind the last: positions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.tensor.column_row_pair import Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_packed_attention
+from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
+from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, positions_of
+from nbkit.rank.parallel.tensor.sharded_tensor import whole
+from nbkit.rank.rng.shard_offsets import extent
+
+__all__ = ["Block", "Chain", "chains", "why_not_split"]
+
+_POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
+_MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
+_HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positions of the blocks whole"
+
+
+@dataclass
+class Chain:
+    """Neighbouring blocks, the output of each the input of the next."""
+
+    blocks: list[tuple[str, nn.Module]]
+    pairs: list[Pair]
+
+
+class Block(nn.Module):
+    """Around a block that treats positions one by one, but for its pairs: takes hidden states (B, T, D), whole or as a
+    PositionShard, and gives a PositionShard. What else goes into it is whole."""
+
+    _team: Team
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, team = _hidden(args, kwargs), self._team
+        part, total = positions_of(hidden, team.group)
+
+        def change(x: Tensor) -> Tensor:
+            return part if x is hidden else whole(x)
+
+        args = tuple(mapped(arg, change) for arg in args)
+        kwargs = {key: mapped(value, change) for key, value in kwargs.items()}
+        with extent("sequence", team.bounds(total)[0], total):
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        y = out[0] if isinstance(out, tuple) else out
+        if y.ndim != 3 or y.shape[1] != part.shape[1]:
+            raise TrainingError(
+                "A block returned other positions than it got, and those are split over the tensor axis.",
+                numbers=f"{tuple(y.shape)}, from {tuple(part.shape)} of {total} positions",
+                hint=_HINT,
+            )
+        y = PositionShard(y, team.group, total)
+        return (y, *out[1:]) if isinstance(out, tuple) else y
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
+    x = first_tensor(args, kwargs)
+    if x is None or x.ndim != 3:
+        raise TrainingError(
+            "The positions of the first argument of a block are split over the tensor axis, and it has none.",
+            numbers=f"expected a tensor (B, T, D), found {type(x).__name__ if x is None else tuple(x.shape)}",
+            hint=_HINT,
+        )
+    return x
+
+
+def chains(module: nn.Module, plan: TensorPlan) -> list[Chain]:
+    """Runs of neighbours that hold pairs, in the outermost containers that have such children.
+
+    What holds none (a block of another pipeline stage, a pooling between blocks) ends a run.
+    """
+    found: list[Chain] = []
+    inside: list[str] = []
+    for path, part in module.named_modules():
+        if not isinstance(part, nn.ModuleList | nn.Sequential) or any(path.startswith(p) for p in inside):
+            continue
+        # A pair whose two maps are children of the Sequential itself is no block of a chain.
+        if any(pair.owner == path for pair in plan.pairs):
+            continue
+        runs = list(_runs(f"{path}." if path else "", part, plan))
+        if runs:
+            found += runs
+            inside.append(f"{path}." if path else "")
+    return found
+
+
+def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Chain]:
+    run = Chain([], [])
+    for child_name, child in container.named_children():
+        name = dot + child_name
+        own = [pair for pair in plan.pairs if f"{pair.owner}.".startswith(f"{name}.")]
+        if run.blocks and not own:
+            yield run
+            run = Chain([], [])
+        if own:
+            run.blocks.append((name, child))
+            run.pairs += own
+    if run.blocks:
+        yield run
+
+
+def why_not_split(chain: Chain, heads_of: Collection[str]) -> str:
+    """Why its positions cannot be split; empty when they can. heads_of: owners whose input may be gathered."""
+    covered = {path for pair in chain.pairs for path in (*pair.columns, *pair.rows)}
+    # Inside an attention all positions are there.
+    covered |= {pair.owner for pair in chain.pairs if pair.kind != "mlp"}
+    names = {name for name, _ in chain.blocks}
+    for pair in chain.pairs:
+        if pair.kind == "attention" and (pair.owner in names or pair.owner not in heads_of):
+            return f"{pair.owner} is more than an attention"
+    for name, block in chain.blocks:
+        if not any(pair.kind != "mlp" and f"{pair.owner}.".startswith(f"{name}.") for pair in chain.pairs):
+            return f"the attention of {name} is not split"
+        for below, part in block.named_modules(prefix=name):
+            if any(below == path or below.startswith(f"{path}.") for path in covered):
+                if is_packed_attention(part) and not part.batch_first:
+                    return f"{below} has batch_first=False"
+                continue
+            if not _is_pointwise(part):
+                return f"{below} ({type(part).__name__}) may mix positions"
+    return ""
+
+
+def _is_pointwise(part: nn.Module) -> bool:
+    if is_linear(part) or any(word in type(part).__name__.lower() for word in _MIXING):
+        return False
+    own = [p for p in part._parameters.values() if p is not None]
+    if any(p.ndim != 1 for p in own):
+        return False
+    # A module of which nothing is known is trusted when it only scales features, or calls itself what it is.
+    name, home = type(part).__name__.lower(), type(part).__module__
+    known = home.startswith(("torch.nn.modules.activation", "transformers.activations"))
+    harmless = bool(own) or known or any(word in name for word in ("norm", "drop", "identity"))
+    return harmless or isinstance(part, _POINTWISE) or next(part.children(), None) is not None

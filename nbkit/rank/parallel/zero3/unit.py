@@ -1,0 +1,279 @@
+"""One unit of ZeRO 3: parameters that are gathered, used, let go, and whose gradients are scattered, together.
+
+At rest the unit holds a part of each parameter, all in one flat tensor, which is what an all-gather sends. The whole
+parameters are tensors whose memory comes and goes: autograd and hooks keep the same objects from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.rank.parallel.data_parallel.base import fresh
+from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.zero3.placeholder import NotGathered
+
+__all__ = ["Slot", "Unit", "assigned", "units_of"]
+
+Place = tuple[nn.Module, str]
+
+
+class Slot:
+    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
+
+    absent: stands there while something runs that does not have it.
+    """
+
+    def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
+        self.name, self.places, self.layout = name, places, layout
+        self.old: nn.Parameter = getattr(*places[0])
+        self.shard: nn.Parameter
+        self.whole: nn.Parameter
+        self.absent: NotGathered
+        self.grad: Tensor | None = None
+
+
+class _Part:
+    """The parameters of a unit that have one dtype and device."""
+
+    def __init__(self, slots: list[Slot], links: Links) -> None:
+        self.slots, self.links = slots, links
+        self.like = slots[0].old.detach().new_empty(0)
+        self.packing = Packing.of([slot.layout.local for slot in slots], links.ranks)
+        self.mine = self.like.new_zeros(self.packing.width)
+        sizes = [slot.layout.numel for slot in slots]
+        self.flat = self.like.new_empty(sum(sizes))
+        self.flats = self.flat.split(sizes)
+        for i, (slot, flat) in enumerate(zip(slots, self.flats, strict=True)):
+            slot.shard = fresh(self.packing.shard(self.mine, i, links.index), slot.old)
+            # .data: filling it again must not look to autograd like a change of what it saved.
+            slot.whole = fresh(flat.view(slot.layout.local).data, slot.old)
+        emptied(self.mine)
+        self.storage = self.flat.untyped_storage()
+        self.num_bytes = self.storage.nbytes()
+        self.storage.resize_(0)
+        self.arriving: tuple[Tensor, dist.Work] | None = None
+        self.trained: list[Slot] = []
+        self.reduction: Reduction | None = None
+        self.sums: Tensor | None = None
+        self.num_passes = 0
+        self.never_here: set[int] = set()
+
+    def train(self) -> None:
+        """Follow what is frozen now."""
+        trained = [slot for slot in self.slots if slot.shard.requires_grad]
+        for slot in self.slots:
+            slot.whole.requires_grad_(slot.shard.requires_grad)
+            slot.absent.follow(slot.shard.requires_grad)
+        if trained == self.trained:
+            return
+        self.trained, self.reduction, self.sums = trained, None, None
+        if trained:
+            packing = Packing.of([slot.layout.local for slot in trained], self.links.ranks)
+            self.reduction = Reduction(packing, self.links, self.like)
+            self.sums = self.like.new_zeros(packing.width + len(trained))
+            for i, slot in enumerate(trained):
+                slot.grad = packing.shard(self.sums, i, self.links.index)
+            emptied(self.sums)
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients; `train` takes it anew."""
+        self.trained, self.reduction, self.sums = [], None, None
+        for slot in self.slots:
+            slot.grad = slot.shard.grad = slot.whole.grad = None
+
+    def landed(self, row: Tensor) -> None:
+        """Add the sums of one pass, and the counts behind them, to those of the passes before."""
+        assert self.sums is not None and self.reduction is not None
+        if self.num_passes:
+            self.sums.add_(row)
+            self.never_here &= self.reduction.unused
+        else:
+            self.sums.copy_(row)
+            self.never_here = self.reduction.unused
+        self.num_passes += 1
+
+    def give(self) -> None:
+        """The optimizer gets the sums. Only a rank that left a parameter unused looks at the counts."""
+        if self.sums is None:
+            return
+        counts = self.sums[-len(self.trained) :].tolist() if self.never_here else []
+        for i, slot in enumerate(self.trained):
+            slot.shard.grad = None if i in self.never_here and counts[i] == 0 else slot.grad
+
+
+class Unit:
+    """A block of the model, or the root: what no block holds."""
+
+    def __init__(self, name: str, slots: list[Slot], links: Links) -> None:
+        self.name, self.slots = name, slots
+        kinds: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        for slot in slots:
+            kinds.setdefault((slot.old.dtype, slot.old.device), []).append(slot)
+        self._parts = [_Part(some, links) for some in kinds.values()]
+        for slot in slots:
+            slot.absent = NotGathered(slot.whole, slot.name, name)
+        self.here = True
+        self.guarded = False
+        self.rest()
+
+    def rest(self) -> None:
+        """Sharded, whatever was under way."""
+        for part in self._parts:
+            part.arriving = None
+            for slot in part.slots:
+                slot.whole.grad = None
+        self.close()
+        self.begin_pass()
+        self.filling, self.depth = False, 0
+        # Calls whose end has not been reached, innermost last: whether backward will tell when it has passed them.
+        self.calls: list[bool] = []
+
+    def begin_pass(self) -> None:
+        """Nothing has been run forward that a backward pass has not come back through."""
+        self.forwarded = self.begun = self.finished = self.sent = self.skipped = self.loose = False
+        self.pending = 0
+        self.arrived: set[str] = set()
+
+    def train(self) -> None:
+        """Follow what is frozen now; a step begins."""
+        for part in self._parts:
+            part.train()
+            part.num_passes = 0
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients; `train` takes it anew."""
+        for part in self._parts:
+            part.let_go()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What shows memory at rest."""
+        yield from (part.mine for part in self._parts)
+
+    @property
+    def trained(self) -> list[Slot]:
+        """What has gradients."""
+        return [slot for part in self._parts for slot in part.trained]
+
+    @property
+    def coming(self) -> bool:
+        """Whether its all-gather has been sent."""
+        return any(part.arriving is not None for part in self._parts)
+
+    def gather(self) -> None:
+        """Send the all-gather."""
+        for part in self._parts:
+            part.arriving = all_gather(part.mine, part.links)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Put the whole parameters into the module; after `gather`."""
+        self.filling = True
+        for part in self._parts:
+            assert part.arriving is not None
+            matrix, work = part.arriving
+            work.wait()
+            part.storage.resize_(part.num_bytes)
+            part.packing.unpack(matrix, part.flats)
+            part.arriving = None
+        self.reveal()
+        self.here, self.filling = True, False
+
+    def close(self) -> None:
+        """Put the shards back, and let the memory of whole parameters go; what is coming is waited for and dropped."""
+        for part in self._parts:
+            if part.arriving is not None:
+                # The optimizer must not change what others are still being sent.
+                part.arriving[1].wait()
+                part.arriving = None
+            if self.here:
+                part.storage.resize_(0)
+        if self.here:
+            self.show()
+        self.here = False
+
+    def reveal(self) -> None:
+        """Put the whole parameters into the module."""
+        for slot in self.slots:
+            replace(slot.places, slot.whole)
+
+    def show(self) -> None:
+        """Put the shards back into the module; what raises when it is used, while `guarded`."""
+        for slot in self.slots:
+            replace(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
+
+    def guard(self, guarded: bool) -> None:
+        """Whether something runs that must not take a shard for the whole."""
+        if self.guarded != guarded:
+            self.guarded = guarded
+            if not self.here:
+                self.show()
+
+    def reduce(self, flight: InFlight) -> None:
+        """Send the gradients of this pass; whole ones are let go."""
+        self.sent = True
+        for part in self._parts:
+            if part.reduction is not None:
+                flight.send(part.reduction, [slot.whole.grad for slot in part.trained], part.landed)
+                for slot in part.trained:
+                    slot.whole.grad = None
+
+    def give(self) -> None:
+        """The optimizer gets the sums."""
+        for part in self._parts:
+            part.give()
+
+
+def units_of(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    parents: Sequence[int],
+    layouts: Mapping[str, Layout],
+    links: Links,
+    rooted: Collection[str] = (),
+) -> list[Unit]:
+    """A unit for each of the blocks; see `assigned`."""
+    return [Unit(name, slots, links) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
+
+
+def assigned(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    parents: Sequence[int],
+    layouts: Mapping[str, Layout],
+    rooted: Collection[str],
+) -> list[tuple[str, list[Slot]]]:
+    """Name and parameters of each block (see `nested`), every parameter of `module` in the innermost that holds it.
+
+    What several blocks hold, and what is `rooted`, belongs to the root, which is there whenever any of them is.
+    """
+    slots: list[list[Slot]] = [[] for _ in blocks]
+    owners = _owners(blocks, parents)
+    for name, places in homes(module).items():
+        owning = {owners[id(part)] for part, _ in places} if name not in rooted else {0}
+        slots[owning.pop() if len(owning) == 1 else 0].append(Slot(name, places, layouts[name]))
+    names = {id(part): path or "the root" for path, part in module.named_modules()}
+    return [(names[id(block)], some) for block, some in zip(blocks, slots, strict=True)]
+
+
+def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, int]:
+    """id of a module -> number of the innermost block that holds it; 0 where blocks beside each other do."""
+    owners: dict[int, int] = {}
+    shared: set[int] = set()
+    for i, block in enumerate(blocks):
+        around, number = {i}, i
+        while (number := parents[number]) >= 0:
+            around.add(number)
+        for part in map(id, block.modules()):
+            if owners.get(part, 0) not in around:
+                shared.add(part)
+            owners[part] = i
+    return owners | dict.fromkeys(shared, 0)

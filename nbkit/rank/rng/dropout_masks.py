@@ -1,0 +1,120 @@
+"""Dropout masks that are a function of what they stand for: a key, the sample, and the place within the sample.
+
+Every bit is a hash of coordinates, in 32-bit integers that wrap around, so that it is the same on every device, for
+every split of the tensor and however the samples are put into micro-batches. The mix is `lowbias32` of Chris Wellons'
+hash prospector (https://nullprogram.com/blog/2018/07/31/); keys are mixed by splitmix64 (Steele, Lea, Flood 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.rank.rng.shard_offsets import KINDS, place_of
+
+__all__ = ["coordinates", "dropped", "key_of"]
+
+_WORD = (1 << 64) - 1
+_FIRST, _SECOND, _GOLDEN = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
+_CHUNK = 1 << 20
+
+# What lies along each dim, by the number of dims; the samples come first.
+_LAYOUTS: dict[int, tuple[str, ...]] = {
+    2: ("", "feature"),
+    3: ("", "sequence", "feature"),
+    4: ("", "head", "sequence", ""),
+}
+
+
+def key_of(*parts: int) -> int:
+    """64 bits that depend on every one of `parts` and on their order."""
+    key = 0
+    for part in parts:
+        key = (key + (part & _WORD) * 0xD6E8FEB86659FD93 + 0x9E3779B97F4A7C15) & _WORD
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD
+        key ^= key >> 31
+    return key
+
+
+def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = False) -> list[Tensor]:
+    """Where each element of a tensor of `shape` lies in the whole one: a vector of int32 per dim.
+
+    rows: int64 sample ids, which lie along dim 0 (along dim 1 of three with `sequence_first`). A dim 0 that is a
+    multiple of the samples is taken for (samples, heads) where three dims are, for (samples, positions) where two
+    are; it then counts as two. Along positions, heads and features the coordinates begin where the `extent` says.
+    Raises TrainingError when dim 0 is no multiple of the samples, and when a part reaches beyond its whole.
+    """
+    shape, num = list(shape), rows.shape[0]
+    if sequence_first and len(shape) == 3 and shape[1] == num:
+        return [_along("sequence", shape[0], rows), rows.to(torch.int32), _along("feature", shape[2], rows)]
+    if not shape or num == 0 or shape[0] % num or not shape[0]:
+        raise TrainingError(
+            "Dropout on a tensor whose dim 0 is not the sample: which mask it gets would depend on the strategy.",
+            numbers=f"shape {tuple(shape)}, in a micro-batch of {num} samples",
+            hint="expand it to (samples, ...) before the dropout; batch_first=True",
+        )
+    # A part of the heads may be a single one, of which the shape says nothing.
+    if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and place_of("head"))):
+        shape = [num, shape[0] // num, *shape[1:]]
+    layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
+    if len(shape) not in _LAYOUTS and any(place_of(kind) for kind in KINDS):
+        raise TrainingError(
+            "Dropout on a part of a tensor, and nothing says along which dim it is a part.",
+            numbers=f"{len(shape)} dims; known are (B, D), (B, T, D) and (B, H, T, S)",
+            hint="drop before or after the reshape; or a strategy without tp and cp",
+        )
+    first = rows if shape[0] == num else _folded(rows, shape[0] // num)
+    return [first.to(torch.int32), *(_along(kind, n, rows) for kind, n in zip(layout[1:], shape[1:], strict=True))]
+
+
+def _folded(rows: Tensor, fold: int) -> Tensor:
+    """Ids of (samples x fold) as one dim."""
+    return (rows[:, None] * fold + torch.arange(fold, device=rows.device)).flatten()
+
+
+def _along(kind: str, num: int, like: Tensor) -> Tensor:
+    start, total = (kind and place_of(kind)) or (0, num)
+    if start + num > total:
+        raise TrainingError(
+            f"Dropout on a tensor that reaches beyond the {kind} it is a part of.",
+            numbers=f"elements {start} to {start + num} of {total}",
+            hint="a strategy gathered the tensor and did not say so; report it",
+        )
+    return torch.arange(start, start + num, dtype=torch.int32, device=like.device)
+
+
+@torch.no_grad()
+def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
+    """Which elements are dropped, each with probability p: bool, of the shape that the vectors `places` span.
+
+    The bits of an element depend on `key` (64 bits) and on its coordinates alone. Memory beside the mask is a few MB.
+    """
+    low, high = _signed(key), _signed(key >> 32)
+    salted = [_mix(place * _GOLDEN + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF))) for dim, place in enumerate(places)]
+    lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_tensor([low])
+    for place in salted[1:-1]:
+        lines = _mix(lines[:, None] ^ place).flatten()
+    threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    last = salted[-1]
+    mask = torch.empty(lines.shape[0], last.shape[0], dtype=torch.bool, device=last.device)
+    step = max(1, (_CHUNK if last.device.type == "cpu" else _CHUNK << 6) // max(1, last.shape[0]))
+    for start in range(0, lines.shape[0], step):
+        bits = lines[start : start + step, None] ^ last
+        torch.lt(_mix(bits, whole=False), threshold, out=mask[start : start + step])
+    return mask.view([place.shape[0] for place in places])
+
+
+def _mix(x: Tensor, *, whole: bool = True) -> Tensor:
+    """lowbias32, in place. The last shift leaves the upper half alone, and a comparison looks at that first."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)) if whole else x
+
+
+def _signed(value: int) -> int:
+    """The low 32 bits as an int32."""
+    return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

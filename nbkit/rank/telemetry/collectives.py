@@ -1,0 +1,221 @@
+"""Every collective and message of this rank, noted as it is issued: what, along which axis, how many bytes, how long.
+
+The groups of groups.py call `begin` before and `follow` after they hand an operation on. What is noted is a `Call` in
+a ring of fixed size: nothing here waits for a device, another rank or a disk. What could not be timed has no `done`.
+
+NBKIT_TELEMETRY, or `set_mode`: "off"; "count" notes calls and bytes; "time" (the default) also when they ended and how
+long this rank stood still in their wait().
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from time import perf_counter_ns as now
+from typing import Any
+
+from nbkit.errors import UsageError
+from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.telemetry.timed_work import CudaCall, Timed
+
+__all__ = [
+    "ANYONE",
+    "BATCH",
+    "MODES",
+    "Call",
+    "Ring",
+    "Seen",
+    "axis_of",
+    "begin",
+    "follow",
+    "mode",
+    "own_ns",
+    "recent",
+    "ring",
+    "set_mode",
+]
+
+BATCH = "batch"
+"""The operation that stands for the waiting of several messages issued as one; its parts carry the bytes."""
+
+ANYONE = -1
+"""The peer of a message that is taken from whoever sends first."""
+
+MODES = ("off", "count", "time")
+_AXES = ("pp", "dp", "cp", "tp", "shard", "replicate")
+
+
+class Seen:
+    """What calls say of a group: its label, the axis it lies along, the global ranks in it."""
+
+    __slots__ = ("axis", "blocked", "label", "members", "transfer")
+
+    def __init__(self, label: str, axis: str, members: tuple[int, ...]) -> None:
+        self.label, self.axis, self.members = label, axis, members
+        # What the training thread does while it stands in a wait: see phases.py.
+        self.blocked = f"wait {axis}"
+        # In a pipeline, waiting for the neighbour is what its schedule leaves idle.
+        self.transfer = "bubble" if axis == "pp" else self.blocked
+
+
+class Call:
+    """One operation that this rank issued.
+
+    peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
+    group (for messages: the pair) had issued with it. bytes: what this rank contributes. Times in ns of perf_counter:
+    issued; waited: when the first wait() began; done: when it ended, None when nobody could tell; blocked: what this
+    rank stood still for it. outside: between the steps of a training, or without one. heard: whether `done` may be
+    believed. Not of an asynchronous collective in a step that does not listen: wait() would see only the ends of those
+    still under way, the longest. Nor of a message that wait() found there already.
+    """
+
+    __slots__ = ("blocked", "bytes", "cuda", "done", "group", "heard", "issued", "number", "op", "outside", "peer",
+                 "place", "waited")  # fmt: skip
+
+    def __init__(self, op: str, group: Seen, peer: int | None, place: int, num_bytes: int) -> None:
+        self.op, self.group, self.peer, self.place, self.bytes = op, group, peer, place, num_bytes
+        self.number = -1
+        self.issued = self.blocked = 0
+        self.waited: int | None = None
+        self.done: int | None = None
+        self.outside = clock.outside
+        self.heard = True
+        self.cuda: CudaCall | None = None
+
+    @property
+    def axis(self) -> str:
+        """The axis of its group: pp, dp, cp, tp, shard, replicate, world, or the name of a group of the user's."""
+        return self.group.axis
+
+    @property
+    def seconds(self) -> float | None:
+        """From issue to end, peers that came late included; None when that is not known."""
+        if self.cuda is not None:
+            return self.cuda.seconds
+        return None if self.done is None else (self.done - self.issued) / 1e9
+
+    @property
+    def blocked_seconds(self) -> float | None:
+        """What this rank stood still for it: its host, or on CUDA its compute stream; None: not known (yet)."""
+        return self.blocked / 1e9 if self.cuda is None else self.cuda.stalled
+
+    def __repr__(self) -> str:
+        took = "not timed" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
+        whom = "" if self.peer is None else f" {self.peer}"
+        return f"<{self.op}{whom} on {self.axis}: {self.bytes} bytes, {took}>"
+
+
+class Ring:
+    """The newest `size` calls (a power of two); older ones are written over. Any thread puts, any thread reads."""
+
+    def __init__(self, size: int = 1 << 14) -> None:
+        self._slots: list[Call | None] = [None] * size
+        self._mask = size - 1
+        self._numbers = itertools.count()
+        self.end = 0
+
+    def put(self, call: Call) -> None:
+        """Note a call."""
+        # next() of a count is one instruction of the interpreter: two threads never get the same number.
+        call.number = number = next(self._numbers)
+        self._slots[number & self._mask] = call
+        self.end = number + 1
+
+    def between(self, start: int, stop: int) -> tuple[list[Call], int]:
+        """(calls number start to stop - 1 that are still there, how many of them are not)."""
+        first = max(start, stop - len(self._slots))
+        held = [self._slots[number & self._mask] for number in range(first, stop)]
+        calls = [call for number, call in enumerate(held, first) if call is not None and call.number == number]
+        return calls, max(stop - start, 0) - len(calls)
+
+
+ring = Ring()
+_mode = os.environ.get("NBKIT_TELEMETRY", "time")
+if _mode not in MODES:
+    _mode = "time"
+_own = 0
+
+
+def mode() -> str:
+    """What is noted now: "off", "count" or "time"."""
+    return _mode
+
+
+def set_mode(wanted: str) -> None:
+    """Note nothing ("off"), calls and bytes ("count"), or times too ("time"), from the next operation on.
+
+    Raises UsageError for another word.
+    """
+    global _mode
+    if wanted not in MODES:
+        raise UsageError(f"There is no telemetry {wanted!r}.", numbers=", ".join(MODES), hint="set_mode('time')")
+    _mode = wanted
+
+
+def own_ns() -> int:
+    """Nanoseconds that noting itself has taken in this process so far, without the thread that writes."""
+    return _own
+
+
+def recent(num: int = 100) -> list[Call]:
+    """The newest `num` calls of this rank, the oldest first; also those of code that only calls dist.* in a cell."""
+    stop = ring.end
+    return ring.between(max(0, stop - num), stop)[0]
+
+
+def axis_of(desc: str, name: str) -> str:
+    """The axis a group lies along, from what torch holds of it; a name of its own where it lies along none."""
+    desc = desc.removeprefix("mesh_")
+    # "pp up": the channels of a pipeline on NCCL have groups of their own.
+    if desc.partition(" ")[0] in _AXES:
+        return desc.partition(" ")[0]
+    return "world" if desc == "default_pg" else name if desc in ("", "undefined") else desc
+
+
+def begin(op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *, cuda: bool) -> Call:
+    """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host."""
+    global _own
+    entered = now()
+    call = Call(op, group, peer, place, num_bytes)
+    ring.put(call)
+    if _mode == "time":
+        if cuda:
+            call.cuda = CudaCall()
+        call.issued = now()
+        _own += call.issued - entered
+    else:
+        call.issued = entered
+        _own += now() - entered
+    return call
+
+
+def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
+    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
+
+    at_once: it is waited for before anything else.
+    """
+    global _own
+    if _mode != "time":
+        return work
+    entered = now()
+    state = call.group.blocked if call.peer is None and call.op != BATCH else call.group.transfer
+    if work is None:
+        if call.cuda is not None:
+            call.cuda.ended_in_stream()
+        else:
+            # The call itself was the wait.
+            call.waited, call.done, call.blocked = call.issued, entered, entered - call.issued
+            clock.insert(state, call.issued, entered)
+        return None
+    timed = Timed(work, call, state)
+    if call.cuda is None:
+        # A thread of the backend's would have to take the interpreter from the one that waits. Of a message gloo has no
+        # future, and to be told so costs more than all else here.
+        if not at_once and call.peer is None:
+            call.heard = clock.listens
+            if call.heard:
+                timed.listen()
+    else:
+        call.cuda.under_way(work)
+    _own += now() - entered
+    return timed

@@ -1,0 +1,155 @@
+"""The record file of a rank on disk: two parts of limited size, and an overview of the whole run in limited lines.
+
+At the default sizes about the newest 70 000 steps are there one by one, and all of them as an overview of at most 1024
+lines: when those are full, every two neighbours become their mean, and each line stands for twice as many steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from nbkit.records.record_file import old_part, overview_of
+from nbkit.records.records import Header, Record, StepRecord, Traffic, from_line, to_line
+
+__all__ = ["Overview", "RecordFile", "mean_of"]
+
+PART_BYTES = 16 << 20
+OVERVIEW_LINES = 1024
+
+
+class RecordFile:
+    """Appends records to `path`. head(part) gives what each part begins with. For one thread."""
+
+    def __init__(self, path: Path, head: Callable[[int], Sequence[Record]], *, part_bytes: int = PART_BYTES) -> None:
+        self.path, self._head, self._part_bytes = path, head, part_bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A process that takes a rank over never writes into the file of the one before it.
+        self._part = _part_of(path)
+        self._file: IO[str] | None = None
+        self._begin_part()
+
+    def write(self, records: Sequence[Record]) -> list[str]:
+        """Append, and hand to the operating system, so that a reader and a crash find whole lines; returns these."""
+        lines = [to_line(record) for record in records]
+        if self._file is None:
+            return lines
+        self._file.write("".join(lines))
+        self._file.flush()
+        if self._file.tell() > self._part_bytes:
+            self._begin_part()
+        return lines
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin_part(self) -> None:
+        self.close()
+        self._part += 1
+        young = self.path.with_suffix(".new")
+        young.write_text("".join(to_line(record) for record in self._head(self._part)))
+        # Each of the two is atomic; between them a reader finds no newest part, and waits.
+        if self.path.exists():
+            os.replace(self.path, old_part(self.path))
+        os.replace(young, self.path)
+        self._file = self.path.open("a")
+
+
+class Overview:
+    """All steps of a run as at most `lines` means; the file is rewritten only when they are halved."""
+
+    def __init__(self, path: Path, *, lines: int = OVERVIEW_LINES) -> None:
+        self._path, self._lines = overview_of(path), lines
+        self._file: IO[str] | None = None
+        self._full: list[StepRecord] = []
+        self._open: list[StepRecord] = []
+        self.span = 1
+
+    def add(self, step: StepRecord, line: str = "") -> None:
+        """One more finished step. line: the same in JSON, where that is known."""
+        self._open.append(step)
+        if len(self._open) < self.span:
+            return
+        self._full.append(mean_of(self._open))
+        self._open = []
+        if len(self._full) < self._lines:
+            self._append(line if line and self.span == 1 else to_line(self._full[-1]))
+            return
+        self._full = [mean_of(self._full[i : i + 2]) for i in range(0, len(self._full), 2)]
+        self.span *= 2
+        self.close()
+        young = self._path.with_suffix(".new")
+        young.write_text("".join(to_line(step) for step in self._full))
+        os.replace(young, self._path)
+
+    def close(self) -> None:
+        """Nothing more comes for now."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a" if len(self._full) > 1 else "w")
+        self._file.write(line)
+        self._file.flush()
+
+
+def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
+    """One record of neighbouring steps: means weighed by their spans; the newest step's number, the oldest's start.
+
+    A number that some of them lack is the mean of those that have it; words (the strategy) are the newest's.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    total = sum(step.span for step in steps)
+
+    def mean(read: Callable[[StepRecord], float]) -> float:
+        return sum(read(step) * step.span for step in steps) / total
+
+    last = steps[-1]
+    parts = {name: mean(lambda step, name=name: step.parts.get(name, 0.0)) for step in steps for name in step.parts}  # type: ignore[misc]
+    numbers: dict[str, object] = {}
+    for name in {name: None for step in steps for name in step.numbers}:
+        those = [(step.numbers[name], step.span) for step in steps if name in step.numbers]
+        if all(isinstance(value, (int, float)) for value, _ in those):
+            numbers[name] = sum(value * span for value, span in those) / sum(span for _, span in those)
+        else:
+            numbers[name] = those[-1][0]
+    numbers["step"] = last.step
+    return StepRecord(
+        last.step,
+        start_ns=steps[0].start_ns,
+        seconds=mean(lambda step: step.seconds),
+        parts=parts,
+        traffic=_mean_traffic(steps, total),
+        numbers=numbers,
+        cpu_seconds=mean(lambda step: step.cpu_seconds),
+        own_seconds=mean(lambda step: step.own_seconds),
+        lost=sum(step.lost for step in steps),
+        span=total,
+    )
+
+
+def _mean_traffic(steps: Sequence[StepRecord], total: int) -> tuple[Traffic, ...]:
+    sums: dict[tuple[str, str, str, int | None], list[float]] = {}
+    for step in steps:
+        for row in step.traffic:
+            into = sums.setdefault((row.op, row.axis, row.group, row.peer), [0.0] * 5)
+            for i, value in enumerate((row.calls, row.bytes, row.timed, row.seconds, row.blocked)):
+                into[i] += value * step.span / total
+    return tuple(Traffic(*key, *values) for key, values in sums.items())
+
+
+def _part_of(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            head = from_line(file.readline())
+    except FileNotFoundError:
+        return -1
+    return head.part if isinstance(head, Header) else -1

@@ -1,0 +1,277 @@
+"""What every side of a job is made from: the model's shapes, its blocks, the optimizer's groups, the user's wishes."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.errors import NbkitError
+from nbkit.rank.comm.link_probe import link_of
+from nbkit.rank.data.batch import call, on_device, pair, rows_of
+from nbkit.rank.data.first_batches import FirstBatches
+from nbkit.rank.data.sample_rows import Sample, undrawn
+from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.models.pretrained import Pretrained, Shell
+from nbkit.rank.parallel.check_findings import warn_of
+from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
+from nbkit.rank.parallel.device_mesh import forget, groups_made
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.mixture_of_experts import experts_in
+from nbkit.rank.parallel.options import Coupled, Wishes
+from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
+from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
+from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.parallel.process_groups import Connections, connect, served
+from nbkit.rank.parallel.reshard.load_local import fill_state, fill_weights
+from nbkit.rank.parallel.shard_layouts import Outlines
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.seeding import build
+from nbkit.rank.train.checkpoint.checkpoint import agree
+from nbkit.rank.train.config import Setup
+from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.step.optimizer_offload import offload
+from nbkit.rank.train.switch.model_edits import Changes, follow
+from nbkit.rank.train.switch.plan_cache import Kinds, Plans
+from nbkit.rank.train.switch.rank_reports import told
+from nbkit.strategy import Strategy
+
+__all__ = ["Blueprint", "Model", "Optimizer"]
+
+Model = nn.Module | Callable[[], nn.Module] | Pretrained
+Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Blueprint:
+    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy.
+
+    link: between the ranks, None in a world of one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        setup: Setup,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        """Collective. Raises TrainingError when a rank built another model than rank 0."""
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.offload = setup.offload is not None
+        if self.offload and device.type == "cpu":
+            warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
+        self.shells: list[Shell] = []
+        if isinstance(model, Pretrained):
+            where, build_it = str(model.directory), model.build
+            agree(
+                lambda: self.shells.append(build_it(seed=setup.seed, device=device)),
+                what=f"The model in {where!r} could not be built.",
+                hint="a directory that every rank sees, as model.save_pretrained writes it",
+            )
+            self.module: nn.Module = self.shells[0].module
+        else:
+            self.module = build(model, seed=setup.seed, device=device)
+            broadcast_from_first(self.module, world_size=world_size)
+        self.skeleton = skeleton_of(self.module)
+        self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
+        self.wishes = Wishes(
+            tp_plan=setup.tp_plan,
+            checkpoint=setup.checkpoint,
+            experts=experts_in(self.skeleton),
+            cut=setup.microbatch is not None,
+            compile=setup.compile,
+            **self._look(setup),
+        )
+        self.names = tuple(name for name, _ in self.skeleton.named_parameters())
+        self.outlines = Outlines(self.skeleton, self.wishes)
+        self.plans = Plans(self.outlines, rank)
+        self._connected: dict[Strategy, Connections] = {}
+        self._warned: set[Strategy] = set()
+        self._ready: Cut | None = None  # for the next side, if it is of this strategy
+        self._beside: tuple[Strategy | None, float] = None, 0.0
+        self._changes = 0  # of the skeleton
+        self.link = link_of(device)
+        self.first_batches = FirstBatches(self, setup)
+
+    def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
+        """The side that a job starts with, and its optimizer. The whole model is let go of."""
+        own = None if self.shells else self.module
+        side, optimizer = self.side(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
+        if self.shells:
+            agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
+            side.data.refresh()
+            self.shells.clear()
+        else:
+            fill_weights(side, self.module)
+        fill_state(side, optimizer, self.template.state)
+        for p in side.module.parameters():
+            p.grad = None  # of a backward pass that the user made before
+        # The user's own object shows from now on what this rank holds, and the whole weights are free.
+        self.module.__dict__ = side.module.__dict__
+        return side, optimizer
+
+    def side(
+        self,
+        strategy: Strategy,
+        connections: Connections,
+        *,
+        own: nn.Module | None = None,
+        like: torch.optim.Optimizer | None = None,
+    ) -> tuple[Side, torch.optim.Optimizer]:
+        """A side whose weights are to be filled, and an optimizer without state. Sends nothing.
+
+        own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
+        """
+        ready, self._ready = self._ready, None
+        if ready is not None and ready.connections is connections and own is None:
+            side = ready.side(self.device)
+        else:
+            side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
+        optimizer = self.template.build(side.held, like)
+        if self.offload:
+            offload(optimizer)
+        return side, optimizer
+
+    def _alike(self, strategy: Strategy) -> bool:
+        stamps = told(self.groups_made(strategy), world_size=self.world_size, device=self.device)
+        return len(set(stamps)) == 1
+
+    def groups_made(self, strategy: Strategy) -> int:
+        """A number that ranks have in common which have made the same groups, of `strategy` or not."""
+        return 2 * groups_made() + (strategy in self._connected)
+
+    def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
+        """The groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
+
+        alike: all ranks have made the same groups so far; otherwise all are made anew. Raises StrategyError or
+        TrainingError, before that and on every rank alike, for what it cannot split.
+        """
+        if not alike:
+            forget(self.device)
+            self._connected.clear()
+        if strategy not in self._warned:
+            if strategy.zero or strategy.tp > 1:
+                self.template.check_elementwise(str(strategy))
+            self._warned.add(strategy)
+            warn_of(self.skeleton, strategy, self.wishes)
+        if strategy not in self._connected:
+            self._connected[strategy] = connect(strategy, self.outlines.of(strategy), self.rank)
+        # Groups of an earlier visit too: in a new generation of the world they have not met.
+        meet(self._connected[strategy].edges, self.device)
+        return self._connected[strategy]
+
+    def follow(self, everyone: Sequence[Changes]) -> None:
+        """From now on sides are made with the changes of all ranks."""
+        if follow(everyone, self.skeleton):
+            self._ready, self._changes = None, self._changes + 1
+
+    def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
+        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if no group lacks.
+
+        Raises as `plans.exchange` and `cut` do.
+        """
+        began = time.perf_counter()
+        self.plans.exchange(old, new, kinds)
+        self._beside = new, time.perf_counter() - began
+        if new in self._connected or served(new, self.outlines.of(new)):
+            self.make_groups(new)
+
+    def connected(self, strategy: Strategy) -> bool:
+        """Whether its groups are there, and known to be."""
+        return strategy in self._connected
+
+    def make_groups(self, new: Strategy) -> None:
+        """The groups that are not there, and the module cut with them. Collective where one is made; in any thread.
+
+        Raises as `connect` does, and as `cut`.
+        """
+        began, changes = time.perf_counter(), self._changes
+        if new not in self._connected:
+            self._connected[new] = connect(new, self.outlines.of(new), self.rank)
+        ready = cut(self.skeleton, new, self._connected[new], wishes=self.wishes, device=self.device)
+        if changes == self._changes:
+            self._ready = ready
+        self._beside = new, self._beside[1] + time.perf_counter() - began
+
+    def beside(self, new: Strategy) -> float:
+        """Seconds that `make_ready` took for this switch, 0 without it."""
+        (made, seconds), self._beside = self._beside, (None, 0.0)
+        return seconds if made == new else 0.0
+
+    def couple(self, found: Coupled) -> None:
+        """From now on strategies that part rows are refused, or warned of, for what was found."""
+        self.wishes = self.outlines.wishes = replace(self.wishes, coupled=found)
+
+    def took(self, side: Side) -> None:
+        """The job computes with `side` now."""
+        self.template.follow(side.held)
+
+    def _look(self, setup: Setup) -> dict[str, Any]:
+        """What running the model on the example shows: attributes of Wishes.
+
+        On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
+        """
+        found: dict[str, Any] = {}
+        if setup.example is None:
+            return found
+        if self.rank == 0:
+            try:
+                self._probe(setup, found)
+            except Exception as error:
+                found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+        if self.world_size > 1:
+            dist.broadcast_object_list(sent := [found], src=0, device=self.device)
+            found = sent[0]
+        return found
+
+    def _probe(self, setup: Setup, found: dict[str, Any]) -> None:
+        example = on_device(setup.example, self.device)
+        value, _ = pair(example, setup.inputs)
+
+        def run(value: Any = value) -> Any:
+            return call(self.module, value)
+
+        if self.world_size > 1 or setup.microbatch is not None:
+            with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
+                sample = setup.sample() if setup.sample is not None else Sample(setup.example)
+                if sample is not None:
+                    found["coupled"] = coupled(self.module, run, setup.loss, sample, setup.inputs)
+        if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
+            found["proof"] = prove(self.module, run, sizes, setup.tp_plan)
+            with suppress(Exception):
+                # What is wrong with the model is said, in full, where it is trained.
+                found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, setup))
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()
+        try:
+            chain = find_chain(self.module, run, stages=setup.stages)
+            found["chain"], found["costs"] = chain, measure_costs(self.module, chain, run)
+            found["hidden"] = hidden_between(self.module, chain, run)
+        finally:
+            for part, mode in modes:
+                part.training = mode
+        if self.world_size > 1:
+            found["positionwise"] = try_in_parts(
+                self.module, chain.units, run, lambda output: _loss(output, example, setup)
+            )
+
+
+def _loss(output: Any, example: Any, setup: Setup) -> Tensor:
+    value, _, _ = weigh(setup.loss(output, pair(example, setup.inputs)[1]), rows_of(example))
+    return value

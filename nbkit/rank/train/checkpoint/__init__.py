@@ -1,0 +1,1 @@
+"""Checkpoints that are written under one strategy and read under any other."""

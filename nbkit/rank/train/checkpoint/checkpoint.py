@@ -1,0 +1,260 @@
+"""Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
+
+Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
+What the directory holds is torch.distributed.checkpoint's own format (chunks.py), and a manifest by which nbkit reads
+it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.errors import NbkitError, TrainingError
+from nbkit.layout import Layout
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.checkpoint.fit_check import check_fits, check_tensors
+from nbkit.rank.train.checkpoint.job_state import Held
+from nbkit.rank.train.checkpoint.json_values import encoded
+from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.checkpoint.dcp_io import Reader
+    from nbkit.rank.train.job import Job
+
+__all__ = [
+    "Saved",
+    "agree",
+    "full_state_dict",
+    "names_of",
+    "opened",
+    "restore",
+    "save",
+    "settings_of",
+    "state_of",
+    "take_settings",
+]
+
+_HINT = "a path that every rank sees, with room and rights to write"
+_WHOLE = "a directory as trainer.save wrote it, the same for every rank"
+
+# How an optimizer computes is this run's business; what it computes is the checkpoint's.
+_OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that fits the job, not yet read. about: step, seed, position, history and settings."""
+
+    path: Path
+    reader: Reader
+    about: Mapping[str, Any]
+
+
+def save(job: Job, path: str | Path) -> None:
+    """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+    Raises TrainingError on every rank when one could not write: what was at `path` before stands.
+    """
+    # Its import takes a while, which only those who save wait for.
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
+
+    side, inner = job.side, job.optimizer.inner
+    held = state_of(job)
+    every = everyone(held, job_state.scalars(side, inner), world_size=job.world_size)
+    about = [""]
+
+    def describe() -> None:
+        about[0] = encoded(
+            {
+                "names": names_of(job.blueprint.skeleton),
+                "groups": _groups(job),
+                "settings": settings_of(inner),
+                "numbers": dict(every.numbers),
+                "step": job.step,
+                "position": job.feed.position(),
+                "history": list(job.ledger.records),
+                "seed": job.seed,
+                "precision": job.precision.state_dict(),
+                "strategy": str(job.strategy),
+            }
+        )
+
+    what = f"The checkpoint {str(path)!r} could not be written."
+    agree(describe if job.rank == 0 else lambda: None, what=what)
+    writer = Writer(Path(path), about[0])
+    try:
+        state_dict_saver.save({}, storage_writer=writer, planner=Saving(held, shares(every, job.rank)))
+    except BaseException as error:
+        writer.discard()
+        if not isinstance(error, CheckpointException):
+            raise
+        failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+        if isinstance(own := failures.get(job.rank), KeyboardInterrupt):
+            raise own from None
+        raise _failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
+
+
+def opened(job: Job, path: str | Path) -> Saved:
+    """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
+
+    Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit. Each rank reads what it
+    will need, and lets go of it: what is damaged is known before anything is changed.
+    """
+    found: list[Saved] = []
+
+    def open_it() -> str:
+        from nbkit.rank.train.checkpoint.dcp_io import Reader
+
+        reader = Reader(Path(path))
+        found.append(Saved(Path(path), reader, about_of(reader)))
+        return reader.digest
+
+    what = f"The checkpoint {str(path)!r} could not be read."
+    agree(open_it, what=what, hint=_WHOLE)
+    saved = found[0]
+    own = settings_of(job.optimizer.inner)
+    settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
+
+    def look_through() -> None:
+        check_fits(saved.about, names=names_of(job.blueprint.skeleton), groups=_groups(job), settings=settings)
+        check_tensors(saved.reader, job.side)
+
+    agree(look_through, what=what, hint=_WHOLE)
+    return saved
+
+
+def about_of(reader: Reader) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors, in the form that `save` gives it."""
+    return reader.about
+
+
+def restore(job: Job, saved: Saved) -> None:
+    """Weights, optimizer, step, seed and history as they were saved, whatever the strategy was. Collective.
+
+    In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
+    """
+    from nbkit.rank.train.checkpoint.dcp_io import fill
+
+    side, inner, about = job.side, job.optimizer.inner, saved.about
+    job.half_way = True
+
+    def read() -> None:
+        take_settings(inner, about["settings"])
+        inner.state.clear()
+        job_state.allocate(side, inner, by_name(saved.reader.kinds), about["numbers"])
+        fill(saved.reader, state_of(job))
+
+    agree(
+        read,
+        what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own.",
+        hint=_WHOLE,
+    )
+    side.data.refresh()
+    before, job.step, job.seed = job.step, about["step"], about["seed"]
+    job.ledger.moved(before)
+    job.gradients.reseed(job.seed)
+    job.ledger.records[:] = about["history"]
+    job.precision.load_state_dict(about.get("precision", {}))
+    job.whole_again()
+
+
+def full_state_dict(job: Job) -> dict[str, Tensor]:
+    """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
+
+    Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
+    """
+    own = job_state.weights(job.side) | job_state.buffers(job.side)
+    every = everyone(own, {}, world_size=job.world_size)
+    names = names_of(job.blueprint.skeleton)
+    wanted = {key: Layout.whole(shape) for _, key, shape in names}
+    plan = Plan.of(every.layouts, [wanted] * job.world_size, {key: kind.itemsize for key, kind in every.kinds.items()})
+    whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}
+    Exchange(plan, job.rank).run(own, whole, device=job.device)
+    return {name: whole[key][0] for name, key, _ in names}
+
+
+def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name in the model's state dict, key of what holds it, shape); a tied weight's names share one key."""
+    keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
+    keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
+    kept = skeleton.state_dict(keep_vars=True).items()
+    return [(name, keys[id(value)], tuple(value.shape)) for name, value in kept if id(value) in keys]
+
+
+def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rate, betas and the like of each group, as plain numbers."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and tensors with one element as Python's: what a checkpoint holds is read without their code."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.cpu()
+    return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
+
+
+def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """The counterpart of `settings_of`."""
+    for group, saved in zip(inner.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if key in _OWN_SETTINGS:
+                continue
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
+    """Run `act` on every rank. Raises TrainingError on all of them when it failed on any, or returned other texts.
+
+    It says `what`, and why of the first rank that failed; on a rank whose own was an error of ours, that one is raised.
+    """
+    failure, mark, own = "", None, None
+    try:
+        mark = act()
+    except NbkitError as error:
+        own, failure = error, error.what + f" {error.numbers}" * bool(error.numbers)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    told = [(failure, mark)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [("", None)] * dist.get_world_size()
+        dist.all_gather_object(told, (failure, mark))
+    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        raise own or _failed(what, failed, hint)
+    if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
+        raise _failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
+
+
+def _failed(what: str, failures: list[tuple[int, str]], hint: str = _HINT) -> TrainingError:
+    more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
+
+
+def state_of(job: Job) -> Held:
+    """All that this rank holds of weights, buffers and what the optimizer keeps per element."""
+    side = job.side
+    return job_state.weights(side) | job_state.buffers(side) | job_state.per_element(side, job.optimizer.inner)
+
+
+def _groups(job: Job) -> list[list[str]]:
+    """Names of the parameters in each of the optimizer's groups, those added since included."""
+    names = {id(p): name for name, p in job.side.held.items()}
+    first = [list(group) for group in job.blueprint.template.groups]
+    added = job.optimizer.param_groups[len(first) :]
+    return first + [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]

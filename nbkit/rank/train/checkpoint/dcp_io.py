@@ -1,0 +1,288 @@
+"""A job's tensors as torch.distributed.checkpoint keeps them: boxes of global tensors, in the files of one directory.
+
+A save writes new data files beside those of the checkpoint that is there, then puts a new `.metadata`, which names
+the files, in the place of the old one by a single rename. Up to that rename the old checkpoint stands, from it on the
+new one; no moment is without. Data files that no `.metadata` names are leftovers, and the next save removes them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from nbkit.layout import Box, Layout
+from nbkit.planner.reshard.boxes import within
+from nbkit.rank.train.checkpoint.json_values import viewed
+from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, written
+from nbkit.rank.train.checkpoint.torch_archive import elements_in
+
+__all__ = ["Reader", "Saving", "Writer", "fill"]
+
+State = Mapping[str, tuple[Tensor, Layout]]
+"""What a rank holds: key -> (its part, which part that is)."""
+
+
+class Saving(DefaultSavePlanner):
+    """This rank writes `shares` (key -> boxes of the global tensor) of what it holds, and nothing else."""
+
+    def __init__(self, held: State, shares: Mapping[str, Sequence[Box]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._held, self._shares = held, shares
+
+    def create_local_plan(self) -> SavePlan:
+        self._parts: dict[tuple[str, torch.Size], Tensor] = {}
+        items = []
+        for key, boxes in self._shares.items():
+            tensor, layout = self._held[key]
+            for box in boxes:
+                offset = torch.Size(box.start)
+                self._parts[key, offset] = _seen(tensor, layout, box)
+                data = TensorWriteData(
+                    ChunkStorageMetadata(offset, torch.Size(box.shape)),
+                    TensorProperties(dtype=tensor.dtype),
+                    torch.Size(layout.shape),
+                )
+                items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        # Row after row, as it is read: what is transposed in memory would be written column after column.
+        return self._parts[index.fqn, index.offset].contiguous()
+
+
+@dataclass(frozen=True)
+class _Files:
+    """How the names of one rank's data files begin."""
+
+    prefix: str
+
+
+@dataclass
+class _Placed(_StorageInfo):
+    """Where in the file the elements themselves lie, and their CRC-32."""
+
+    start: int = 0
+    crc: int = 0
+
+
+class Writer(FileSystemWriter):
+    """Writes beside what is there, and replaces it at the end. about: what is no tensor, `encoded`; from rank 0."""
+
+    def __init__(self, path: Path, about: str) -> None:
+        super().__init__(path)
+        self._about, self._prefix = about, ""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # Torch's own would warn that it overwrites.
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        save = secrets.token_hex(6)
+        return [replace(plan, storage_data=_Files(f"{save}_{rank}_")) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        self._prefix = plan.storage_data.prefix
+        before = get_crc32_options()
+        set_crc32_options(True)
+        try:
+            results = super().write_data(plan, planner).wait()
+        finally:
+            set_crc32_options(before)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(_placed(Path(self.path), results))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all data is on the disk. Torch's own removes the old metadata before the new one is there."""
+        folder = Path(self.path)
+        every = [result for each in results for result in each]
+        places = {result.index: result.storage_data for result in every}
+        metadata.storage_data = {
+            index: _StorageInfo(info.relative_path, info.offset, info.length) for index, info in places.items()
+        }
+        metadata.planner_data = {}
+        sizes: dict[str, int] = {}
+        for info in places.values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, self._about)
+        beside = folder / ".metadata.tmp"
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:  # never through a link that somebody left there
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(folder / ".metadata")
+        _sync(folder)
+        for file_path in folder.iterdir():
+            if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
+                file_path.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove what this rank wrote in a save that did not come to its end."""
+        folder = Path(self.path)
+        with suppress(OSError):
+            for file_path in folder.glob(f"{self._prefix}*.distcp") if self._prefix else ():
+                file_path.unlink(missing_ok=True)
+            (folder / ".metadata.tmp").unlink(missing_ok=True)
+            folder.rmdir()  # only if nothing else is in it
+
+
+def _placed(folder: Path, results: list[WriteResult]) -> list[WriteResult]:
+    """With the place of the elements: torch writes each tensor as an archive of its own, all of a rank in one file."""
+    found = []
+    with ExitStack() as stack:
+        names = {result.storage_data.relative_path for result in results}
+        files = {name: stack.enter_context((folder / name).open("rb")) for name in names}
+        for result in results:
+            info = result.storage_data
+            start, crc = elements_in(files[info.relative_path], info.offset, info.length)
+            place = _Placed(info.relative_path, info.offset, info.length, start=start, crc=crc)
+            found.append(replace(result, storage_data=place))
+    return found
+
+
+def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dict[str, Kept]:
+    found = {}
+    for key, kept in metadata.state_dict_metadata.items():
+        assert isinstance(kept, TensorStorageMetadata)
+        chunks = []
+        for chunk in kept.chunks:
+            place = places[MetadataIndex(key, chunk.offsets)]
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            chunks.append(Chunk(box, place.relative_path, place.start, place.crc))
+        found[key] = Kept(kept.properties.dtype, tuple(kept.size), tuple(chunks))
+    return found
+
+
+class Reader:
+    """A checkpoint, opened. Raises OSError or another Exception when it is none, or when a data file is not whole.
+
+    tensors, about: see Manifest. digest: the same where ranks see the same checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = read(path / ".metadata")
+        self.tensors, self.about, self.digest = found.tensors, found.about, found.digest
+        parts: dict[str, list[tuple[int, int]]] = {name: [(0, 0)] for name in found.files}
+        for kept in self.tensors.values():
+            for chunk in kept.chunks:
+                parts[chunk.file].append((chunk.start, chunk.start + kept.size_of(chunk)))
+        for name, ranges in parts.items():
+            with opened(path / name) as file:
+                size = os.fstat(file.fileno()).st_size
+            ranges.sort()
+            if size != found.files[name]:
+                raise ValueError(f"{name} has {size} bytes of {found.files[name]}")
+            if (end := max(stop for _, stop in ranges)) > size:
+                raise ValueError(f"a part of {name} ends at {end}, and the file at {size}")
+            if any(start < stop for (start, _), (_, stop) in zip(ranges[1:], ranges, strict=False)):
+                raise ValueError(f"the same bytes of {name} are two parts")
+
+    @property
+    def kinds(self) -> dict[str, torch.dtype]:
+        """Key -> dtype of every tensor in it."""
+        return {key: kept.dtype for key, kept in self.tensors.items()}
+
+    def reads(self, key: str, layout: Layout) -> list[tuple[Chunk, Box, Box]]:
+        """All that a layout holds of tensor `key`: (chunk, box of the global tensor in it, that box of the local one).
+
+        Raises ValueError when the checkpoint does not hold it.
+        """
+        if not layout.pieces:
+            return []
+        kept = self.tensors.get(key)
+        if kept is None or kept.shape != layout.shape:
+            raise ValueError(f"{key} of shape {layout.shape} is not in it")
+        found = []
+        for here, there in layout.pieces:
+            for chunk in kept.chunks:
+                if (common := chunk.box.meet(there)) is not None:
+                    found.append((chunk, common, common.moved(there.start, here.start)))
+        held, wanted = sum(common.numel for _, common, _ in found), sum(there.numel for _, there in layout.pieces)
+        if held != wanted:
+            raise ValueError(f"of {key} it holds {held} elements of the {wanted} needed")
+        return found
+
+    def verify(self, wanted: Mapping[str, Layout]) -> None:
+        """Read what a rank needs of each of these tensors. Raises ValueError where it is not there, or damaged."""
+        found: dict[tuple[str, int], tuple[Kept, Chunk]] = {}
+        for key, layout in wanted.items():
+            found |= {(chunk.file, chunk.start): (self.tensors[key], chunk) for chunk, _, _ in self.reads(key, layout)}
+        with self.elements() as elements:
+            for place in sorted(found):
+                elements(*found[place])
+
+    @contextmanager
+    def elements(self) -> Iterator[Callable[[Kept, Chunk], Tensor]]:
+        """A function that reads a chunk. It raises ValueError when the bytes are not those that were written."""
+        with ExitStack() as files:
+            by_name: dict[str, io.BufferedReader] = {}
+
+            def read_chunk(kept: Kept, chunk: Chunk) -> Tensor:
+                if (file := by_name.get(chunk.file)) is None:
+                    file = by_name[chunk.file] = files.enter_context(opened(self.path / chunk.file))
+                bits = torch.empty(kept.size_of(chunk), dtype=torch.uint8)
+                into = bits.numpy().data
+                file.seek(chunk.start)
+                if file.readinto(into) != len(bits) or zlib.crc32(into) != chunk.crc:
+                    where = f"{len(bits)} bytes from {chunk.start} on"
+                    raise ValueError(f"{chunk.file} is damaged: {where} have another checksum")
+                return viewed(bits, kept.dtype).reshape(chunk.box.shape)
+
+            yield read_chunk
+
+
+@torch.no_grad()
+def fill(reader: Reader, target: State) -> None:
+    """Fill the tensors of `target` from the disk, one kept box after the other. On this rank alone."""
+    wanted: dict[tuple[str, int], tuple[Kept, Chunk, list[tuple[Tensor, Box]]]] = {}
+    for key, (tensor, layout) in target.items():
+        for chunk, there, here in reader.reads(key, layout):
+            _, _, places = wanted.setdefault((chunk.file, chunk.start), (reader.tensors[key], chunk, []))
+            places.append((tensor[here.slices], there.moved(chunk.box.start, (0,) * len(layout.shape))))
+    with reader.elements() as elements:
+        for place in sorted(wanted):
+            kept, chunk, places = wanted[place]
+            found = elements(kept, chunk)
+            for tensor, box in places:
+                tensor.copy_(found[box.slices])
+
+
+def _seen(tensor: Tensor, layout: Layout, box: Box) -> Tensor:
+    """`box` of the global tensor, as a view of the local one."""
+    here, there = next(piece for piece in layout.pieces if within(box, piece[1]))
+    return tensor.detach()[box.moved(there.start, here.start).slices]
+
+
+def _sync(folder: Path) -> None:
+    """The rename is on the disk too."""
+    with suppress(OSError), io.FileIO(os.open(folder, os.O_RDONLY)) as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,104 @@
+"""Everything a rank holds of a job's state, under names that mean the same on every rank and in every strategy.
+
+"weight/NAME", "KEY/NAME" for what the optimizer keeps per element of a parameter (exp_avg, momentum_buffer, ...), and,
+apart, the numbers it keeps per parameter (step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.layout import Layout
+from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.sharded_model import Side
+
+__all__ = ["Held", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
+
+Held = dict[str, tuple[Tensor, Layout]]
+
+
+def weights(side: Side) -> Held:
+    """The weights of a side, by "weight/NAME"."""
+    return {f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in side.data.weights.items()}
+
+
+def buffers(side: Side) -> Held:
+    """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
+    kept = side.module.state_dict().keys()
+    return {
+        f"buffer/{name}": (buffer, Layout.whole(buffer.shape))
+        for name, buffer in side.module.named_buffers()
+        if name in kept and side.runs(name)
+    }
+
+
+def per_element(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+    """What the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
+    found: Held = {}
+    for name, param in side.held.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            if _follows(value, param):
+                found[f"{key}/{name}"] = (value, side.data.layouts[name])
+    return found
+
+
+def state(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+    """All of it: weights, buffers, and what the optimizer keeps per element."""
+    return weights(side) | buffers(side) | per_element(side, optimizer)
+
+
+def scalars(side: Side, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """name -> {key: value} of what the optimizer keeps once per parameter, as plain numbers or small CPU tensors."""
+    return {
+        name: {
+            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state.get(param, {}).items()
+            if not _follows(value, param)
+        }
+        for name, param in side.held.items()
+    }
+
+
+def allocate(
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    kinds: dict[str, dict[str, torch.dtype]],
+    numbers: dict[str, dict[str, Any]],
+) -> None:
+    """Give `optimizer` empty state for what `side` holds. kinds: name -> {key: dtype}; numbers: see `scalars`."""
+    # Fused and capturable optimizers keep their counters beside the parameters.
+    beside = {
+        id(p)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for p in group["params"]
+    }
+    for name, param in side.held.items():
+        state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
+        for key, dtype in kinds.get(name, {}).items():
+            where = getattr(optimizer, "state_device", param.device)
+            state[key] = emptied(torch.empty(param.shape, dtype=dtype, device=where))
+        for key, value in numbers.get(name, {}).items():
+            # A scalar parameter's moments are numbers too, and live where it does.
+            follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))
+            device = param.device if id(param) in beside or follows else "cpu"
+            state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def bytes_per_element(side: Side, optimizer: torch.optim.Optimizer, skeleton: nn.Module) -> dict[str, dict[str, int]]:
+    """name -> {"weight" or key of the optimizer's state: bytes of an element}, for every parameter of the model.
+
+    What an optimizer keeps of one parameter, it is taken to keep of all that train.
+    """
+    keys = {key.partition("/")[0]: tensor.element_size() for key, (tensor, _) in per_element(side, optimizer).items()}
+    return {
+        name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
+        for name, p in skeleton.named_parameters()
+    }
+
+
+def _follows(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.ndim > 0

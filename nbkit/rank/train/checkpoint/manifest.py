@@ -1,0 +1,212 @@
+"""The manifest of a checkpoint: in which file each part of each tensor lies, and all that is no tensor, as JSON.
+
+It stands in `.metadata` behind what torch's own tools read there. That is a pickle, which on being read may call any
+function that it names; so are the heads of the tensors in the data files. nbkit reads none of them: the manifest says
+where the bytes of a tensor lie, its footer and a checksum for each part say whether all is as it was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbkit.layout import Box
+from nbkit.planner.reshard.boxes import within
+from nbkit.rank.train.checkpoint.json_values import DTYPES, decoded, name_of
+
+__all__ = ["OURS", "Chunk", "Kept", "Manifest", "opened", "read", "written"]
+
+OURS = re.compile(r"[0-9a-f]{12}_\d{1,9}_\d{1,9}\.distcp")
+"""Names of data files."""
+
+_FORMAT = 3
+_FOOTER = struct.Struct("<Q32s8s")  # bytes of the manifest, sha256 of all that stands before the footer, what this is
+_MAGIC = b"nbkit ck"
+_BLOCK = 1 << 20
+_LARGEST = 1 << 62
+_MOST_EPOCHS = 1 << 32  # a seed plus an epoch is a seed
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where its elements begin in which file, row after row, and their CRC-32."""
+
+    box: Box
+    file: str
+    start: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def size_of(self, chunk: Chunk) -> int:
+        """Bytes of a chunk."""
+        return chunk.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """tensors: by key. files: name -> bytes. about: see checkpoint.save. digest: of the whole file, as hex."""
+
+    tensors: Mapping[str, Kept]
+    files: Mapping[str, int]
+    about: dict[str, Any]
+    digest: str
+
+
+def written(head: bytes, tensors: Mapping[str, Kept], files: Mapping[str, int], about: str) -> bytes:
+    """What `.metadata` holds. head: what torch reads. files: name -> bytes. about: as `encoded` returns it."""
+    number = {name: index for index, name in enumerate(files)}
+    rows = [
+        [
+            key,
+            name_of(kept.dtype),
+            kept.shape,
+            [[number[c.file], c.start, c.crc, *c.box.start, *c.box.shape] for c in kept.chunks],
+        ]
+        for key, kept in tensors.items()
+    ]
+    parts = [json.dumps(each, separators=(",", ":")) for each in (_FORMAT, sys.byteorder, list(files.items()), rows)]
+    text = f"[{','.join(parts)},{about}]".encode()
+    return head + text + _FOOTER.pack(len(text), hashlib.sha256(head + text).digest(), _MAGIC)
+
+
+def read(path: Path) -> Manifest:
+    """The manifest at the end of `path`. Raises OSError, or any Exception when it is none or not as it was written."""
+    with opened(path) as file:
+        size = file.seek(0, os.SEEK_END) - _FOOTER.size
+        file.seek(max(size, 0))
+        length, digest, magic = _FOOTER.unpack(file.read()) if size >= 0 else (0, b"", b"")
+        if magic != _MAGIC:
+            raise ValueError(f"the end of its {path.name} is missing, or something else than this release wrote it")
+        found = hashlib.sha256()
+        file.seek(0)
+        for at in range(0, size, _BLOCK):
+            found.update(file.read(min(_BLOCK, size - at)))
+        if found.digest() != digest or length > size:
+            raise ValueError(f"its {path.name} is damaged: {size} bytes have another checksum")
+        file.seek(size - length)
+        values = decoded(file.read(length))
+    if not isinstance(values, list) or values[:1] != [_FORMAT]:
+        written_in = values[0] if isinstance(values, list) and values else values
+        raise ValueError(f"format {written_in!r:.20}, this release reads {_FORMAT}")
+    _, order, files, rows, about = values
+    if order != sys.byteorder:
+        raise ValueError(f"written on a {order!r:.20}-endian machine, this one is {sys.byteorder}-endian")
+    for name, size in files:
+        if type(name) is not str or not OURS.fullmatch(name) or not _counts([size]):
+            raise ValueError(f"it names a data file {name!r:.80}, which is none of a checkpoint's")
+    names = [name for name, _ in files]
+    tensors = {key: _kept(key, DTYPES[name], shape, chunks, names) for key, name, shape, chunks in rows}
+    if len(tensors) != len(rows) or not all(type(key) is str for key in tensors):
+        raise ValueError("it names a tensor twice, or without a name")
+    _check(about, tensors)
+    return Manifest(tensors, dict(files), about, digest.hex())
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """The file at `path` itself, for reading. Raises OSError, or ValueError for a link, pipe, folder or device."""
+    try:
+        # A pipe without a writer would be waited for.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path.name} is a symbolic link") from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ValueError(f"{path.name} is not a file of bytes")
+    return os.fdopen(number, "rb")
+
+
+def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]], files: list[str]) -> Kept:
+    dims, chunks = len(shape), []
+    if not _counts(shape):
+        raise ValueError(f"{key!r:.80} is of shape {shape!r:.80}")
+    for row in rows:
+        number, start, crc = row[:3]
+        box = Box(tuple(row[3 : 3 + dims]), tuple(row[3 + dims :]))
+        if not _counts(row) or number >= len(files) or not within(box, Box((0,) * dims, tuple(shape))):
+            raise ValueError(f"of {key!r:.80} it names a part {row!r:.80}")
+        chunks.append(Chunk(box, files[number], start, crc))
+    if (held := sum(chunk.box.numel for chunk in chunks)) != prod(shape):
+        raise ValueError(f"of {key!r:.80} it holds {held} elements of {prod(shape)}")
+    return Kept(dtype, tuple(shape), tuple(chunks))
+
+
+def _check(about: Any, tensors: Mapping[str, Kept]) -> None:
+    """Raises ValueError when `about` has not the form that checkpoint.save gives it, or names what is not there."""
+    for field, fits in _FIELDS.items():
+        try:
+            good = fits(about[field])
+        except (TypeError, ValueError, KeyError, AttributeError):
+            good = False
+        if not good:
+            raise ValueError(f"what it says of {field!r} is missing, or of another form")
+    for name, key, shape in about["names"]:
+        kept = tensors.get(key)
+        if prod(shape) if kept is None else kept.shape != tuple(shape):
+            raise ValueError(f"{name!r:.80} of shape {shape!r:.80} is not in it")
+
+
+def _counts(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < _LARGEST for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(key) is str for key in value)
+
+
+def _are_names(value: Any) -> bool:
+    return all(type(name) is str and type(key) is str and _counts(shape) for name, key, shape in value)
+
+
+def _is_position(value: Any) -> bool:
+    where = value["epoch"], value["offset"]
+    return _counts(where) and where[0] < _MOST_EPOCHS and all(map(_is_number, value["base_lr"]))
+
+
+def _is_history(value: Any) -> bool:
+    return all(_is_named(record) and _counts([record["step"]]) and _is_number(record["loss"]) for record in value)
+
+
+def _is_precision(value: Any) -> bool:
+    return _is_named(value) and (value["scale"] is None or (value["scale"] > 0 and _is_number(value["finite"])))
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "names": _are_names,
+    "groups": lambda value: all(type(name) is str for names in value for name in names),
+    "settings": lambda value: all(_is_named(group) and _is_number(group.get("lr", 0)) for group in value),
+    "numbers": lambda value: _is_named(value) and all(_is_named(one) for one in value.values()),
+    "step": lambda value: _counts([value]),
+    "position": _is_position,
+    "history": _is_history,
+    "seed": lambda value: type(value) is int and -(1 << 63) <= value < (1 << 64) - _MOST_EPOCHS,
+    "precision": _is_precision,
+    "strategy": lambda value: type(value) is str,
+}

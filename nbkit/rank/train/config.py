@@ -1,0 +1,84 @@
+"""What a job is asked to do beside its model, optimizer and strategy; the same under every strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.data_rng import alike
+from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.data.stream import is_map_style
+from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.train import validation
+from nbkit.rank.train.step.precision import PRECISIONS
+
+__all__ = ["Setup", "example_of", "warn_without_effect"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """See `prepare` for what each means. Raises TrainingError for a value that does not exist.
+
+    sample: reads the rows by which the loss is looked at; None takes those of `example`.
+    """
+
+    loss: Loss
+    seed: int = 0
+    inputs: Sequence[str] | None = None
+    precision: str | None = None
+    microbatch: int | None = None
+    example: Any = None
+    stages: Sequence[str] | None = None
+    tp_plan: Mapping[str, str] | None = None
+    checkpoint: bool = False
+    offload: str | None = None
+    compile: bool | str = False
+    sample: Callable[[], Sample | None] | None = None
+
+    def __post_init__(self) -> None:
+        # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.
+        object.__setattr__(self, "seed", int(self.seed))
+        if self.precision not in (None, *PRECISIONS):
+            raise TrainingError(
+                f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision=None"
+            )
+        if self.offload not in (None, "cpu"):
+            raise TrainingError(
+                f"There is no place {self.offload!r} for the optimizer's state.",
+                numbers="None, 'cpu'",
+                hint="offload='cpu'",
+            )
+        validation.check_counts(microbatch=self.microbatch)
+
+
+def warn_without_effect(
+    data: Any, shuffle: bool | None, eval_data: Any, eval_every: int | None, save_every: int | None, save_path: Any
+) -> None:
+    """Name every setting of a Trainer that means nothing beside the others."""
+    without = [
+        (
+            shuffle is not None and not is_map_style(data),
+            "shuffle= has no effect on data that can only be iterated: it comes in its own order",
+        ),
+        (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
+        (save_path is not None and save_every is None, "save_path= has no effect without save_every="),
+    ]
+    for applies, message in without:
+        if applies:
+            warnings.warn(message, stacklevel=3)
+
+
+def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None) -> Any:
+    """`given`, or two rows to run the model on; None where reading them would use up the data."""
+    if given is not None:
+        return given
+    if not is_map_style(data) or not len(data):
+        return None
+    with suppress(Exception), alike():
+        # Whatever is wrong with the data is said, in full, where it is read to train.
+        return collate([data[i] for i in range(min(2, len(data)))])
+    return None

@@ -1,0 +1,131 @@
+"""What all ranks do together and any may fail in: all hear of it, and stand together again, with groups that work.
+
+Only around a step that may well fail, such as the first one under a strategy: see nbkit.rank.world.failure_alarm for what it takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from traceback import clear_frames
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import NotFinite, TrainingError
+from nbkit.rank.train.step.failure import PEER_GONE
+from nbkit.rank.world.failure_alarm import Alarm, Heard
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["Failures", "Guard", "let_go"]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """told: by rank, what it failed with; "" of a rank that only waited for another one."""
+
+    told: Sequence[str]
+
+    @property
+    def rank(self) -> int | None:
+        """The one that failed; None when several did."""
+        failed = [rank for rank, text in enumerate(self.told) if text]
+        return failed[0] if len(failed) == 1 and len(self.told) > 1 else None
+
+    @property
+    def words(self) -> str:
+        """Who, and with what."""
+        if len(set(self.told)) == 1:
+            return self.told[0]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.told) if text]
+        return "; ".join(failed[:2]) + "; ..." * (len(failed) > 2)
+
+
+class Guard:
+    """From when it is made until `end`. name: the same on every rank, and another one for every step."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job, self.alarm, self._ended = job, Alarm(name), not Alarm.possible()
+        if not self._ended:
+            self.alarm.begin()
+
+    def agree(self) -> None:
+        """All ranks have come here without a failure. Collective: one small all-reduce."""
+        job = self._job
+        if job.world_size > 1:
+            here = torch.ones((), device=job.device)
+            dist.all_reduce(here)
+            all_here = int(here) == job.world_size  # waits: what was broken off on a GPU raises nothing
+            self.alarm.check()
+            if not all_here:
+                raise Heard("another rank has failed")
+
+    def end(self) -> None:
+        """What fails from here on does not concern the others."""
+        self._ended = True
+        self.alarm.end()
+
+    def concerns(self, error: BaseException) -> bool:
+        """Whether `error` is a failure in what is guarded, of which all can hear: no interrupt, no rank that died.
+
+        Losses that are not finite are the data's, and all ranks raise them alike.
+        """
+        if self._ended or not isinstance(error, Exception) or isinstance(error, NotFinite) or self.alarm.world.dirty:
+            return False
+        return not _waited(error) or self.alarm.rung()
+
+    def failures(self, error: Exception) -> Failures:
+        """What all ranks have failed with, `error` on this one; they stand between two collectives then. Collective.
+
+        Raises TrainingError, on every rank, where a device does not compute any more, and ClusterError when the ranks
+        do not come together.
+        """
+        alarm = self.alarm
+        self.end()
+        try:
+            if not _waited(error):
+                alarm.ring()
+            said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._job)]))]
+            alarm.mend()
+        except BaseException:
+            # Whatever it was, others may have been woken, and their groups are broken.
+            alarm.world.dirty = alarm.world.dirty or "a step failed, and the ranks did not come together"
+            raise
+        if unfit := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]:
+            raise TrainingError("A device does not compute any more.", numbers=unfit[0], hint="%cluster restart")
+        let_go(error)
+        return Failures([text for text, _ in said])
+
+
+def let_go(failed: BaseException) -> None:
+    """Of what the frames hold that it failed in, and of what cycles do: what comes next wants the memory."""
+    link: BaseException | None = failed
+    while link is not None:
+        clear_frames(link.__traceback__)
+        link = link.__cause__
+    gc.collect()
+
+
+def _waited(error: BaseException) -> bool:
+    """Whether this rank failed because it waited for one that had failed, or was broken out."""
+    return isinstance(error, Heard) or any(sign in str(error) for sign in PEER_GONE)
+
+
+def _spoken(error: BaseException) -> str:
+    return "" if _waited(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _unfit(job: Job) -> str:
+    """Why the device of this rank cannot go on, as after an assert in a kernel; "" where it can."""
+    if job.device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(job.device)
+    except Exception as error:
+        return _spoken(error)
+    return ""

@@ -1,0 +1,57 @@
+"""A pause: the training is held at a step boundary, where requests are served as between any two steps.
+
+Every rank enters at the same boundary and asks in a small reduction, some twenty times a second, whether all hold the
+next request. So a stop, a switch or a live cell acts on all of them or on none, and the word to go on does too.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from nbkit.rank.train.control import step_boundary
+
+__all__ = ["hold", "is_held", "let_go"]
+
+_POLL_SECONDS = 0.05
+_held = False
+
+
+def hold(device: torch.device) -> None:
+    """Return when `let_go` was called by a request. Collective. Raises Stopped when the user stops the training."""
+    global _held
+    if _held:
+        return
+    _held = True
+    try:
+        while _held:
+            asked = step_boundary.inbox.acted + 1
+            # Whatever it lacks: there is no step to make it beside.
+            if _on_all_ranks(step_boundary.inbox.stage(asked) > 0, device):
+                step_boundary.act(asked)
+            else:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        _held = False
+
+
+def let_go() -> bool:
+    """Go on; whether anything was held."""
+    global _held
+    was, _held = _held, False
+    return was
+
+
+def is_held() -> bool:
+    """From any thread."""
+    return _held
+
+
+def _on_all_ranks(here: bool, device: torch.device) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return here
+    told = torch.tensor([here], dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    return bool(told)

@@ -1,0 +1,1 @@
+"""What a strategy would cost a training before it runs: memory, bytes, seconds."""

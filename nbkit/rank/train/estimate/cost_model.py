@@ -1,0 +1,240 @@
+"""What the formulas say of a job under any strategy: nbkit.planner, fed with what the job's model and batch really are.
+
+Memory and the bytes of the data axis follow from the parameters alone. What tp, pp and cp send follows from the hidden
+states, and is known of a chain of transformer blocks (an attention and an MLP each); of anything else it is unknown.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from nbkit.errors import NbkitError
+from nbkit.layout import bounds
+from nbkit.planner.forecast import Forecast, Term, terms_of
+from nbkit.planner.job_facts import Cuts, Facts, Weight
+from nbkit.planner.memory import Bytes
+from nbkit.planner.reshard.placement import placed
+from nbkit.planner.stage_partition import place, ranks_of_stages
+from nbkit.planner.traffic import Traffic, per_step
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.tensor.apply import parts_of
+from nbkit.rank.parallel.tensor.sequence_parallel import Block
+from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.estimate.state_bytes import Census
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["Foresight", "foresee", "foresight_of", "settled"]
+
+_seen: weakref.WeakKeyDictionary[Job, Foresight] = weakref.WeakKeyDictionary()
+
+
+def foresee(job: Job, *, since: int) -> Forecast:
+    """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
+    seen = Foresight(job)
+    return Forecast(since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), seen.of_all_ranks(job.strategy))
+
+
+def foresight_of(job: Job) -> Foresight:
+    """The one that is kept, or a new one: the optimizer's first step, or another precision, changes what is held."""
+    kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
+    trained = {name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad}
+    seen = _seen.get(job)
+    if seen is None or seen.kinds != kinds or seen.trained != trained:
+        seen = _seen[job] = Foresight(job)
+    return seen
+
+
+def settled(job: Job, strategy: Strategy) -> Strategy:
+    """`strategy` with its ranks in the order that the job has or would have them in; see nbkit.planner.reshard.placement.
+
+    Raises StrategyError for what cannot be split.
+    """
+    now, link = job.strategy, job.blueprint.link
+    if str(strategy) == str(now):
+        return now
+    return placed(
+        strategy,
+        lambda order: foresight_of(job).census.flow(now, order).total,
+        one_node=link is None or len(set(link.node_of)) == 1,
+    )
+
+
+class Foresight:
+    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}.
+
+    kinds: see holdings.bytes_per_element; where they, or what is trained, have changed, this one is out of date.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
+        self.setup, self.fits = job.setup, job.feed.fits
+        self.skeleton, self.wishes = job.blueprint.skeleton, job.blueprint.wishes
+        self.trained = {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
+        self.blocks = _blocks(self.skeleton, self.wishes.chain)
+        self.census = Census(job.blueprint.outlines, self.kinds, self.trained, list(self.blocks.values()))
+        self._partial: dict[int, tuple[frozenset[str], bool]] = {}
+        self._terms: dict[Strategy, list[list[Traffic]]] = {}
+
+    def terms(self, strategy: Strategy) -> list[list[Traffic]]:
+        """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
+        if strategy not in self._terms:
+            self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
+        return self._terms[strategy]
+
+    def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
+        """What a step of all ranks together sends; empty where it is not known."""
+        return terms_of(self._made(strategy, range(strategy.mesh.size)))
+
+    def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+        try:
+            return self._of(strategy, ranks)
+        except NbkitError:  # it cannot be split, or a number of this model is not known
+            return []
+
+    def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+        sizes = {one["weight"] for one in self.kinds.values()}
+        arithmetic = self.fits(strategy)
+        accumulation = getattr(arithmetic, "accum", 1 if self.setup.microbatch is None else None)
+        if len(sizes) != 1 or accumulation is None or (self.wishes.chain is None and strategy.zero == 3):
+            return []
+        weights, facts, sequence = self._weights(strategy), Facts(), False
+        if strategy.mesh.size != strategy.dp:
+            facts = replace(self._facts, batch=getattr(arithmetic, "total", None))
+            if facts.width is None or facts.batch is None:
+                return []
+            sequence = strategy.cp == 1 and strategy.tp > 1 and self._partial_of(strategy.tp)[1]
+        size, cuts = sizes.pop(), self._cuts(strategy)
+        each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
+        known: dict[tuple[int, ...], list[Traffic]] = {}
+        found = []
+        for rank in ranks:
+            at = tuple(mesh.index(rank).values())
+            if at not in known:
+                terms = per_step(
+                    weights,
+                    facts,
+                    strategy,
+                    rank,
+                    cuts=cuts,
+                    each=each,
+                    hidden=size,
+                    accumulation=accumulation,
+                    sequence_parallel=sequence,
+                )
+                known[at] = list(terms)
+                if strategy.tp > 1:
+                    known[at] = _as_issued(terms, strategy, facts, rank, size, accumulation, sequence)
+            found.append(known[at])
+        return found
+
+    def _cuts(self, strategy: Strategy) -> Cuts | None:
+        chain = self.wishes.chain
+        if strategy.pp == 1 or chain is None:
+            return None
+        return place(self.wishes.costs or [1.0] * len(chain), strategy)
+
+    def _weights(self, strategy: Strategy) -> list[Weight]:
+        chain = self.wishes.chain
+        units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
+        whole = self.census.outlines.split(strategy.tp, 0)
+        partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
+        found = []
+        for name, p in self.skeleton.named_parameters():
+            shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
+            cut = [dim for dim, (here, all_) in enumerate(zip(whole[name].local, shape, strict=True)) if here != all_]
+            found.append(
+                Weight(
+                    name,
+                    shape,
+                    tp_dim=cut[0] if cut else None,
+                    blocks=tuple(i for i, piece in enumerate(pieces) if name in piece),
+                    outside=not inside,
+                    trained=name in self.trained,
+                    summed=("tp",) * (name in partial) + ("cp",) * inside,
+                )
+            )
+        return found
+
+    def _partial_of(self, size: int) -> tuple[frozenset[str], bool]:
+        """(parameters whose gradients are sums over tp, whether positions are split between the maps)."""
+        if size not in self._partial:
+            module = skeleton_of(self.skeleton)
+            split = parts_of(module, self.wishes.plan(self.skeleton, size), size, 0, sequence=True)
+            self._partial[size] = split.partial, any(isinstance(part, Block) for part in module.modules())
+        return self._partial[size]
+
+    @cached_property
+    def _facts(self) -> Facts:
+        """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
+        chain, hidden = self.wishes.chain, self.wishes.hidden
+        alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.checkpoint
+        if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
+            return Facts()
+        plan = self.wishes.plan(self.skeleton, 1)
+        roles = sorted(plan.singles.values())
+        in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
+        if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):
+            return Facts()
+        if len(plan.pairs) != 2 * len(chain.units) or roles not in ([], ["head", "vocab"]):
+            return Facts()
+        heads = next(pair.heads for pair in plan.pairs if pair.heads is not None)
+        table = next((path for path, role in plan.singles.items() if role == "vocab"), None)
+        return Facts(
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            width=hidden[1],
+            sequence=hidden[0],
+            vocab=self.skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
+            blocks=len(chain),
+        )
+
+
+def _as_issued(
+    terms: Sequence[Traffic], strategy: Strategy, facts: Facts, rank: int, size: int, accumulation: int, sequence: bool
+) -> list[Traffic]:
+    """The ends of a tensor-parallel model as nbkit has them, where that is not the literature's way.
+
+    Under cp, embedding and head see all positions, and sum over tp by all-reduces. Positions of a model without a
+    vocabulary are split before the first block (all-gathered in the backward pass) and gathered behind the last.
+    """
+    tp, micros, at = strategy.tp, strategy.microbatches or accumulation, strategy.mesh.index(rank)
+    start, stop = bounds(facts.batch or 0, strategy.dp, at["dp"])
+    hidden = (stop - start) * (facts.sequence or 0) * (facts.width or 0) * size
+    # The loss needs the largest logit first, then both sums at once.
+    found = [replace(term, calls=2 * micros) if term.what == "loss" else term for term in terms]
+    if not sequence:
+        ends = {term.what for term in terms if term.axis == "tp"} & {"embedding", "head"}
+        found = [term for term in found if term.axis != "tp" or term.what not in ends]
+        found += [Traffic("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
+    elif facts.vocab is None:
+        stages = ranks_of_stages(strategy)
+        ends_here = (stages[0] == at["pp"]) + (stages[-1] == at["pp"])
+        found.append(Traffic("tp", "all_gather", tp, micros * ends_here, hidden * ends_here, "ends of the blocks"))
+    return found
+
+
+def _blocks(skeleton: nn.Module, chain: Chain | None) -> dict[str, dict[str, int]]:
+    """What is in no block is "before" or "after" the chain, or "model" without one."""
+    names = chain.units if chain is not None else ()
+    behind = set(chain.after) if chain is not None else set()
+    sizes = {name: p.numel() for name, p in skeleton.named_parameters()}
+    home = {name: next((block for block in names if name.startswith(f"{block}.")), "") for name in sizes}
+    loose = {
+        name: ("after" if name in behind else "before") if names else "model"
+        for name, block in home.items()
+        if not block
+    }
+    found: dict[str, dict[str, int]] = {block: {} for block in ("before", *names, "after", "model")}
+    for name, size in sizes.items():
+        found[home[name] or loose[name]][name] = size
+    return {block: inside for block, inside in found.items() if inside}

@@ -1,0 +1,159 @@
+"""How much memory a rank can still take: what decides whether a switch builds its new side beside the old one.
+
+On a GPU, what the driver has free and what torch's allocator has in reserve. On CPU ranks, what the kernel says is
+available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a limit
+of a rank's own, below those: for a machine that one shares, for tests and for benchmarks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbkit.errors import UsageError
+from nbkit.planner.switch_cost import fits
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
+from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.world.world import World
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["crowded", "left", "of_cgroups", "of_machine", "roomy", "side_bytes", "trim"]
+
+# Of glibc alone; another library gives back, or does not, as it likes.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+_UNLIMITED = 1 << 60
+"""Version 1 writes a number near 2^63 where there is no limit."""
+
+
+def crowded(job: Job, new: Strategy) -> bool:
+    """Whether this rank lacks room for a side of `new` beside the one in force.
+
+    Raises StrategyError for what cannot be split, UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    """
+    size = side_bytes(job, new, job.rank)
+    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
+    return not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free)
+
+
+def roomy(job: Job) -> bool:
+    """Whether this rank can make a step beside all that it holds now: it is left as much as it has ever held."""
+    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
+    return free is None or free >= job.recorder.peak_bytes
+
+
+def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:
+    """What `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
+
+    Raises StrategyError for what cannot be split.
+    """
+    skeleton, outline = job.blueprint.skeleton, job.blueprint.outlines.of(strategy)
+    kinds = bytes_per_element(job.side, job.optimizer.inner, skeleton)
+    weights, held = outline.weights[rank], outline.held[rank]
+    total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
+    if strategy.dp > 1:
+        grads = held if strategy.zero > 1 else weights
+        trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
+        total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
+    if not job.blueprint.offload:
+        total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
+    return total
+
+
+def _of_state(kinds: Mapping[str, int]) -> int:
+    return sum(size for kind, size in kinds.items() if kind != "weight")
+
+
+def trim(device: torch.device) -> None:
+    """Have the C library give free memory back to the kernel: small tensors lie in its heap, and it keeps that."""
+    if device.type == "cpu" and _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def left(device: torch.device, *, ranks: int) -> int | None:
+    """Bytes that this rank can take beside what it holds now; None where nothing says. ranks: on this node.
+
+    Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    """
+    found = [_own_limit(device)]
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        found.append(torch.cuda.mem_get_info(device)[0] + reserve)
+    else:
+        shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
+        found += [free // max(ranks, 1) for free in shared]
+    return min((max(free, 0) for free in found if free is not None), default=None)
+
+
+def of_machine(proc: Path = Path("/proc")) -> int | None:
+    """Bytes that the kernel could give away without swapping; None where it does not say."""
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is none.
+
+    Pages of files that nobody uses count as free: the kernel takes them back before it refuses any.
+    """
+    return min((max(free, 0) for free in _each_cgroup(proc, mounted)), default=None)
+
+
+def _each_cgroup(proc: Path, mounted: Path) -> Iterator[int]:
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = mounted / "memory" if controllers else mounted
+        limit, usage = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        )
+        own = top / path.lstrip("/")
+        # A container sees its own group at the top, whatever its path outside is called.
+        for folder in dict.fromkeys([own, *(each for each in own.parents if each.is_relative_to(top)), top]):
+            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if most.isdigit() and used.isdigit() and int(most) < _UNLIMITED:
+                yield (
+                    int(most)
+                    - int(used)
+                    + _idle_files(folder, "total_inactive_file" if controllers else "inactive_file")
+                )
+
+
+def _idle_files(folder: Path, name: str) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _own_limit(device: torch.device) -> int | None:
+    text = os.environ.get("NBKIT_MEMORY_LIMIT")
+    if not text:
+        return None
+    if not text.isdigit():
+        raise UsageError(
+            "NBKIT_MEMORY_LIMIT is no number of bytes.", numbers=repr(text), hint="NBKIT_MEMORY_LIMIT=8000000000"
+        )
+    return int(text) - bytes_held(device)[0]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

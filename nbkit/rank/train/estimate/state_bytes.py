@@ -1,0 +1,220 @@
+"""What every rank holds and lacks under many strategies, counted, without a list of ranks x tensors for each of them.
+
+Tensors that are cut alike (the same weight of every block) are one class; what a rank holds of a class follows from its
+places along tp and dp, and how many of the class from its place along pp. So a table of all strategies of 64 ranks
+takes less than the plan of one switch, and says the same bytes (the tests compare).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nbkit.layout import Layout
+from nbkit.mesh import Mesh
+from nbkit.planner.memory import Rest
+from nbkit.planner.reshard.boxes import overlap
+from nbkit.rank.parallel.shard_layouts import Outlines
+from nbkit.strategy import Strategy
+
+__all__ = ["Census", "Flow"]
+
+Place = tuple[int, int, int]
+"""Of a rank along pp and tp, and within its sharding group."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of a switch, per rank: received of others, and copied from what the rank holds itself."""
+
+    received: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes over all ranks; what no exchange can do without."""
+        return sum(self.received)
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Parameters alike. weight, state: bytes of an element, of the weight and of all that the optimizer keeps."""
+
+    names: frozenset[str]
+    weight: int
+    state: int
+    trained: bool
+
+
+class Census:
+    """Of one model and optimizer.
+
+    kinds: name -> {"weight" or key of the optimizer's state: bytes of an element}. blocks: of each, name -> elements.
+    """
+
+    def __init__(
+        self,
+        outlines: Outlines,
+        kinds: Mapping[str, Mapping[str, int]],
+        trained: set[str],
+        blocks: Sequence[Mapping[str, int]] = (),
+    ) -> None:
+        self.outlines, self.kinds, self.trained, self.blocks = outlines, kinds, trained, blocks
+        self._same: dict[Layout, Layout] = {}
+        self._classes: dict[tuple[int, ...], list[_Class]] = {}
+        self._wholes: dict[int, list[dict[str, Layout]]] = {}
+        self._counts: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
+        self._shares: dict[tuple[object, ...], int] = {}
+        self._cuts: dict[tuple[int, int, int], Layout] = {}
+        self._lacks: dict[tuple[int, int], int] = {}
+        kept = outlines.skeleton.state_dict().keys()
+        self._buffers = {name: b.nbytes for name, b in outlines.skeleton.named_buffers() if name in kept}
+        self._places: dict[tuple[Mesh, int], list[Place]] = {}
+
+    @cached_property
+    def state(self) -> dict[str, int]:
+        """Bytes of an element of all that the optimizer keeps, by name."""
+        return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
+
+    def flow(self, old: Strategy, new: Strategy) -> Flow:
+        """What a switch moves: exactly the elements that a rank must hold and does not."""
+        before, after = self.places(old), self.places(new)
+        received, kept = [0] * len(after), [0] * len(after)
+        known: dict[tuple[Place, Place], tuple[int, int]] = {}
+        for rank, pair in enumerate(zip(before, after, strict=True)):
+            if pair not in known:
+                known[pair] = self._moved(old, new, *pair)
+            received[rank], kept[rank] = known[pair]
+        return Flow(tuple(received), tuple(kept))
+
+    def at_rest(self, strategy: Strategy) -> list[Rest]:
+        """Bytes that each rank holds between two steps, gradients included."""
+        known: dict[Place, Rest] = {}
+        for place in self.places(strategy):
+            if place not in known:
+                known[place] = self._rest(strategy, place)
+        return [known[place] for place in self.places(strategy)]
+
+    def fractions(self, strategy: Strategy) -> tuple[list[list[float]], list[int]]:
+        """(rows, which row is each rank's): by block, the part of its elements that a rank updates.
+
+        Ranks that hold alike share a row.
+        """
+        rows: dict[tuple[float, ...], int] = {}
+        known: dict[Place, int] = {}
+        totals = [max(sum(block.values()), 1) for block in self.blocks]
+        for place in self.places(strategy):
+            if place not in known:
+                held = (self._held(strategy, place, number) for number in range(len(self.blocks)))
+                row = tuple(round(here / total, 4) for here, total in zip(held, totals, strict=True))
+                known[place] = rows.setdefault(row, len(rows))
+        return [list(row) for row in rows], [known[place] for place in self.places(strategy)]
+
+    def places(self, strategy: Strategy) -> list[Place]:
+        """Of every rank."""
+        mesh, shards = strategy.mesh, strategy.shard if strategy.zero else 1
+        if (mesh, shards) not in self._places:
+            everyone = map(mesh.index, range(mesh.size))
+            self._places[mesh, shards] = [(at["pp"], at["tp"], at["dp"] % shards) for at in everyone]
+        return self._places[mesh, shards]
+
+    def _moved(self, old: Strategy, new: Strategy, before: Place, after: Place) -> tuple[int, int]:
+        received = kept = 0
+        here, there = self._stage(old, before), self._stage(new, after)
+        for alike in self._alike(old.tp, new.tp):
+            wanted = len(alike.names if there is None else alike.names & there)
+            if not wanted:
+                continue
+            shared = alike.names if here is None else alike.names & here
+            both = len(shared if there is None else shared & there)
+            some = next(iter(alike.names))
+            for size, stage in ((alike.weight, 3), (alike.state, 1)):
+                if not size:
+                    continue
+                own, next_one = self._cut(some, old, before, stage), self._cut(some, new, after, stage)
+                missing = both * self._lack(own, next_one) + (wanted - both) * next_one.numel
+                received += size * missing
+                kept += size * (wanted * next_one.numel - missing)
+        for name, size in self._buffers.items():
+            if self._runs(new, after, name):
+                if self._runs(old, before, name):
+                    kept += size
+                else:
+                    received += size
+        return received, kept
+
+    def _rest(self, strategy: Strategy, place: Place) -> Rest:
+        sums, here = [0, 0, 0], self._stage(strategy, place)
+        for alike in self._alike(strategy.tp):
+            count = len(alike.names if here is None else alike.names & here)
+            some = next(iter(alike.names))
+            sizes = (alike.weight, alike.weight if alike.trained else 0, alike.state)
+            for number, (size, stage) in enumerate(zip(sizes, (3, 2, 1), strict=True)):
+                sums[number] += count * size * self._cut(some, strategy, place, stage).numel
+        return Rest(*sums)
+
+    def _held(self, strategy: Strategy, place: Place, number: int) -> int:
+        """Elements of a block that the rank at `place` updates."""
+        here, tp = self._stage(strategy, place), strategy.tp
+        where = (number, id(here), tp)
+        if where not in self._counts:
+            block = self.blocks[number]
+            inside = [
+                [name for name in alike.names if name in block and (here is None or name in here)]
+                for alike in self._alike(tp)
+            ]
+            self._counts[where] = tuple((min(names), len(names)) for names in inside if names)
+        # Blocks that are made alike, of which a rank holds the same part, are counted once.
+        key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard)
+        if key not in self._shares:
+            self._shares[key] = sum(n * self._cut(name, strategy, place, 1).numel for name, n in self._counts[where])
+        return self._shares[key]
+
+    def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
+        """Names on its stage; None for all."""
+        stages = self.outlines.stages(strategy)
+        return stages[place[0]][0] if stages else None
+
+    def _runs(self, strategy: Strategy, place: Place, buffer: str) -> bool:
+        stages = self.outlines.stages(strategy)
+        return not stages or buffer in stages[place[0]][1]
+
+    def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
+        """What the rank at `place` holds of what ZeRO shards from `stage` on (3: weights, 2: gradients, 1: state)."""
+        whole = self._whole(strategy.tp)[place[1]][name]
+        if strategy.zero < stage:
+            return whole
+        key = (id(whole), strategy.shard, place[2])
+        if key not in self._cuts:
+            layout = self.outlines.shard(whole, strategy.shard, place[2])
+            self._cuts[key] = self._same.setdefault(layout, layout)
+        return self._cuts[key]
+
+    def _alike(self, *sizes: int) -> list[_Class]:
+        """Classes of what is cut alike over tp axes of these sizes."""
+        if sizes not in self._classes:
+            parts = [part for size in sizes for part in self._whole(size)]
+            found: dict[tuple[int, int, bool, tuple[int, ...]], list[str]] = {}
+            for name, one in self.kinds.items():
+                marks = tuple(id(part[name]) for part in parts)
+                found.setdefault((one["weight"], self.state[name], name in self.trained, marks), []).append(name)
+            self._classes[sizes] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
+        return self._classes[sizes]
+
+    def _whole(self, size: int) -> list[dict[str, Layout]]:
+        """By place along tp, what a rank holds before dp shards it; equal layouts are one object."""
+        if size not in self._wholes:
+            parts = [self.outlines.split(size, index) for index in range(size)]
+            self._wholes[size] = [
+                {name: self._same.setdefault(layout, layout) for name, layout in part.items()} for part in parts
+            ]
+        return self._wholes[size]
+
+    def _lack(self, own: Layout, wanted: Layout) -> int:
+        if own is wanted or own.local == own.shape:
+            return 0
+        key = (id(own), id(wanted))
+        if key not in self._lacks:
+            self._lacks[key] = wanted.numel - overlap(own, wanted)
+        return self._lacks[key]

@@ -1,0 +1,119 @@
+"""What each strategy would cost a job that trains, before anybody clicks: plain values, from any thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from nbkit.errors import NbkitError
+from nbkit.planner.switch_cost import during
+from nbkit.planner.traffic import wire_bytes
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
+from nbkit.rank.train.estimate import free_memory
+from nbkit.rank.train.estimate.cost_model import Foresight, foresight_of, settled
+from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
+from nbkit.rank.train.job import Job
+from nbkit.strategy import Strategy
+
+__all__ = ["moved_bytes", "table"]
+
+_REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
+
+
+def table(job: Job, *, every: bool = False) -> dict[str, Any]:
+    """The job as it is, and every strategy of its world with what a switch to it would take.
+
+    every: all schedules of a pipeline, not 1f1b alone. "nodes": of each rank, the number of its node. "limit_bytes":
+    what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
+    of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
+    is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
+    measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
+    predicted. Each is None where nothing is known.
+    """
+    now, seen = job.strategy, foresight_of(job)
+    ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
+    holds = [rest.total for rest in ends]
+    link = job.blueprint.link
+    schedules = ("1f1b", "interleaved", "zb", "zbv") if every else ("1f1b",)
+    options = []
+    for strategy in Strategy.every(job.world_size, schedules=schedules):
+        began = time.perf_counter()
+        options.append(_option(job, seen, strategy, holds, left))
+        time.sleep(_REST * (time.perf_counter() - began))
+    return {
+        "strategy": str(now),
+        "label": now.label,
+        "step": job.step,
+        "ranks": job.world_size,
+        "nodes": list(link.node_of) if link is not None else [0] * job.world_size,
+        "link": str(link) if link is not None else "",
+        "limit_bytes": holds[0] + left if left is not None else None,
+        "arithmetic": str(job.feed.fits(now) or ""),
+        "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in seen.blocks.items()],
+        "held": _fractions(seen, now),
+        "options": options,
+        "previous": job.previous,
+        "last": asdict(job.switches[-1]) if job.switches else None,
+    }
+
+
+def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
+    """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
+    flow = foresight_of(job).census.flow(job.strategy, settled(job, new))
+    return flow.total, max(flow.received, default=0)
+
+
+def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "strategy": str(strategy),
+        "label": strategy.label,
+        "ok": False,
+        "why": "",
+        "moved_bytes": None,
+        "memory": {},
+        "held": {},
+        "step_bytes": None,
+        "step_s": measured_step(job, strategy),
+        "step_foretold_s": None,
+        "switch_s": None,
+        "arithmetic": "",
+    }
+    try:
+        found["arithmetic"] = str(job.feed.fits(strategy) or "")
+        job.blueprint.outlines.check(strategy)
+        strategy = settled(job, strategy)
+        flow = seen.census.flow(job.strategy, strategy)
+    except NbkitError as error:
+        found["why"] = " ".join(line for line in (error.what, error.numbers) if line)
+        return found
+    after = [rest.total for rest in seen.census.at_rest(strategy)]
+    peak = _peak(holds, after, flow.received, left) if strategy != job.strategy else max(holds)
+    found.update(
+        ok=True,
+        moved_bytes=flow.total,
+        memory={"now": max(holds), "during": peak, "after": max(after)},
+        held=_fractions(seen, strategy),
+        step_bytes=max(map(wire_bytes, seen.terms(strategy)), default=None),
+        switch_s=predicted_pause(job, seen.census, strategy, flow),
+    )
+    if found["step_s"] is None:
+        found["step_foretold_s"] = predicted_step(job, seen, strategy)
+    return found
+
+
+def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
+    """Bytes of the fullest rank at the peak of a switch. Of the others it is taken that they have as much left."""
+    buffers = 2 * min(max(received, default=0), ROUND_BYTES)
+    return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
+
+
+def _on_this_node(job: Job) -> int:
+    link = job.blueprint.link
+    return link.node_of.count(link.node_of[job.rank]) if link is not None else 1
+
+
+def _fractions(seen: Foresight, strategy: Strategy) -> dict[str, Any]:
+    rows, of_ranks = seen.census.fractions(strategy)
+    return {"rows": rows, "ranks": of_ranks}

@@ -1,0 +1,104 @@
+"""How long a switch will take, and a step after it: measured where that has been, else predicted, else None."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+from nbkit.planner.reshard.placement import orders
+from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.rank.train.estimate.state_bytes import Census, Flow
+from nbkit.records.events import Switched
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.estimate.cost_model import Foresight
+    from nbkit.rank.train.job import Job
+
+__all__ = ["measured_step", "predicted_pause", "predicted_step"]
+
+_STEPS = 20
+_SWITCHES = 12  # the newest that a prediction follows
+_OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them
+_PARTS = ("compute", "exposed", "data", "optimizer", "other")
+
+
+def measured_step(job: Job, strategy: Strategy) -> float | None:
+    """Median seconds of the last steps under `strategy`, without the first, which makes what later ones reuse."""
+    seconds = [record["seconds"] for record in job.ledger.records[-400:] if record["strategy"] == str(strategy)][1:]
+    return statistics.median(seconds[-_STEPS:]) if seconds else None
+
+
+def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
+    """Seconds without a step: what building a side takes, and the bytes over the measured link.
+
+    Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
+    where no link was measured.
+    """
+    link, made = job.blueprint.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
+    if link is None or not made:
+        return None
+    moving = _moving(job, flow)
+    ratios = []
+    for switched in made:
+        then = _flow(census, switched, job.world_size)
+        if then is not None and (modelled := _moving(job, then)) > 0:
+            ratios.append((switched.pause_s - switched.prepare_s) / modelled)
+    return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
+
+
+def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
+    """What a switch has moved; None where it was less than it would be now, before the optimizer's first step."""
+    old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
+    flows = (census.flow(*pair) for pair in product(orders(old, one_node=True), orders(new, one_node=True)))
+    return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
+
+
+def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | None:
+    """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
+
+    That is so on ranks whose cores are not theirs alone: there a rank's seconds hang on what others do meanwhile.
+    """
+    link, now = job.blueprint.link, job.strategy
+    if link is None or link.crowded or job.setup.compile:
+        return None
+    parts = _parts(job)
+    terms, here = seen.terms(strategy), seen.terms(now)
+    chain = job.blueprint.wishes.chain
+    if not parts or not terms or not here or (chain is None and max(strategy.pp, now.pp) > 1):
+        return None
+    costs = job.blueprint.wishes.costs or (1.0,) * (len(chain) if chain is not None else 1)
+    updates = [seen.census.at_rest(each)[0].optimizer for each in (now, strategy)]
+    return step_seconds(
+        Seen(now, parts), Sends(here[0], updates[0]), strategy, Sends(terms[0], updates[1]), link, costs
+    )
+
+
+def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
+    """Seconds before anything moves: as it was for this strategy, else for others."""
+    same = [switched.prepare_s for switched in made if switched.new == str(strategy)]
+    return statistics.median(same or [switched.prepare_s for switched in made])
+
+
+def _moving(job: Job, flow: Flow) -> float:
+    """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
+    link = job.blueprint.link
+    assert link is not None
+    return link.moving([flow.total // job.world_size], flow.received, flow.kept)
+
+
+def _parts(job: Job) -> Mapping[str, float]:
+    """Median seconds of each part of rank 0's last steps under the strategy in force.
+
+    {} before there are any, and where somebody else computes on this rank's cores: there no second is worth a second.
+    """
+    text = str(job.strategy)
+    records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
+    if not records:
+        return {}
+    parts = {part: statistics.median(one.parts.get(part, 0.0) for one in records) for part in _PARTS}
+    cpu = statistics.median(one.cpu_seconds for one in records)
+    alone = job.device.type != "cpu" or cpu >= _OWN_CORES * (parts["compute"] + parts["optimizer"])
+    return parts if alone else {}

@@ -1,0 +1,165 @@
+"""The record of a job: one dict per step, equal on all ranks, completed one step after the step was made."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nbkit.errors import Stopped
+from nbkit.rank.telemetry.emit import emit
+from nbkit.rank.train import validation
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.step.failure import failure_of
+from nbkit.rank.train.step.pending_step import Pending
+from nbkit.rank.train.step.step_clock import Clock
+from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.records.events import Event, StepDone
+
+__all__ = ["History", "Records"]
+
+
+class Records(list[dict[str, Any]]):
+    """A list of step records that shows itself in one line, so that a cell may end with `trainer.fit(500)`."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "<no steps yet>"
+        first, last = self[0], self[-1]
+        return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
+
+
+class History:
+    """Finished records, the steps whose numbers are under way, and who is told of them."""
+
+    def __init__(self, *, world_size: int) -> None:
+        self.records = Records()
+        self.pending: deque[Pending] = deque()
+        self.clock = Clock()
+        self.listeners: list[Callable[[Event], None]] = []
+        self.step = 0
+        self.agreed = 0  # the newest request that all ranks hold
+        self.remarks: dict[str, str] = {}  # go into the record of the next step
+        self._torn = self._silent = False
+        self._world_size = world_size
+        self._first = self._total = 0
+        self._pace = 0.0
+
+    def begin(self, total: int) -> None:
+        """A run of `total` steps (0: not known) begins now."""
+        self._first, self._total = self.step, total
+        step_boundary.report(step=self.step, goal=self._goal)
+        self.clock.restart()
+
+    def moved(self, before: int) -> None:
+        """A checkpoint was loaded at step `before`: a run that is under way has as many steps to make as it had."""
+        self._first += self.step - before
+
+    @property
+    def _goal(self) -> int:
+        """The step that a run ends with; 0: not known."""
+        return self._first + self._total if self._total else 0
+
+    def made(self) -> None:
+        """The optimizer has taken the newest step."""
+        if self.pending and not self.pending[-1].made:
+            self.pending[-1].made = True
+            self.pending[-1].remarks, self.remarks = self.remarks, {}
+            self.step += 1
+
+    def settle(self, *, keep: int = 0, act: bool = False) -> None:
+        """Read the numbers of finished steps into the records, all but the newest `keep`.
+
+        act: this is a step boundary, where a request that all ranks hold is served. Raises NotFinite and Stopped.
+        """
+        while len(self.pending) > keep:
+            pending = self.pending.popleft()
+            if not pending.made:
+                continue
+            numbers = self.check(pending)
+            record = pending.record(numbers)
+            self.records.append(record)
+            if not self._silent:
+                self._report(record)
+            with self.clock.stopped():
+                self.emit(StepDone(record["step"], record=record))
+        # Whoever read the numbers (save() does, and at every step it may be the only one), a boundary serves. The next
+        # step's reduction may still ask about a request that was acted on after this one's.
+        if act and self.agreed > step_boundary.inbox.acted:
+            with self.clock.stopped():
+                step_boundary.act(self.agreed)
+
+    def check(self, pending: Pending) -> StepNumbers:
+        """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
+
+        Raises NotFinite, or TrainingError when the ranks saw different data.
+        """
+        numbers = pending.reduction.read()
+        self._torn |= pending.made and not numbers.whole
+        validation.check_whole(numbers, pending)
+        validation.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
+        validation.check_streams(numbers, pending)
+        if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
+            self.agreed = pending.asked
+        return numbers
+
+    def _waits(self, numbers: StepNumbers, asked: int) -> bool:
+        """Whether what all ranks make at once for the request `asked` is being made; they begin it here."""
+        if numbers.ready == self._world_size:
+            return False
+        # Where some ranks have it already, as an interrupt may leave them, it is made when the request is served.
+        return step_boundary.inbox.make_together(asked, begin=numbers.ready == 0)
+
+    def torn(self) -> bool:
+        """Whether a step was made with gradients that the ranks had not summed; if so, what is pending is dropped.
+
+        So it is when a GPU's reduction is aborted: the host had gone on and enqueued the optimizer's step behind it.
+        """
+        torn = self._torn or any(step.made and not step.reduction.read().whole for step in self.pending)
+        self._torn = False
+        if torn:
+            self.pending.clear()
+        return torn
+
+    def forget(self, step: int) -> None:
+        """The steps after `step` have not been made."""
+        while self.pending and self.pending[-1].step > step:
+            self.pending.pop()
+
+    def drop(self) -> None:
+        """Forget the steps whose numbers are under way, and whatever was wrong with them."""
+        self.pending.clear()
+        self._torn = False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Nobody is told of what happens inside."""
+        outer, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = outer
+
+    def emit(self, event: Event) -> None:
+        """Tell the job's own listeners, then everyone on this rank."""
+        if self._silent:
+            return
+        for listener in self.listeners:
+            listener(event)
+        emit(event)
+
+    def ended_by(self, error: BaseException) -> str:
+        """Why a run ends, in a word; of a failure everyone is told what it was."""
+        if isinstance(error, Stopped | GeneratorExit):
+            return "stopped"
+        if (failure := failure_of(error, step=self.step)) is not None:
+            self.emit(failure)
+        return type(error).__name__
+
+    def _report(self, record: dict[str, Any]) -> None:
+        step, seconds = record["step"], record["seconds"]
+        self._pace = seconds if step == self._first + 1 else 0.9 * self._pace + 0.1 * seconds
+        left = (self._goal - step) * self._pace if self._total else None
+        speed = record["tokens"] / self._pace if self._pace else 0.0
+        step_boundary.report(step=step, goal=self._goal, loss=record["loss"], tokens_per_s=speed, eta_s=left)

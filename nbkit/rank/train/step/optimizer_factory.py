@@ -1,0 +1,140 @@
+"""The user's optimizer, made once over the whole model's shapes; from it, one over what a rank holds.
+
+Groups are those the user's own code formed, by original names and global shapes, whatever part of a parameter is here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train import validation
+
+__all__ = ["Template"]
+
+_ON_CPU = {"capturable": False, "fused": None}
+
+
+class Template:
+    """Which parameter is in which group, by name, and everything else that the optimizer holds."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        module: nn.Module,
+        skeleton: nn.Module,
+    ) -> None:
+        """optimizer: a callable given the skeleton, or an optimizer of `module`'s parameters.
+
+        Raises TrainingError when it is no optimizer, or holds other tensors than the model's.
+        """
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(skeleton)
+        validation.check_optimizer(made, module, skeleton)
+        if hasattr(getattr(made, "step", None), "_wrapped_by_lr_sched"):
+            raise TrainingError(
+                "An LR scheduler is on the optimizer already; it would change a learning rate that nobody uses.",
+                numbers=f"{type(made).__name__}, with {len(made.param_groups)} groups",
+                hint="LambdaLR(job.optimizer, ...) after nbkit.prepare; or lr_schedule= of the Trainer",
+            )
+        names = {id(p): name for model in (module, skeleton) for name, p in model.named_parameters()}
+        self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
+        # What an optimizer that trained before remembers, by parameter.
+        self.state = {names[id(p)]: dict(held) for p, held in made.state.items() if id(p) in names}
+        self._made = made
+
+    def build(self, held: Mapping[str, nn.Parameter], like: torch.optim.Optimizer | None = None) -> Any:
+        """An optimizer over `held`, without state. like: take the groups' settings from this one, not the first."""
+        source = like or self._made
+        if len(source.param_groups) != len(self.groups):
+            raise TrainingError(
+                "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
+                numbers=f"{len(source.param_groups)} groups, {len(self.groups)} at the start",
+                hint="all groups in the optimizer's factory, frozen parameters included",
+            )
+        params = [[held[name] for name in names if name in held] for names in self.groups]
+        return _clone(source, source.param_groups, params)
+
+    def follow(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Point the groups of the optimizer that was given at `held`, and clear its state, which the job has.
+
+        It lives as long as its user holds it, and would keep the whole model, and two moments of it, in memory.
+        """
+        self.state.clear()
+        self._made.state.clear()
+        # Groups that the user has put behind them are not the job's, and a switch must not break off here.
+        for group, names in zip(self._made.param_groups, self.groups, strict=False):
+            group["params"] = [held[name] for name in names if name in held]
+
+    def check_elementwise(self, strategy: str) -> None:
+        """Raises TrainingError when an update of half a parameter is not half the update of the whole one.
+
+        Tried on a small matrix: under a strategy that splits parameters such an optimizer would train otherwise.
+        """
+        torch_state = torch.get_rng_state()
+        draw = torch.Generator().manual_seed(0)
+        weight, grads = torch.randn(4, 6, generator=draw), [torch.randn(4, 6, generator=draw) for _ in range(2)]
+        try:
+            apart = 0.0
+            for group in self._made.param_groups:
+                whole = self._tried(group, [weight], [[grad] for grad in grads])[0]
+                halves = self._tried(group, [weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
+                apart = max(apart, (whole - torch.cat(halves)).abs().max().item())
+            same, found = apart <= 1e-6, f"largest difference {apart:.3g} after two updates"
+        except Exception as error:
+            same, found = False, f"{type(error).__name__}: {error}"
+        torch.set_rng_state(torch_state)
+        if not same:
+            raise TrainingError(
+                f"{type(self._made).__name__} does not update each element by itself, and {strategy} splits parameters "
+                "over ranks: it would train otherwise than one process.",
+                numbers=found,
+                hint="strategy='ddp', or an optimizer such as AdamW or SGD",
+            )
+
+    def _tried(
+        self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        params = [nn.Parameter(weight.clone()) for weight in weights]
+        # Of the small matrix, on the CPU, and not what graphs and kernels of a GPU want.
+        settings = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
+        if not settings.get("lr"):
+            settings["lr"] = 0.1
+        optimizer = _clone(self._made, [settings], [params])
+        for step in grads:
+            for p, grad in zip(params, step, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        return [p.detach() for p in params]
+
+
+def _clone(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
+    """An optimizer of the same kind and attributes over other parameters.
+
+    By hand: copying one with `copy` keeps only what Optimizer itself knows of, and a subclass may hold more.
+    """
+    clone = object.__new__(type(made))
+    clone.__dict__.update(
+        {
+            name: copy.copy(value) if isinstance(value, OrderedDict) else value
+            for name, value in made.__dict__.items()
+            # Wrappers that an LR scheduler put on this very object would update the old parameters.
+            if name != "step"
+        }
+    )
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {**{key: _own(value) for key, value in group.items() if key != "params"}, "params": own}
+        for group, own in zip(settings, params, strict=True)
+    ]
+    return clone
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

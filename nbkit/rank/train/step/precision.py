@@ -1,0 +1,145 @@
+"""What a job computes in: float32 weights, under autocast if asked; float16 with a scale on the loss.
+
+float16 loses gradients below 6e-8. So the loss is multiplied before backward and the gradients are divided after it,
+once they are sums over the ranks (Micikevicius et al. 2018). The scale is found as torch's GradScaler finds it: halved
+when a gradient is not finite, and then no rank updates anything; doubled after many steps without. On the wire: one
+all-reduce of 4 bytes a step over the world, as every rank holds other gradients. Its answer is waited for before the
+optimizer's step, as GradScaler does: no other precision waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train.step.async_copy import Underway
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["PRECISIONS", "Precision", "begin_update"]
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What may be asked for, beside None."""
+
+_FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-20
+
+
+class Precision:
+    """name: None, or one of PRECISIONS. Lives as long as the job: a switch changes nothing here.
+
+    scale: of the loss; None where none is needed. finite: steps since it was changed; after `growth_interval` it grows.
+    """
+
+    def __init__(self, name: str | None, *, device: torch.device, world_size: int) -> None:
+        self.dtype, self.device, self.world_size = PRECISIONS.get(name or ""), device, world_size
+        self.scale: float | None = _FIRST_SCALE if self.dtype == torch.float16 else None
+        self.finite, self.growth_interval = 0, 2000
+        self._work: dist.Work | None = None
+        self._found: Tensor | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """Raises TrainingError for trained float16 weights, whose updates a scale cannot save."""
+        halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+        if self.scale is not None and halves:
+            raise TrainingError(
+                "precision='fp16' keeps float32 weights, and the model has others.",
+                numbers=f"{len(halves)} parameters are float16, the first {halves[0]!r}",
+                hint="build the model in float32: autocast computes in float16",
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around forward and loss."""
+        # enabled=False would switch off an autocast of the caller's own.
+        return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward begins with."""
+        return loss if self.scale is None else loss * self.scale
+
+    @torch.no_grad()
+    def unscale(self, params: Iterable[nn.Parameter]) -> None:
+        """Divide the summed gradients of `params`, and ask all ranks whether theirs are finite. Collective."""
+        if self.scale is None:
+            return
+        found = torch.zeros((), dtype=torch.float32, device=self.device)
+        inverse = torch.full((), 1 / self.scale, dtype=torch.float32, device=self.device)
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in params:
+            if p.grad is not None and p.grad.numel():
+                alike.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+        for grads in alike.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+        self._found = found
+        self._work = dist.all_reduce(found, dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients of which nobody has asked `may_step`."""
+        return self._found is not None
+
+    def may_step(self) -> bool:
+        """Whether the gradients of all ranks are finite, the same on each; waits for the device. Adapts the scale.
+
+        Raises TrainingError when gradients are not finite whatever the scale.
+        """
+        if self.scale is None or self._found is None:
+            return True
+        if self._work is not None:
+            self._work.wait()
+        finite = not bool(Underway(self._found).read())
+        self._found = self._work = None
+        if not finite:
+            self.scale, self.finite = self.scale / 2, 0
+        elif (finite_for := self.finite + 1) == self.growth_interval:
+            self.scale, self.finite = self.scale * 2, 0
+        else:
+            self.finite = finite_for
+        if self.scale < _LEAST_SCALE:
+            raise TrainingError(
+                "The gradients are not finite, whatever the loss is multiplied by.",
+                numbers=f"loss scale {self.scale:.3g}, after halving it from {_FIRST_SCALE:g}",
+                hint="precision='bf16', or look for a division or a logarithm of zero",
+            )
+        return finite
+
+    def level(self) -> None:
+        """The same scale on every rank, after a step that was broken off. Collective."""
+        if self.scale is None:
+            return
+        self._found = self._work = None
+        told = torch.tensor([self.scale, self.finite], dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(told, dist.ReduceOp.MIN)
+        self.scale, self.finite = float(told[0]), int(told[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"scale": self.scale, "finite": self.finite}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as `state` says; one of another precision says nothing."""
+        if self.scale is not None and state.get("scale") is not None:
+            self.scale, self.finite = float(state["scale"]), int(state["finite"])
+
+
+def begin_update(job: Job) -> bool:
+    """Whether the optimizer may update: not where a scaled gradient is not finite, on any rank. Into the history, too.
+
+    loss_scale: that of this step. skipped: 1 when nothing is updated.
+    """
+    precision = job.precision
+    if precision.pending:
+        scale = precision.scale or 1.0
+        made = precision.may_step()
+        job.log(loss_scale=scale, skipped=float(not made))
+        if not made:
+            return False
+    job.half_way = True
+    return True

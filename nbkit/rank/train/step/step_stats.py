@@ -1,0 +1,142 @@
+"""The small reduction that every step makes: loss, weight, requests, who was not finite, how long it took.
+
+One all-reduce of a few float64, launched before the backward pass of the last micro-batch, so that it hides behind it;
+in a pipeline on CPU ranks, as soon as no other rank waits for this one; in one on GPUs, after the last operation. From
+GPUs it is read one step later, so that no host waits for its device. CPU ranks wait for it before their update: that it
+is launched early is why it mostly is there by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.rank.parallel.data_parallel.ddp import ALIVE
+from nbkit.rank.train.control.step_boundary import READY
+from nbkit.rank.train.step.async_copy import Underway
+
+__all__ = ["Result", "StepNumbers", "StepReduction"]
+
+_LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What all ranks know about a step.
+
+    loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
+    request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
+    not_finite: ranks whose own loss or weight was NaN or infinite. seconds, fingerprints: one per rank. whole: the
+    gradients are sums over all ranks; a reduction that was broken off leaves them as they were.
+    """
+
+    loss: float
+    weight: float
+    weighted: bool
+    held: int
+    ready: int
+    tokens: int
+    seconds: list[float]
+    not_finite: list[int]
+    fingerprints: list[int]
+    whole: bool = True
+
+
+class StepReduction:
+    """Sums one step's numbers over the ranks, without waiting for them until `read`."""
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._work: dist.Work | None = None
+        self._numbers: StepNumbers | None = None
+
+    def launch(
+        self,
+        loss_sum: Tensor,
+        weight: Tensor | float,
+        *,
+        weighted: bool,
+        stage: int,
+        tokens: int,
+        seconds: float,
+        fingerprint: int,
+    ) -> None:
+        """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
+        stage: of the request asked about (see boundary.Inbox).
+
+        Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
+        """
+        slots = [0.0] * (_SHARED + 3 * self.world_size)
+        slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
+        slots[_HELD], slots[_READY] = stage > 0, stage == READY
+        at = _SHARED + 3 * self.rank
+        slots[at], slots[at + 2] = seconds, fingerprint
+        vector = torch.tensor(slots, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        vector = vector.to(self.device, non_blocking=True)
+        vector[_LOSS] = loss_sum
+        vector[_WEIGHT] = weight
+        vector[at + 1] = ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT])
+        self._vector = vector
+        if self.world_size > 1:
+            self._work = dist.all_reduce(vector, async_op=True)
+
+    def finish(self, canary: Tensor | None) -> None:
+        """Order what follows on the device behind the reduction, and start the copy to the host.
+
+        canary: of the gradients' reduction (see Replicas.finish), None when nothing was reduced.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._vector[_CANARY] = ALIVE if canary is None else canary
+        self._underway = Underway(self._vector)
+
+    @property
+    def inverse_weight(self) -> Tensor:
+        """1 / the weight of all ranks, on the device; 0 when nothing has weight. After `finish`."""
+        weight = self._vector[_WEIGHT]
+        return torch.where(weight > 0, 1 / weight, 0.0)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of all ranks, on the device, 0-dimensional. After `finish`."""
+        return self._vector[_LOSS] * self.inverse_weight
+
+    def read(self) -> StepNumbers:
+        """The numbers on the host; waits until they are there."""
+        # CPU ranks ask twice: before the update whether the loss is finite, and a step later for the record.
+        if self._numbers is None:
+            self._numbers = self._read()
+        return self._numbers
+
+    def _read(self) -> StepNumbers:
+        values = self._underway.read().tolist()
+        ranks = values[_SHARED:]
+        weight = values[_WEIGHT]
+        return StepNumbers(
+            loss=values[_LOSS] / weight if weight > 0 else 0.0,
+            weight=weight,
+            weighted=values[_WEIGHTED] > 0,
+            held=round(values[_HELD]),
+            ready=round(values[_READY]),
+            tokens=round(values[_TOKENS]),
+            seconds=ranks[0::3],
+            not_finite=[rank for rank, flag in enumerate(ranks[1::3]) if flag],
+            fingerprints=[round(value) for value in ranks[2::3]],
+            whole=values[_CANARY] == ALIVE,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `job.backward` gives."""
+
+    _reduction: StepReduction
+
+    @property
+    def loss(self) -> Tensor:
+        """Of the whole global batch, on the device, 0-dimensional, not waited for."""
+        return self._reduction.loss  # worked out for who asks: four operations, of which a Trainer needs none

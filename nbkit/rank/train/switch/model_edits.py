@@ -1,0 +1,53 @@
+"""What a user has changed on the model meanwhile goes along to the next side: what is frozen, evaluates, or drops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from nbkit.rank.parallel.sharded_model import Side
+
+__all__ = ["Changes", "changes_of", "follow"]
+
+
+class Changes(NamedTuple):
+    """name of a parameter -> whether it trains; path of a module -> its mode, and its dropout."""
+
+    trained: dict[str, bool]
+    modes: dict[str, bool]
+    drops: dict[str, float]
+
+
+def changes_of(side: Side, skeleton: nn.Module) -> Changes:
+    """In what the module of `side` has become another than `skeleton`. A pipeline stage knows of its own blocks."""
+    params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
+    modes: dict[str, bool] = {}
+    drops: dict[str, float] = {}
+    for path, part in side.module.named_modules():
+        if (known := parts.get(path)) is None:
+            continue
+        dropping = _drops(part) and _drops(known) and part.p != known.p
+        if (part.training != known.training or dropping) and side.runs(f"{path}."):
+            modes |= {path: part.training} if part.training != known.training else {}
+            drops |= {path: part.p} if dropping else {}
+    trained = {name: p.requires_grad for name, p in side.held.items() if p.requires_grad != params[name].requires_grad}
+    return Changes(trained, modes, drops)
+
+
+def follow(everyone: Sequence[Changes], skeleton: nn.Module) -> bool:
+    """Give `skeleton` the changes of all ranks; whether there are any."""
+    params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
+    for changes in everyone:
+        for name, trained in changes.trained.items():
+            params[name].requires_grad_(trained)
+        for path, training in changes.modes.items():
+            parts[path].training = training
+        for path, p in changes.drops.items():
+            parts[path].p = p
+    return any(any(changes) for changes in everyone)
+
+
+def _drops(part: nn.Module) -> bool:
+    return isinstance(part, nn.modules.dropout._DropoutNd)

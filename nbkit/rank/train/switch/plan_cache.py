@@ -1,0 +1,64 @@
+"""The exchange between two strategies, from what they have every rank hold: no rank asks another. The last are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import torch
+
+from nbkit.layout import Layout
+from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.shard_layouts import Outlines
+from nbkit.strategy import Strategy
+
+__all__ = ["Kinds", "Plans"]
+
+Kinds = dict[str, torch.dtype]
+"""key of a tensor of the whole job (see holdings) -> dtype."""
+
+KEPT = 8
+
+
+class Plans:
+    """Of one job, as `rank` carries them out. From any thread."""
+
+    def __init__(self, outlines: Outlines, rank: int) -> None:
+        self.outlines, self.rank = outlines, rank
+        skeleton = outlines.skeleton
+        kept = skeleton.state_dict().keys()
+        self._kinds: Kinds = {f"weight/{name}": p.dtype for name, p in skeleton.named_parameters()}
+        self._kinds |= {f"buffer/{name}": each.dtype for name, each in skeleton.named_buffers() if name in kept}
+        self._kept: OrderedDict[tuple[Strategy, Strategy], tuple[Kinds, Exchange]] = OrderedDict()
+
+    def kinds(self, memory: Mapping[str, Mapping[str, torch.dtype]]) -> Kinds:
+        """Of every tensor of the job. memory: name of a parameter -> {key: dtype} of what the optimizer keeps of it."""
+        return self._kinds | {f"{key}/{name}": dtype for name, kinds in memory.items() for key, dtype in kinds.items()}
+
+    def exchange(self, old: Strategy, new: Strategy, kinds: Kinds) -> Exchange:
+        """From `old` to `new`. Raises StrategyError for what cannot be split, TrainingError as `Plan.of` does."""
+        known, exchange = self._kept.get((old, new), (None, None))
+        if exchange is None or known != kinds:
+            plan = Plan.of(
+                self._holdings(old, kinds),
+                self._holdings(new, kinds),
+                {key: dtype.itemsize for key, dtype in kinds.items()},
+            )
+            exchange = Exchange(plan, self.rank)
+            self._kept[old, new] = kinds, exchange
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return exchange
+
+    def _holdings(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
+        """By rank: key -> layout."""
+        states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
+        states = [each for each in states if each[1] not in ("weight", "buffer")]
+        outline = self.outlines.of(strategy)
+        return [
+            {f"weight/{name}": layout for name, layout in weights.items()}
+            | {f"buffer/{name}": layout for name, layout in buffers.items()}
+            | {key: held[name] for key, _, name in states if name in held}
+            for weights, held, buffers in zip(outline.weights, outline.held, outline.buffers, strict=True)
+        ]

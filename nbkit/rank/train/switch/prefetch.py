@@ -1,0 +1,100 @@
+"""What a switch needs and can be made beside the training, from the moment it is asked for until all ranks have it.
+
+In a thread of this rank: who holds what under the new strategy, the plan of the exchange, the module cut. It sends
+nothing, takes no memory for weights and draws no random numbers. Where groups are missing, all ranks then make them in
+a thread, begun after the same step; with NCCL the switch does, for there a group costs nothing until it is used.
+Nothing hangs on it: a switch makes what it does not find, and finds only what is still true.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from nbkit.errors import NbkitError
+from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.estimate.cost_model import settled
+from nbkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["Ahead", "begin", "make_ready"]
+
+GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds out, and makes them again
+
+
+class Ahead(step_boundary.Preparation):
+    """For a switch of `job` to `text`."""
+
+    def __init__(self, job: Job, text: str) -> None:
+        self._job, self._text = job, text
+        self._new: Strategy | None = None  # not before it is known, and that it fits
+        self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
+        self._groups: threading.Thread | None = None
+        self._made.start()
+
+    def alone(self) -> bool:
+        """Plan and module."""
+        return not self._made.is_alive()
+
+    def lacks(self) -> bool:
+        """Groups."""
+        if self._groups is not None:
+            return self._groups.is_alive()
+        if self._new is None or self._job.device.type != "cpu":
+            return False
+        return not self._job.blueprint.connected(self._new)
+
+    def together(self) -> None:
+        """The groups, and the module cut with them."""
+        self._groups = forming.beside(lambda: self._run(self._together), seconds=GROUPS_SECONDS)
+
+    def _alone(self) -> None:
+        self._new = make_ready(self._job, self._text)
+
+    def _together(self) -> None:
+        assert self._new is not None
+        self._job.blueprint.make_groups(self._new)
+
+    def _run(self, make: Callable[[], None]) -> None:
+        try:
+            make()
+        except NbkitError:
+            pass  # the switch will say so, to whom it concerns
+        except Exception as error:
+            # The training may have changed what was looked at; whatever it was, the switch does it again.
+            print(f"nothing made ready for {self._text}: {type(error).__name__}: {error}", file=sys.__stderr__)
+
+
+def begin(job: Job | None, text: str | None) -> step_boundary.Preparation:
+    """Make ready for a switch of `job` to `text`, in a thread."""
+    return step_boundary.Preparation() if job is None or text is None else Ahead(job, text)
+
+
+def make_ready(job: Job, text: str) -> Strategy:
+    """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)  # a thread begins with the first one
+    blueprint = job.blueprint
+    new = settled(job, Strategy.parse(text, job.world_size))
+    blueprint.make_ready(job.strategy, new, blueprint.plans.kinds(_expected(job)))
+    return new
+
+
+def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
+    """name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
+    own: dict[str, dict[str, torch.dtype]] = {}
+    for key, (tensor, _) in job_state.per_element(job.side, job.optimizer.inner).items():
+        kind, _, name = key.partition("/")
+        own.setdefault(name, {})[kind] = tensor.dtype
+    # Of the parameters that others hold, what is kept of those here.
+    usual = next(iter(own.values()), {})
+    trained = [name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad]
+    return {name: usual for name in trained if name not in job.side.held} | own

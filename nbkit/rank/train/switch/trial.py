@@ -1,0 +1,88 @@
+"""A strategy measured on the live job: some steps under it, of which nothing stays but how long they took."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.rank.data.data_rng import own_draws
+from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.train.control.collective_guard import Guard
+from nbkit.rank.train.control.deferred_interrupt import held_back
+from nbkit.rank.train.switch.previous_strategy import Left
+from nbkit.rank.train.switch.switch import between_steps, switch
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+__all__ = ["try_out"]
+
+
+def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
+    """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
+
+    make_step: makes one step of the training, and nothing beside it; nobody is told of it. again: whether the data can
+    be read again. Takes the memory of both sides, and raises SwitchError where there is none. Returns strategy, steps,
+    and the median seconds of a step there (the first left out, which makes what later ones reuse) and here before.
+    Raises TrainingError for data that cannot be read again, and SwitchError, on every rank alike, when the first step
+    fails on any.
+    """
+    if not again:
+        raise TrainingError(
+            "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
+            hint="an IterableDataset, or any object whose __iter__ begins anew",
+        )
+    between_steps(job)
+    job.ledger.settle()
+    left, records, switches, drawn = Left.of(job), len(job.ledger.records), len(job.switches), Drawn.so_far()
+    back, job.fallback = job.fallback, None  # of an earlier switch: these steps are none of its
+    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
+    with job.ledger.silent(), own_draws():
+        try:
+            event = switch(job, text, keep=True)
+            job.ledger.clock.restart()
+            _first(job, left, make_step)
+            for _ in range(steps - 1):
+                make_step()
+            job.ledger.settle()
+            seconds = [record["seconds"] for record in job.ledger.records[records:]]
+        finally:
+            with held_back():
+                job.ledger.drop()
+                left.take_up(job)
+                drawn.restore()
+                job.fallback = back
+                del job.ledger.records[records:], job.switches[switches:]
+            gc.collect()
+    return {
+        "strategy": event.new,
+        "steps": steps,
+        "step_s": statistics.median(seconds[1:] or seconds),
+        "before_step_s": statistics.median(before) if before else None,
+        "switch_s": event.pause_s,
+    }
+
+
+def _first(job: Job, left: Left, make_step: Callable[[], None]) -> None:
+    """The step that may well fail: then it does so on all ranks."""
+    guard = Guard(job, f"{job.step} trial {job.strategy}")
+    try:
+        make_step()
+        guard.agree()
+    except Exception as error:
+        if not guard.concerns(error):
+            raise
+        failures = guard.failures(error)
+        job.broken_off = False  # what there was before is whole, and is taken up again
+        meet(left.side.connections.edges, job.device)
+        raise SwitchError(
+            f"{job.strategy} was not measured: its first step failed, and training goes on under {left.side.strategy}.",
+            numbers=failures.words,
+            hint="%strategy shows what can be picked",
+        ) from error
+    finally:
+        guard.end()

@@ -1,0 +1,125 @@
+"""What a job refuses: losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.errors import NotFinite, TrainingError
+from nbkit.layout import bounds
+from nbkit.rank.train.step.pending_step import Pending
+from nbkit.rank.train.step.step_stats import StepNumbers
+
+__all__ = [
+    "check_counts",
+    "check_finite",
+    "check_loader",
+    "check_optimizer",
+    "check_parameters",
+    "check_streams",
+    "check_whole",
+]
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises TrainingError for what is no whole number of at least 1; None means not given."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise TrainingError(
+                f"{name} is a whole number, at least 1.", numbers=f"{name}={count!r}", hint=f"{name}=100"
+            )
+
+
+def check_whole(numbers: StepNumbers, pending: Pending) -> None:
+    """Raises TrainingError when the step's gradients were not summed over the ranks."""
+    if not numbers.whole:
+        raise TrainingError(
+            f"The reduction of step {pending.step} was broken off: its gradients are not those of all ranks.",
+            numbers="the weights have taken a step with them" if pending.made else "the weights have not been touched",
+            hint="train again: the ranks go on from one that has whole weights",
+        )
+
+
+def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) -> None:
+    """Raises NotFinite, the same on every rank. steps_since: optimizer steps made with or after these gradients."""
+    if not numbers.not_finite:
+        return
+    where = []
+    for rank in numbers.not_finite[:4]:
+        start, stop = bounds(pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
+        shown = ", ".join(map(str, pending.indices[start:stop][:16])) + ", ..." * (stop - start > 16)
+        where.append(f"rank {rank}: samples {shown}")
+    ranks = ", ".join(map(str, numbers.not_finite))
+    made = (
+        f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with it: load a checkpoint"
+        if steps_since > 0
+        else "the weights have not been touched"
+    )
+    raise NotFinite(
+        f"The loss of step {pending.step} is not finite on rank{'s' * (len(numbers.not_finite) > 1)} {ranks}.",
+        step=pending.step,
+        rank=numbers.not_finite[0],
+        numbers=f"{'; '.join(where)}; {made}",
+        hint="look at these samples (data[i]); fit() again goes on with the next batch",
+    )
+
+
+def check_streams(numbers: StepNumbers, pending: Pending) -> None:
+    """Raises TrainingError when the ranks saw different batches."""
+    if len(set(numbers.fingerprints)) > 1:
+        odd = [rank for rank, mark in enumerate(numbers.fingerprints) if mark != numbers.fingerprints[0]]
+        raise TrainingError(
+            f"The ranks read different data in step {pending.step}.",
+            numbers=f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} had another batch than rank 0",
+            hint="the same data, batch_size and seed on every rank: nbkit takes each rank's rows; seed what shuffles, "
+            "without the rank: torch.manual_seed(0)",
+        )
+
+
+def check_loader(loader: Any) -> None:
+    """Raises TrainingError for a loader that has cut the data for the ranks already."""
+    if isinstance(getattr(loader, "sampler", None), torch.utils.data.distributed.DistributedSampler):
+        raise TrainingError(
+            "The loader has a DistributedSampler, and nbkit takes each rank's rows of a global batch itself.",
+            numbers="every sample would be cut twice",
+            hint="DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+        )
+
+
+def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
+    """Raises TrainingError when `optimizer` is none, or holds other tensors than those of `models`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TrainingError(
+            "optimizer= gave no torch optimizer.",
+            numbers=f"got {type(optimizer).__name__}",
+            hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+    own = {id(p) for model in models for p in model.parameters()}
+    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strange:
+        raise TrainingError(
+            "The optimizer holds parameters that are not this model's.",
+            numbers=f"{strange} of {sum(len(group['params']) for group in optimizer.param_groups)}",
+            hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+
+
+def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int], held: Iterable[nn.Parameter]) -> None:
+    """Raises TrainingError when model or optimizer hold parameters that came after the job was built.
+
+    known: ids of the parameters that the model had then; held: what the optimizer was given. Others would never be
+    summed over the ranks.
+    """
+    own = {id(p) for p in held}
+    new = [name for name, p in model.named_parameters() if id(p) not in known]
+    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if new or strange:
+        raise TrainingError(
+            "There are parameters that were not there when the job was built; the ranks do not sum their gradients.",
+            numbers=f"in the model: {', '.join(new[:3]) or 'none'}{', ...' * (len(new) > 3)}; "
+            f"in the optimizer: {strange}",
+            hint="build the Trainer (or job) again around the changed model",
+        )

@@ -1,0 +1,126 @@
+"""One rank's failure within a step, told to all ranks through the store of the world, so that all of them end it.
+
+A rank that fails leaves the others waiting in a collective. Between `begin` and `end` a thread of each rank looks into
+the store, and wakes this rank from what it waits in when another has called `ring`. Then all `meet`, which takes no
+process group, and `mend` the groups: what was on its way in them is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from nbkit.errors import ClusterError
+from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.comm.process_group import DelegatingGroup, registered
+from nbkit.rank.world import watchdog, world
+
+__all__ = ["Alarm", "Heard"]
+
+_LOOK_SECONDS = 0.05
+_MEET_SECONDS = 300.0  # a rank that computes comes when it next waits for another one
+_MEND_SECONDS = 60.0
+_RUNG = "rung"
+
+
+class Heard(RuntimeError):
+    """Another rank has failed."""
+
+
+class Alarm:
+    """Of one step of all ranks. name: the same on every rank, another one for every step of a world that is mended.
+
+    heard: this rank was woken.
+    """
+
+    def __init__(self, name: str) -> None:
+        here = world.current()
+        assert here is not None
+        self.world, self.heard = here, False
+        self._name, self._over = f"{here.key}/alarm/{name}", threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether the groups of this process can be formed again: its world is ours."""
+        here = world.current()
+        return here is not None and not here.dirty and isinstance(dist.group.WORLD, DelegatingGroup)
+
+    def begin(self) -> None:
+        """Listen."""
+        if self.world.place.world_size > 1:
+            self._thread = threading.Thread(target=self._listen, name="nbkit-alarm", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Do not listen any more. Harmless twice."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raises Heard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
+        if self.heard:
+            raise Heard("another rank has failed")
+
+    def ring(self) -> None:
+        """Tell the others that this rank has failed."""
+        self._store().set(_RUNG, str(self.world.place.rank))
+
+    def rung(self) -> bool:
+        """Whether any rank has told so."""
+        return self.world.place.world_size > 1 and bool(self._store().check([_RUNG]))
+
+    def meet(self, said: str) -> list[str]:
+        """What each rank says, by rank, when all have come. Collective, without a group.
+
+        Raises ClusterError when the world is broken from outside meanwhile (a rank died, the user's Stop), and when a
+        rank does not come.
+        """
+        store, ranks = self._store(), range(self.world.place.world_size)
+        store.set(f"said/{self.world.place.rank}", said)
+        deadline, pause = time.monotonic() + _MEET_SECONDS, 0.001
+        while not store.check([f"said/{rank}" for rank in ranks]):
+            if self.world.dirty:
+                raise ClusterError("The ranks do not come together.", numbers=self.world.dirty)
+            if time.monotonic() > deadline:
+                raise ClusterError("The ranks do not come together.", numbers=f"within {_MEET_SECONDS:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return [store.get(f"said/{rank}").decode() for rank in ranks]
+
+    def mend(self) -> None:
+        """Form all groups again, in this generation of the world. Collective; the alarm has ended.
+
+        Raises ClusterError when the ranks do not come together, and when the world is broken from outside meanwhile.
+        """
+        here = self.world
+        here.key += "+"
+        if here.place.world_size > 1:
+            forming.stop("the groups are formed again")
+            here._require_store().set_timeout(timedelta(seconds=_MEND_SECONDS))
+            with here._forming(_MEND_SECONDS):
+                here._form_groups(registered())
+        if here.dirty:
+            raise ClusterError("The world was broken again.", numbers=here.dirty)
+
+    def _store(self) -> Store:
+        return PrefixStore(self._name, self.world._require_store())
+
+    def _listen(self) -> None:
+        try:
+            # A connection of its own: nccl waits in the world's.
+            own: Any = self.world._require_store()
+            store = PrefixStore(self._name, own.clone())
+            while not self._over.wait(_LOOK_SECONDS):
+                if store.check([_RUNG]):
+                    self.heard = True
+                    watchdog.wake("another rank has failed")
+                    return
+        except Exception:
+            return  # the store is gone, and rank 0 with it: that is told in other ways

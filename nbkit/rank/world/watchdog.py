@@ -1,0 +1,166 @@
+"""Where this rank is, readable while it is stuck; how it is broken out of what it waits in; how its children end.
+
+Everything here may be called from a thread while the main thread blocks in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from nbkit.rank.comm import background_creation, group_creation, process_group
+from nbkit.rank.world import world
+
+__all__ = ["break_out", "descendants", "dump_on_signal", "end_descendants", "main_thread_stack", "wake", "where"]
+
+_ABORT_SECONDS = 2.0
+
+# Frames of the machinery between a user's cell and the interpreter; by folder name, nothing of it is imported here.
+_MACHINERY = ("IPython", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "traitlets", "zmq", "torch")
+
+_dump_file: IO[str] | None = None
+
+
+def break_out(reason: str) -> None:
+    """Release this process from whatever operation of a process group it waits in, and from the forming of one.
+
+    The waiting call raises an error; the world is marked dirty with `reason` and is of use again after
+    `World.reform`. Returns within about 2 s; harmless when repeated or when nothing waits.
+    """
+    if (here := world.current()) is not None and not here.dirty:
+        here.dirty = reason
+    wake(reason)
+
+
+def wake(reason: str) -> None:
+    """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
+
+    gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only). nccl: the communicators are
+    aborted; a rank whose peers never come to the first use of a communicator is not released.
+    """
+    background_creation.forming.broken = background_creation.forming.broken or reason
+    group_creation.shut_all()
+    if communicators := [
+        backend for group in process_group.live() if (backend := group_creation.nccl_backend(group)) is not None
+    ]:
+        # Aborting may itself wait for the device; the caller may not.
+        aborting = threading.Thread(target=_abort, args=(communicators,), name="nbkit-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_SECONDS)
+
+
+def main_thread_stack() -> list[str]:
+    """The main thread's frames in the user's own code, outermost first, as "file:line in name"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_machinery(file):
+            lines.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines[::-1]
+
+
+def where() -> str:
+    """One line: the user's innermost line, and the operation issued last. Empty when there is neither."""
+    stack, issued = main_thread_stack(), process_group.where()
+    return "; ".join(part for part in (stack[-1] if stack else "", issued and f"last issued {issued}") if part)
+
+
+def dump_on_signal(path: str | os.PathLike[str]) -> None:
+    """On SIGUSR1 append the stacks of all threads to the file `path`; works while a C call holds the GIL."""
+    global _dump_file
+    previous, _dump_file = _dump_file, Path(path).open("a")
+    faulthandler.register(signal.SIGUSR1, file=_dump_file, all_threads=True)
+    if previous is not None:
+        previous.close()
+
+
+def descendants(pid: int | None = None) -> list[tuple[int, int]]:
+    """(pid, start time) of all processes forked, directly or not, from `pid` (default: this process).
+
+    Forked without exec, as DataLoader workers are: they hold duplicates of the parent's connections, so peers
+    do not notice its death. Programs the user started are not among them. Start time in clock ticks since boot.
+    """
+    if not os.path.isdir("/proc/self"):
+        return []
+    root = os.getpid() if pid is None else pid
+    command = _read(root, "cmdline")
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (status := _status(int(name))) is not None:
+            parent, started = status
+            children.setdefault(parent, []).append((int(name), started))
+    found: list[tuple[int, int]] = []
+    waiting = [root]
+    while waiting:
+        for child, started in children.get(waiting.pop(), []):
+            if _read(child, "cmdline") == command:
+                found.append((child, started))
+                waiting.append(child)
+    return found
+
+
+def end_descendants() -> list[int]:
+    """SIGKILL the processes forked from this one (`descendants`); returns their pids."""
+    ended = []
+    for pid, started in descendants():
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)  # from here on the pid cannot come to mean another process
+            try:
+                status = _status(pid)
+                if status is not None and status[1] == started:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    ended.append(pid)
+            finally:
+                os.close(handle)
+    return ended
+
+
+def _abort(communicators: list[Any]) -> None:
+    # As torch's own _abort_process_group: in one nccl group, or the aborts of several communicators wait for
+    # each other.
+    first = communicators[0]
+    grouped = dist.is_nccl_available() and isinstance(first, dist.ProcessGroupNCCL)
+    if grouped:
+        first._group_start()
+    for backend in communicators:
+        backend.abort()
+    if grouped:
+        first._group_end()
+
+
+def _is_machinery(file: str) -> bool:
+    path = Path(file)
+    if path.is_relative_to(_OWN) or file.startswith("<frozen"):
+        return True
+    if "site-packages" in path.parts:
+        return path.parts[path.parts.index("site-packages") + 1] in _MACHINERY
+    return path.is_relative_to(_STDLIB)
+
+
+def _status(pid: int) -> tuple[int, int] | None:
+    """(parent pid, start time) of a process, or None when it is gone."""
+    # The command's name may hold spaces and brackets: fields are counted from its closing bracket.
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return (int(fields[1]), int(fields[19])) if len(fields) > 19 and fields[0] != b"Z" else None
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+_OWN = Path(__file__).parents[2]
+_STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -1,0 +1,300 @@
+"""The world a rank belongs to: joining it, its generations, leaving it.
+
+A generation is one forming of the world: a store of its own (served by rank 0, on a socket that was bound for it),
+and a new inner group in every delegating group. The user's objects keep their groups from one to the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from nbkit.errors import ClusterError, UsageError
+from nbkit.rank.comm.background_creation import BreakableStore, forming
+from nbkit.rank.comm.group_creation import install, reform_group, release
+from nbkit.rank.comm.process_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
+from nbkit.rank.world import init_process_group
+from nbkit.rank.world.broken_step import clear_broken_steps
+from nbkit.rank.world.place import Place, keep_local, open_listener
+
+__all__ = ["Place", "World", "current", "open_listener"]
+
+_current: World | None = None
+
+
+class World:
+    """The world of this process, one per process. `dirty` says why it cannot be used until it is re-formed."""
+
+    def __init__(self, place: Place, *, generation: int = 1) -> None:
+        self.place = place
+        self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
+        self.dirty = ""
+        self._store: Store | None = None
+        self._num_formed = 0  # default groups formed in this generation; the same on all ranks
+
+    @classmethod
+    def join(
+        cls,
+        place: Place,
+        *,
+        listen: socket.socket | None,
+        address: str,
+        port: int,
+        timeout_s: float = 60.0,
+        generation: int = 1,
+    ) -> World:
+        """Form the world with the other ranks and return when an all-reduce over all of them gave the right sum.
+
+        listen: on rank 0 a bound, listening socket at address:port (`open_listener`), on other ranks None.
+        Raises ClusterError when the ranks do not come together within `timeout_s` seconds.
+        """
+        global _current
+        if dist.is_initialized():
+            raise UsageError("This process already belongs to a world.", hint="world.reform(...) or world.leave()")
+        world = cls(place, generation=generation)
+        world._prepare(address, port)
+        _current = world
+        try:
+            with world._forming(timeout_s):
+                world._meet(listen, address, port, timeout_s)
+                world._form_groups([])
+        except BaseException:
+            world.leave()
+            raise
+        return world
+
+    @classmethod
+    def join_from_env(cls) -> World:
+        """The world of a script: torchrun's, or of one process where RANK is not set; an existing group is kept."""
+        global _current
+        if _current is not None:
+            return _current
+        place = Place.from_env()
+        if not dist.is_initialized() and "RANK" not in os.environ:
+            listen = open_listener()
+            alone = cls.join(place, listen=listen, address="127.0.0.1", port=listen.getsockname()[1])
+            atexit.register(alone.leave)
+            return alone
+        install()
+        if not dist.is_initialized():
+            keep_local(os.environ.get("MASTER_ADDR", ""))
+            if place.device == "cuda":
+                torch.cuda.set_device(place.gpu(num_gpus=torch.cuda.device_count()))
+                place.warn_of_gloo(num_gpus=torch.cuda.device_count())
+            dist.init_process_group(place.torch_backend)
+        else:
+            if place.device == "cuda":
+                bound = c10d._get_default_group().bound_device_id
+                num, current = torch.cuda.device_count(), torch.cuda.current_device()
+                torch.cuda.set_device(place.gpu(num_gpus=num, bound=bound, current=current))
+            place = Place(
+                dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, place.device,
+                "nccl" if "nccl" in dist.get_backend() else "gloo",
+            )  # fmt: skip
+        world = cls(place)
+        world._store = c10d._get_default_store()
+        init_process_group.guard(world)
+        _current = world
+        atexit.register(world.leave)  # a group that is left to the interpreter's own end may abort it
+        return world
+
+    def alive(self) -> bool:
+        """True when the default group exists and nothing has broken it."""
+        group = dist.group.WORLD
+        return group is not None and not self.dirty and not isinstance(getattr(group, "inner", None), Broken)
+
+    def reform(
+        self, generation: int, *, listen: socket.socket | None, address: str, port: int, timeout_s: float = 60.0
+    ) -> None:
+        """Form a new generation: every group that all of its members still hold gets a new inner group.
+
+        Groups that some member lost stay broken, with an error that says so. Counts start at zero.
+        Raises ClusterError when the ranks do not come together within `timeout_s` seconds.
+        """
+        if generation <= self.generation:
+            raise UsageError("Generations only go up.", numbers=f"now {self.generation}, asked for {generation}")
+        self.dirty = self.dirty or "being re-formed"
+        forming.stop("a new generation is formed")
+        self.generation, self.key, self._num_formed = generation, f"gen{generation}", 0
+        self._prepare(address, port)
+        with self._forming(timeout_s):
+            self._meet(listen, address, port, timeout_s)
+            self._form_groups(registered())
+        self.dirty = ""
+
+    def rejoin(self, backend: str | None = None, **options: Any) -> None:
+        """Form the default group again in this generation, after user code destroyed it; all ranks must call this.
+
+        options: as of `init_process_group` (timeout, pg_options, device_id).
+        """
+        self._init(backend or self.place.torch_backend, **options)
+        if self.dirty == init_process_group.DESTROYED:
+            self.dirty = ""
+
+    def leave(self) -> None:
+        """Leave in good order: all groups destroyed, the store dropped. Harmless twice."""
+        global _current
+        forming.stop("this rank leaves the world")
+        # Works and reducers in reference cycles hold groups; freed at interpreter exit they end in std::terminate.
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for group in live():
+            release(group, Broken(f"Process group {group.label} was destroyed: this rank left the world."))
+        self._store = None
+        self.dirty = "this rank has left the world"
+        if _current is self:
+            _current = None
+            init_process_group.guard(None)
+        gc.collect()
+
+    def _prepare(self, address: str, port: int) -> None:
+        install()
+        init_process_group.guard(self)
+        place = self.place
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE=str(place.world_size),
+            LOCAL_RANK=str(place.local_rank),
+            LOCAL_WORLD_SIZE=str(place.local_world_size),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID=os.environ.get("TORCHELASTIC_RUN_ID", "nbkit"),
+            # A store of the user's own with env:// then joins ours as a client; it could not bind the port.
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        keep_local(address)
+        if place.backend == "nccl":
+            # A failing collective must not end a process whose state the user wants to keep.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+    def _meet(self, listen: socket.socket | None, address: str, port: int, timeout_s: float) -> None:
+        serves = self.place.rank == 0
+        if serves and listen is None:
+            raise UsageError("Rank 0 needs the listening socket of the generation.", hint="listen=open_listener()")
+        if listen is not None and not serves:
+            listen.close()  # a copy inherited by fork
+        self._store = TCPStore(
+            address,
+            port,
+            self.place.world_size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listen.detach() if serves and listen is not None else None,
+        )
+
+    def _form_groups(self, groups: list[DelegatingGroup]) -> None:
+        held, count = self._compare(groups)
+        # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
+        for group in live():
+            release(group, Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
+        c10d._world.pg_coalesce_state.clear()
+        if groups:
+            clear_broken_steps()
+        default = dist.group.WORLD
+        if isinstance(default, DelegatingGroup):
+            reform_group(default, self._next_store())
+        else:
+            self._init(self.place.torch_backend)
+        # torch names a new group by a running number, which must be the same on all ranks, also on a replaced one.
+        c10d._world.group_count = max(count, c10d._world.group_count)
+        for group in groups:
+            if group is default:
+                continue
+            lost = [rank for rank in group.members if _key(group) not in held[rank]]
+            if lost:
+                group.inner = Broken(
+                    f"Process group {group.label} is broken: not all of its members are there any more.",
+                    numbers=f"members {list(group.members)}, without it: {lost}",
+                    hint="create it again: new_group(...), or a new DeviceMesh",
+                )
+                continue
+            members = hashlib.sha256(str(group.members).encode()).hexdigest()[:16]
+            reform_group(group, PrefixStore(f"{self.key}/{members}", self._require_store()))
+        self._check()
+
+    def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], int]:
+        """Tell all ranks which groups this one holds, and hear the same of them.
+
+        Returns the groups, index == rank, and the highest count of groups that torch made on any rank.
+        """
+        store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
+        mine = {"groups": [_key(group) for group in groups], "count": c10d._world.group_count}
+        store.set(str(self.place.rank), json.dumps(mine))
+        told = [json.loads(store.get(str(rank))) for rank in range(self.place.world_size)]
+        return [set(one["groups"]) for one in told], max(one["count"] for one in told)
+
+    def _init(self, backend: str, **options: Any) -> None:
+        init_process_group.init_process_group(
+            backend, store=self._next_store(), rank=self.place.rank, world_size=self.place.world_size, **options
+        )
+
+    def _next_store(self) -> Store:
+        self._num_formed += 1
+        return PrefixStore(f"{self.key}/default{self._num_formed}", self._require_store())
+
+    def _require_store(self) -> Store:
+        if self._store is None:
+            raise ClusterError("This rank has left the world.", hint="%cluster restart")
+        return self._store
+
+    def _check(self) -> None:
+        one = torch.ones(1, device="cuda" if self.place.backend == "nccl" else "cpu")
+        work = dist.all_reduce(one, async_op=True)
+        # Polled, because a wait in C++ could be neither interrupted nor limited without limiting the group for life.
+        while not work.is_completed():
+            if forming.deadline is not None and time.monotonic() > forming.deadline:
+                raise ClusterError("The world formed, but its first all-reduce does not end.")
+            time.sleep(0.0005)
+        work.wait()
+        if (total := int(one.item())) != self.place.world_size:
+            raise ClusterError(
+                "The world formed, but its first all-reduce is wrong.",
+                numbers=f"sum of ones {total}, ranks {self.place.world_size}",
+            )
+        # As long as gloo's and nccl's own: nccl meets in it when a communicator is first used.
+        self._require_store().set_timeout(FOREVER)
+        reset_counts()
+
+    @contextlib.contextmanager
+    def _forming(self, timeout_s: float) -> Iterator[None]:
+        forming.broken, forming.deadline = "", time.monotonic() + timeout_s
+        try:
+            yield
+        except ClusterError as error:
+            self.dirty = str(error)
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            self.dirty = f"generation {self.generation} could not be formed: {error}"
+            raise ClusterError(
+                f"Generation {self.generation} of the world could not be formed.",
+                numbers=f"rank {self.place.rank} of {self.place.world_size}: {error}",
+                hint="%cluster restart",
+            ) from error
+        finally:
+            forming.deadline = None
+
+
+def current() -> World | None:
+    """The world of this process, or None before it joined one."""
+    return _current
+
+
+def _key(group: DelegatingGroup) -> str:
+    return f"{group.group_name} {group.members}"

@@ -1,0 +1,102 @@
+"""What costs a step the most, by the bars of all ranks, and one sentence on it with what one could try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.pipeline_links import Link
+from nbkit.records.readings import MESSAGES, Row
+
+__all__ = ["largest_loss", "reading"]
+
+_AT_LEAST = 0.1  # of a step, for a part to be worth a word
+_SHARED = ("exposed", "data", "optimizer", "other")
+
+
+def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late | str:
+    """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
+    "compute" where none takes much.
+
+    A rank is not named for a little that it is late where every rank loses more to one and the same part.
+    """
+    if not of:
+        return "compute"
+    late = late_rank(of)
+    if slow is not None and (late is None or slow.seconds > late.seconds):
+        return slow
+    shared = max(min(getattr(bar, part) for bar in of) for part in _SHARED)
+    if late is not None and late.seconds >= shared:
+        return late
+    sums = {part: sum(getattr(bar, part) for bar in of) for part in _ADVICE}
+    worst = max(sums, key=lambda part: sums[part])
+    return worst if sums[worst] >= _AT_LEAST * sum(bar.seconds for bar in of) else "compute"
+
+
+def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = None) -> str:
+    """One sentence on where the step goes, and what one could try. "" without bars. slow: see links.slow_link."""
+    whole = sum(bar.seconds for bar in of)
+    if whole <= 0:
+        return ""
+    step, loss = whole / len(of), largest_loss(of, slow=slow)
+    if isinstance(loss, Link):
+        return (
+            f"Messages from rank {loss.source} to rank {loss.target} hold the pipeline up for "
+            f"{loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}): {_CAUSES['exposed']}"
+        )
+    if isinstance(loss, Late):
+        ranks = (loss.rank, *loss.beside)
+        who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
+        others = "The others wait" if len(of) > 2 else "The other rank waits"
+        return (
+            f"{others} {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}) "
+            f"for {who}, {_LONGER[loss.cause]}: {_CAUSES[loss.cause]}"
+        )
+    share = sum(getattr(bar, loss) for bar in of) / whole
+    if loss == "compute":
+        return f"{share:.0%} of the step is compute."
+    what, advice = _SPOKEN[loss], _ADVICE[loss]
+    moved = [row for row in rows if row.op not in MESSAGES and row.bytes]
+    if loss == "exposed" and moved:
+        longest = max(moved, key=lambda row: row.blocked)  # what is hidden behind compute is not what costs
+        what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
+        advice = _EXPOSED.get(longest.axis, advice)
+    return f"{share:.0%} of the step is {what}: {advice}"
+
+
+_SPOKEN = {
+    "exposed": "exposed communication",
+    "waiting": "waiting for peers",
+    "bubble": "pipeline bubble",
+    "data": "waiting for data",
+    "optimizer": "the optimizer",
+    "other": "in none of the measured parts",
+}
+_LONGER = {
+    "data": "whose waiting for data takes longer",
+    "compute": "whose compute takes longer",
+    "optimizer": "whose optimizer takes longer",
+    "other": "which spends more time outside of the measured parts",
+    "exposed": "whose exposed communication takes longer",
+}
+_ADVICE = {
+    "exposed": "try a larger micro-batch",
+    "waiting": "the ranks are late in turns: look at what else runs on these machines",
+    "bubble": "try more micro-batches, or schedule=zbv",
+    "data": "try more loader workers",
+    "optimizer": "try a fused optimizer, or zero1",
+    "other": "look at callbacks and logging",
+}
+_EXPOSED = {
+    "dp": "try zero1 or a larger micro-batch",
+    "shard": "try hsdp, or a larger micro-batch",
+    "tp": "try a smaller tp",
+    "cp": "try a smaller cp",
+}
+_CAUSES = {
+    "data": "look at its loader",
+    "compute": "look at what else runs there, its clocks, and how evenly the work is split",
+    "optimizer": "look at how evenly the parameters are split",
+    "other": "look at what only this rank does",
+    "exposed": "look at the link between them",
+}

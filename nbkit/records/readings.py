@@ -1,0 +1,226 @@
+"""What the records of all ranks say: where each rank's step went, who is late and why, what went over which axis.
+
+Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard, the terminal and a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.records import Group, StepRecord, Traffic
+
+__all__ = [
+    "MESSAGES",
+    "Bar",
+    "Late",
+    "Row",
+    "TrafficMatrix",
+    "bars",
+    "late_rank",
+    "mean_bars",
+    "members_of",
+    "table",
+    "traffic_matrix",
+    "usual_bars",
+]
+
+_TIMES = ("seconds", "algbw", "busbw", "overlap")
+MESSAGES = ("send", "recv", "batch")
+_ALIKE = ("dp", "shard", "replicate", "cp", "tp")
+
+Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
+Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
+
+    seconds: mean duration of a call, peers that came late included; None when none was timed. algbw and busbw: bytes/s
+    as nccl-tests define them (busbw: what each link carries). overlap: the share of that time in which this rank did
+    something else; None where nothing was timed. blocked: seconds for which the ranks stood still for it.
+    """
+
+    op: str
+    axis: str
+    calls: float
+    bytes: float
+    seconds: float | None
+    algbw: float | None
+    busbw: float | None
+    overlap: float | None
+    blocked: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrafficMatrix:
+    """Bytes from rank to rank in one step. sent: messages, exact. modelled: collectives, as if each ran in a ring."""
+
+    sent: tuple[tuple[float, ...], ...]
+    modelled: tuple[tuple[float, ...], ...]
+
+
+def members_of(groups: Iterable[Group]) -> dict[str, tuple[int, ...]]:
+    """label -> global ranks."""
+    return {group.label: group.members for group in groups}
+
+
+def bars(steps: Steps, members: Members) -> list[Bar]:
+    """The bar of each rank, of the ranks whose step was measured.
+
+    Waiting is told from transfer by the rank of the group that stood still the least for the same operations: it came
+    last, so what it waited was transfer, and what others waited longer, they waited for peers. An estimate from below
+    where different ranks are late in turns within one step.
+    """
+    least: dict[tuple[str, str], float] = {}
+    here: dict[str, int] = {}
+    for record in steps.values():
+        for row in record.traffic:
+            if _collective(row):
+                key = row.op, row.group
+                least[key] = min(least.get(key, row.blocked), row.blocked)
+    for label, ranks in members.items():
+        here[label] = sum(rank in steps for rank in ranks)
+    peers = _peers(steps, members)
+    made = []
+    for rank, record in sorted(steps.items()):
+        if not record.parts:
+            continue
+        waiting = sum(
+            row.blocked - least[row.op, row.group]
+            for row in record.traffic
+            # Where the others' records are missing, nobody knows who was late.
+            if _collective(row) and row.group in members and here[row.group] == len(members[row.group])
+        )
+        parts = dict(record.parts)
+        exposed = parts.pop("exposed", 0.0)
+        waiting = min(waiting, exposed)
+        made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, peers=peers[rank], **parts))
+    return made
+
+
+def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
+    """The mean bar of each rank over several steps."""
+    return _over(steps, members, fmean)
+
+
+def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
+    """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
+
+    The parts of such a bar no longer add up to its seconds.
+    """
+    return _over(steps, members, median)
+
+
+def _over(steps: Sequence[Steps], members: Members, one_of: Callable[[Iterable[float]], float]) -> list[Bar]:
+    every: dict[int, list[Bar]] = {}
+    for one in steps:
+        for bar in bars(one, members):
+            every.setdefault(bar.rank, []).append(bar)
+    names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
+    return [
+        Bar(rank, peers=those[-1].peers, **{name: one_of([getattr(bar, name) for bar in those]) for name in names})
+        for rank, those in sorted(every.items())
+    ]
+
+
+def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[Row]:
+    """Operations by axis, the most bytes first. Messages count where they are sent.
+
+    near: other steps of the same strategy; what no rank timed in `steps` took as long as in the first where one did.
+    """
+    every: dict[tuple[str, str], list[Traffic]] = {}
+    for record in steps.values():
+        for row in record.traffic:
+            every.setdefault((row.op, row.axis), []).append(row)
+    made = []
+    for (op, axis), rows in every.items():
+        calls, size = sum(row.calls for row in rows), sum(row.bytes for row in rows)
+        timed, seconds = sum(row.timed for row in rows), sum(row.seconds for row in rows)
+        # Bytes and waiting of the calls that were timed: those of one kind are taken for alike.
+        moved = [(row.bytes * row.timed / row.calls, len(members.get(row.group, (0,)))) for row in rows if row.calls]
+        alg = sum(size * _whole(op, n) for size, n in moved)
+        bus = sum(size * _whole(op, n) * _bus_factor(op, n) for size, n in moved)
+        stood = sum(row.blocked * row.timed / row.calls for row in rows if row.calls)
+        overlap = max(0.0, 1 - stood / seconds) if timed and seconds > 0 else None
+        made.append(
+            Row(
+                op,
+                axis,
+                calls / max(len(steps), 1),
+                size,
+                seconds / timed if timed else None,
+                alg / seconds if timed and seconds > 0 else None,
+                bus / seconds if timed and seconds > 0 else None,
+                overlap,
+                sum(row.blocked for row in rows),
+            )
+        )
+    for other in near:
+        if all(row.seconds is not None for row in made):
+            break
+        known = {(row.op, row.axis): {name: getattr(row, name) for name in _TIMES} for row in table(other, members)}
+        made = [replace(row, **known.get((row.op, row.axis), {})) if row.seconds is None else row for row in made]
+    return sorted(made, key=lambda row: -row.bytes)
+
+
+def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
+    """Bytes from each rank (row) to each other (column) in this step."""
+    sent = [[0.0] * world_size for _ in range(world_size)]
+    modelled = [[0.0] * world_size for _ in range(world_size)]
+    for rank, record in steps.items():
+        for row in record.traffic:
+            if row.op == "send" and row.peer is not None and row.peer >= 0:
+                sent[rank][row.peer] += row.bytes
+            elif _collective(row):
+                _model(row, rank, members.get(row.group, ()), modelled)
+    return TrafficMatrix(tuple(map(tuple, sent)), tuple(map(tuple, modelled)))
+
+
+def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
+    """rank -> the ranks that do the same work: joined by groups along other axes than the pipeline's, itself too."""
+    axes = {row.group: row.axis for record in steps.values() for row in record.traffic}
+    if "pp" not in axes.values():
+        return dict.fromkeys(steps, tuple(sorted(steps)))
+    # The world is made of all stages: its groups join nobody.
+    joined = [set(members.get(group, ())) for group, axis in axes.items() if axis in _ALIKE]
+    found = {}
+    for rank in steps:
+        those = {rank}
+        while more := {one for group in joined if group & those for one in group} - those:
+            those |= more
+        found[rank] = tuple(sorted(those))
+    return found
+
+
+def _collective(row: Traffic) -> bool:
+    return row.op not in MESSAGES
+
+
+def _whole(op: str, n: int) -> float:
+    """nccl-tests speak of the whole of an all-gather, of which a rank contributes a part."""
+    return n if op in ("all_gather", "gather", "scatter") else 1
+
+
+def _bus_factor(op: str, n: int) -> float:
+    if op == "all_reduce":
+        return 2 * (n - 1) / n
+    return (n - 1) / n if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 1.0
+
+
+def _model(row: Traffic, rank: int, members: Sequence[int], into: list[list[float]]) -> None:
+    """What this rank hands to its right neighbour in a ring; in an all-to-all, to everyone."""
+    n = len(members)
+    if n < 2 or rank not in members:
+        return
+    if row.op == "all_to_all":
+        for other in members:
+            if other != rank:
+                into[rank][other] += row.bytes / n
+        return
+    right = members[(members.index(rank) + 1) % n]
+    ring = row.op in ("all_reduce", "all_gather", "reduce_scatter")
+    into[rank][right] += row.bytes * (_whole(row.op, n) * _bus_factor(row.op, n) if ring else 1.0)

@@ -1,0 +1,155 @@
+"""Reading the record files of a run while they are written: with a cursor, never the whole history again.
+
+A line that is still being written is left for the next time; a part that was begun meanwhile is followed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nbkit.records.records import Header, Record, StepRecord, from_line
+
+__all__ = [
+    "START",
+    "cursor_near_end",
+    "old_part",
+    "overview_of",
+    "rank_files",
+    "read_head",
+    "read_overview",
+    "read_since",
+    "written",
+]
+
+START = (-1, 0)
+"""The cursor of everything that is there."""
+
+Cursor = tuple[int, int]  # part of the file, bytes of it that have been read
+
+_STEP = b'{"kind":"step",'
+
+
+def rank_files(run_dir: Path) -> dict[int, Path]:
+    """rank -> its file, of those that are there."""
+    found = {}
+    for path in (run_dir / "telemetry").glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def old_part(path: Path) -> Path:
+    """Where the part before the newest one lies."""
+    return path.with_suffix(".old.jsonl")
+
+
+def overview_of(path: Path) -> Path:
+    """Where the overview of the whole run lies."""
+    return path.with_suffix(".overview.jsonl")
+
+
+def written(path: Path) -> tuple[float, float]:
+    """When a rank's overview last grew (0 before the first step), then its file; by Unix time.
+
+    A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little. In a
+    long run the overview grows every 2, 4, 8, ... steps only.
+    """
+    return _changed(overview_of(path)), _changed(path)
+
+
+def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
+    """(records written since `cursor`, the cursor to go on from).
+
+    steps: of the step records only so many of the newest; to read the others would cost the most.
+    Where more than one part was written meanwhile, what lay between is gone; the records then begin with a Header.
+    """
+    # The newest part first: when a new one is begun while we read, the other one is then the part before it.
+    part, data = _part(path, cursor)
+    if part is None:
+        part, data = _part(old_part(path), cursor)
+        return ([], cursor) if part is None else _parsed(data, part, cursor, steps)
+    if part == cursor[0]:
+        return _parsed(data, part, cursor, steps)
+    before, lines = _part(old_part(path), cursor)
+    earlier: list[Record] = []
+    if before == part - 1 and lines is not None:
+        earlier, _ = _parsed(lines, before, cursor, steps)
+    records, cursor = _parsed(data, part, (part, 0), steps)
+    return earlier + records, cursor
+
+
+def cursor_near_end(path: Path, *, num_bytes: int = 256 << 10) -> Cursor:
+    """A cursor `num_bytes` before the end of the newest part, so that opening a long run costs nothing.
+
+    Header and groups are then not read again: `read_since(path)[0]` of a short file, or `read_head`, gives them.
+    """
+    try:
+        with path.open("rb") as file:
+            head = from_line(file.readline())
+            size = file.seek(0, 2)
+            if not isinstance(head, Header):
+                return START
+            if size <= num_bytes:
+                return START if head.part == 0 else (head.part, 0)
+            file.seek(size - num_bytes)
+            file.readline()
+            return head.part, file.tell()
+    except FileNotFoundError:
+        return START
+
+
+def read_head(path: Path) -> list[Record]:
+    """The Header of the newest part, and the Groups that were known when it began."""
+    head: list[Record] = []
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                record = from_line(line)
+                if record is None or record.kind not in ("header", "group"):
+                    break
+                head.append(record)
+    except FileNotFoundError:
+        pass
+    return head
+
+
+def read_overview(path: Path) -> list[StepRecord]:
+    """The whole run, the oldest first, each record the mean of `span` steps."""
+    try:
+        lines = overview_of(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # not there yet; or a new part takes its place at this moment
+        return 0.0
+
+
+def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:
+    """(which part this is, its bytes from the cursor on, or all of them when the cursor lies in another one)."""
+    try:
+        with path.open("rb") as file:
+            head = from_line(file.readline())
+            if not isinstance(head, Header):
+                return None, None
+            file.seek(cursor[1] if head.part == cursor[0] else 0)
+            return head.part, file.read()
+    except FileNotFoundError:
+        return None, None
+
+
+def _parsed(data: bytes | None, part: int, cursor: Cursor, steps: int | None) -> tuple[list[Record], Cursor]:
+    whole = data[: data.rfind(b"\n") + 1] if data else b""
+    lines = whole.splitlines()
+    if steps is not None:
+        told = [i for i, line in enumerate(lines) if line.startswith(_STEP)]
+        old = set(told[: max(len(told) - steps, 0)])
+        lines = [line for i, line in enumerate(lines) if i not in old]
+    records = [record for line in lines if (record := from_line(line)) is not None]
+    read = cursor[1] if part == cursor[0] else 0
+    return records, (part, read + len(whole))

@@ -1,0 +1,295 @@
+"""Records of what was measured, to and from JSON lines: one file per rank, written as a job runs, read while it does.
+
+<run>/telemetry/rank3.jsonl is the newest part of rank 3's file and rank3.old.jsonl the part before it; older parts are
+gone. Each part begins with a Header and the Groups, so that it can be read alone. rank3.overview.jsonl holds
+the whole run in a bounded number of lines, each the mean of `span` steps. Times are ns of the rank's perf_counter;
+`Header.unix` puts those of all ranks on one axis.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+__all__ = [
+    "LISTEN_EVERY",
+    "Detail",
+    "EventRecord",
+    "GpuHealth",
+    "Group",
+    "Header",
+    "HealthRecord",
+    "MemoryRecord",
+    "Outside",
+    "PipelineOp",
+    "Record",
+    "StepRecord",
+    "TimedCall",
+    "Traffic",
+    "from_line",
+    "to_line",
+]
+
+LISTEN_EVERY = 5
+"""Asynchronous collectives tell when they end in one of so many steps, and in those that are kept moment by moment."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What every line is. kind: its name in the file."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Header(Record):
+    """The first line of a part. part: counts up. clock: "host", or "cuda" where steps are on the device's own time.
+
+    unix_s and clock_ns: the same moment by the wall clock of this rank's host and by its perf_counter.
+    offset_ns: what has to be added to this rank's perf_counter to get rank 0's. base_bytes: what the process held
+    before the job.
+    """
+
+    kind: ClassVar[str] = "header"
+    rank: int
+    world_size: int
+    part: int
+    host: str = ""
+    clock: str = "host"
+    strategy: str = ""
+    clock_ns: int = 0
+    offset_ns: int = 0
+    unix_s: float = 0.0
+    base_bytes: int = 0
+
+    def aligned(self, ns: int) -> int:
+        """A time of this rank on rank 0's clock, in ns."""
+        return ns + self.offset_ns
+
+    def unix(self, ns: int) -> float:
+        """A time of this rank in seconds since 1970."""
+        return self.unix_s + (ns - self.clock_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class Group(Record):
+    """A group of ranks, by the label that all of its members know it by. members: global ranks in its order."""
+
+    kind: ClassVar[str] = "group"
+    label: str
+    axis: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank did with one operation on one group (with one peer) in one step.
+
+    peer: global rank of the other end of messages, -1 for anyone; None for a collective. bytes: what this rank
+    contributed. timed: how many of the calls have a duration; seconds: those durations added up, peers that came late
+    included. blocked: seconds that this rank stood still for it.
+    """
+
+    op: str
+    axis: str
+    group: str
+    peer: int | None
+    calls: float
+    bytes: float
+    timed: float
+    seconds: float
+    blocked: float
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """One finished step (an overview's: the mean of `span` steps, the last of which is `step`).
+
+    start_ns: when it began. seconds: how long it took this rank. parts: seconds by what the training thread did:
+    compute, exposed (standing in a wait for communication), bubble, data, optimizer, other; together they are
+    `seconds`. Empty where it was not measured. numbers: loss, lr, tokens and what else the history holds.
+    cpu_seconds: of all threads of this process. own_seconds: what measuring and writing took. lost: calls
+    that were written over before they were read.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    start_ns: int = 0
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    traffic: tuple[Traffic, ...] = ()
+    numbers: dict[str, Any] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    own_seconds: float = 0.0
+    lost: int = 0
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Outside(Record):
+    """Traffic between the steps, or without a training. step: finished steps then."""
+
+    kind: ClassVar[str] = "outside"
+    step: int
+    traffic: tuple[Traffic, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """One operation of a step. place: its number in the group (in the pair, for messages), equal on all its ranks.
+
+    issued, waited and done in ns; waited: when this rank began to wait for it. None: not known.
+    """
+
+    op: str
+    group: str
+    peer: int | None
+    place: int
+    bytes: int
+    issued: int
+    waited: int | None = None
+    done: int | None = None
+    blocked: int = 0
+
+
+@dataclass(frozen=True)
+class PipelineOp:
+    """One forward ("F") or backward ("B") of a micro-batch, or one of a backward's halves: the gradient of the input
+    ("I"), those of the weights ("W"). Times in ns."""
+
+    op: str
+    stage: int
+    micro: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True)
+class Detail(Record):
+    """Every moment of one step, of every so many. laps: (state, start_ns, stop_ns) without gaps."""
+
+    kind: ClassVar[str] = "detail"
+    step: int
+    laps: tuple[tuple[str, int, int], ...] = ()
+    calls: tuple[TimedCall, ...] = ()
+    pipeline: tuple[PipelineOp, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryRecord(Record):
+    """Bytes of a rank after a backward pass. Tensors that share memory count once.
+
+    now and peak: of the allocator ("cuda"), or of the process ("rss"), where Header.base_bytes were there before.
+    """
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    now: int = 0
+    peak: int = 0
+    source: str = "rss"
+
+    @property
+    def known(self) -> int:
+        """Bytes of tensors that were counted one by one."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+    def rest(self, base: int = 0) -> int:
+        """Bytes at the peak beyond what is known and `base`: activations, buffers of communication, the allocator's."""
+        return max(0, self.peak - self.known - base)
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """A GPU at a moment; None: the driver does not tell. busy: share of the time. slowed: what lowers its clocks."""
+
+    uuid: str
+    index: int
+    mhz: float | None = None
+    top_mhz: float | None = None
+    celsius: float | None = None
+    watts: float | None = None
+    limit_watts: float | None = None
+    busy: float | None = None
+    slowed: str = ""
+
+
+@dataclass(frozen=True)
+class HealthRecord(Record):
+    """How a rank was at a moment, and on the first rank of a host also the host (cores > 0) and its GPUs.
+
+    cpu: cores that this process used on average since the last one. rss: bytes. gpu: UUID of the rank's, "" without.
+    load: processes that wanted to run, over a minute. mhz: mean clock of the cores.
+    """
+
+    kind: ClassVar[str] = "health"
+    step: int
+    ns: int = 0
+    cpu: float = 0.0
+    rss: int = 0
+    gpu: str = ""
+    load: float | None = None
+    cores: int = 0
+    mhz: float | None = None
+    gpus: tuple[GpuHealth, ...] = ()
+
+
+@dataclass(frozen=True)
+class EventRecord(Record):
+    """Something that happened: a switch, a checkpoint, a failure. event: as nbkit.records.events.to_json writes it."""
+
+    kind: ClassVar[str] = "event"
+    step: int
+    ns: int = 0
+    event: dict[str, Any] = field(default_factory=dict)
+
+
+_KINDS: dict[str, type[Record]] = {
+    cls.kind: cls for cls in (Header, Group, StepRecord, Outside, Detail, MemoryRecord, HealthRecord, EventRecord)
+}
+_ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp, "gpus": GpuHealth}
+_FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
+_COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
+
+
+def to_line(record: Record) -> str:
+    """One line of JSON, with its end. Rows of tables are lists, seconds are rounded to the tenth of a microsecond."""
+    values: dict[str, Any] = {"kind": record.kind}
+    for column in _FIELDS[type(record)]:
+        value = getattr(record, column)
+        if (row := _ROWS.get(column)) is not None:
+            value = [[_short(getattr(one, name)) for name in _COLUMNS[row]] for one in value]
+        elif isinstance(value, dict):
+            value = {key: _short(one) for key, one in value.items()}
+        values[column] = _short(value)
+    return json.dumps(values, separators=(",", ":"), default=str) + "\n"
+
+
+def from_line(line: str | bytes) -> Record | None:
+    """The record of a line; None for one that was cut short, or of a kind that a newer release writes."""
+    try:
+        values = json.loads(line)
+        kind = _KINDS[values.pop("kind")]
+        known = _FIELDS[kind]
+        for name, row in _ROWS.items():
+            if name in values:
+                width = len(_COLUMNS[row])
+                values[name] = tuple(row(*one[:width]) for one in values[name])
+        if "laps" in values:
+            values["laps"] = tuple((state, start, stop) for state, start, stop in values["laps"])
+        if "members" in values:
+            values["members"] = tuple(values["members"])
+        return kind(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _short(value: Any) -> Any:
+    # Small numbers, learning rates among them, keep their digits; a second needs no picoseconds.
+    if not isinstance(value, float) or value != value:
+        return value
+    return round(value, 7) if abs(value) >= 1e-3 else float(f"{value:.6g}")
