@@ -14,7 +14,7 @@ import pytest
 
 from nbkit.notebook.board.board import Board
 
-SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
+SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
 BEFORE = 30  # steps that are there when the page opens
 
 

@@ -13,7 +13,7 @@ import pytest
 from nbkit.notebook.widgets.report import write_report
 from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
 
-SOURCE = Path(__file__).resolve().parents[1] / "notebook" / "board" / "fake_run.py"
+SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
 CELLS = {
     "load": "%load_ext nbkit",
     "start": "%cluster start -n 2 --cpu --ttl 30 --name shown",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import answer_of, table_of
 
 from nbkit.notebook.widgets.panel.panel import STATIC
 from nbkit.notebook.widgets.panel.state import Looked, State, reduce
 from nbkit.notebook.widgets.panel.view import job_view, pulse_view
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebook" / "widgets"))
-from tables import answer_of, table_of
 
 MODEL = """
 window.model = {

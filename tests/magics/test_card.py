@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel import Cell, Kernel
+from kernel_client import Cell, Kernel
 
 TRAINER = """%%distributed
 torch.set_num_threads(1)

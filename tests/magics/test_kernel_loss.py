@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel import Kernel
+from kernel_client import Kernel
 
 TRAINING = """%%distributed --detach
 import time

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel import Kernel
+from kernel_client import Kernel
 
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
 C_CALL = "sum(range(10**11))"

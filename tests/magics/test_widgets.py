@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel import Cell, Kernel
+from kernel_client import Cell, Kernel
 
 BAR = (
     "import time\nfor i in tqdm(range(20), desc='epoch'): time.sleep(0.05)\n"

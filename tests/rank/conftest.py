@@ -1,8 +1,21 @@
-"""Makes ranks.py importable here, and this folder's test modules importable in the processes that ranks.py starts."""
+"""Each test of ranks stands in a folder of its own, and its small models run on one thread."""
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer writes to runs/ where it stands."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

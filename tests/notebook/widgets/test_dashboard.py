@@ -26,7 +26,7 @@ from nbkit.notebook.widgets.loss_curve import COLUMNS, Curve, packed
 from nbkit.notebook.widgets.report import write_report
 from nbkit.records.records import EventRecord, Header, StepRecord
 
-SOURCE = Path(__file__).resolve().parents[1] / "board" / "fake_run.py"
+SOURCE = Path(__file__).resolve().parents[2] / "support" / "fake_run.py"
 
 
 def fake_run(folder: Path, world: int, strategy: str, **how: Any) -> Any:

@@ -16,26 +16,26 @@ from ranks import run_ranks
 
 SCRIPT = """
 import json, sys
-sys.path[:0] = [{here!r}, {ranks!r}]
-from test_switch import trainer
+sys.path[:0] = {folders!r}
+from tests.rank.train.switch.test_switch import trainer
 job = trainer(strategy=sys.argv[1])
 job.fit(4)
 print(json.dumps([record["loss"] for record in job.history]))
 """
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[2]
 
 
 def start(rank: int, size: int, port: int, strategy: str, folder: Path) -> subprocess.Popen[str]:
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "PYTHONHASHSEED": rank + 1}
     env = {**os.environ, **{key: str(value) for key, value in place.items()}}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.format(here=str(HERE), ranks=str(HERE.parent))
+    script = SCRIPT.format(folders=[str(TESTS.parent), str(TESTS / "support")])
     command = [sys.executable, "-c", script, strategy]
     return subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
 def alone(world: Any) -> list[float]:
-    from test_switch import trainer
+    from tests.rank.train.switch.test_switch import trainer
 
     job = trainer()
     job.fit(4)
@@ -56,7 +56,7 @@ def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(strategy: s
 
 
 def evaluated(world: Any, strategy: str) -> float:
-    from test_switch import trainer
+    from tests.rank.train.switch.test_switch import trainer
 
     job = trainer(strategy=strategy)
     return job.evaluate(job._stream.data[:11], batch_size=6)

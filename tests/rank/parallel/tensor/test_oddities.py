@@ -7,9 +7,9 @@ from typing import Any
 import oddities as odd
 import pytest
 import torch
-from cases import axes_of, compared
 from models_zoo import HEADS, VOCAB, WIDTH, ZOO, cross_entropy, hf_gpt2, object_cross_entropy
 from ranks import run_ranks
+from tensor_cases import axes_of, compared
 from torch import Tensor, nn
 from torch.nn import functional as F
 

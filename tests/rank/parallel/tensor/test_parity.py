@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import axes_of, fill, specimen, whole_gradients
 from models_zoo import ZOO, Encoder, exact, gpt, hf_gpt2
 from ranks import run_ranks
+from tensor_cases import axes_of, fill, specimen, whole_gradients
 from torch import nn
 
 from nbkit.rank.data.batch import call

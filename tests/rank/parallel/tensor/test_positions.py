@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import axes_of, compared, fill, specimen
 from models_zoo import LENGTH, VOCAB, WIDTH, ZOO
 from ranks import run_ranks
+from tensor_cases import axes_of, compared, fill, specimen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

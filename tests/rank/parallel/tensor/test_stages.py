@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from cases import axes_of, fill, shortened, whole_gradients
 from models_zoo import ZOO
 from ranks import run_ranks
+from tensor_cases import axes_of, fill, shortened, whole_gradients
 from torch import Tensor
 
 from nbkit.rank.data.batch import call

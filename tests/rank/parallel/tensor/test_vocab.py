@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import axes_of
 from ranks import run_ranks
+from tensor_cases import axes_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

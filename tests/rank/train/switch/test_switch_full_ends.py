@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from test_switch import losses, trainer
-from test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
 
 from nbkit.bridge.controls import Control, Controls
 from nbkit.errors import TrainingError
@@ -17,6 +15,8 @@ from nbkit.rank.parallel.reshard.resizable_storage import Emptying
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.switch import in_place as switching
 from nbkit.rank.train.trainer import Trainer
+from tests.rank.train.switch.test_switch import losses, trainer
+from tests.rank.train.switch.test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,9 @@ def test_gradients_and_losses_equal_one_process(num_ranks: int) -> None:
             assert found[name][2] == ranks[0][name][2], name
 
 
+TESTS = Path(__file__).resolve().parents[3]
+
+
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
@@ -85,8 +88,8 @@ def test_a_script_under_torchrun_forked_ranks_and_one_process_lose_the_same(tmp_
     script = tmp_path / "script.py"
     script.write_text(
         "import json, os, sys\n"
-        f"sys.path[:0] = {[str(Path(__file__).parents[level]) for level in (0, 1)]!r}\n"
-        "from test_gradients import train_adamw\n"
+        f"sys.path[:0] = {[str(TESTS.parent), str(TESTS / 'support')]!r}\n"
+        "from tests.rank.train.step.test_gradients import train_adamw\n"
         "losses = train_adamw(None)\n"
         "loaded = [m for m in ('IPython', 'ipyparallel', 'ipykernel') if m in sys.modules]\n"
         f"json.dump([losses, loaded], open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))\n"

@@ -227,7 +227,7 @@ def test_what_is_out_of_date_is_made_again_and_what_does_not_fit_is_told() -> No
 
 
 def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
-    from test_switch import trainer as of_many_blocks
+    from tests.rank.train.switch.test_switch import trainer as of_many_blocks
 
     trainer, found = of_many_blocks(), []
     trainer.fit(1)

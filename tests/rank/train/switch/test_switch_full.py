@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_switch import losses, trainer
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
@@ -28,6 +27,7 @@ from nbkit.rank.train.switch import in_place as switching
 from nbkit.rank.train.switch.consensus import news
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
+from tests.rank.train.switch.test_switch import losses, trainer
 
 THROUGH = ("zero1", "zero3", "tp", "pp microbatches=4", "zero2", "tp", "ddp")
 STEPS = 16

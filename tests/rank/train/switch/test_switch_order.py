@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_switch import losses, trainer
 
 from nbkit.notebook.board.plugin import step_timeline
 from nbkit.notebook.board.plugin.run_follower import Run
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
+from tests.rank.train.switch.test_switch import losses, trainer
 
 THROUGH = ("dp=2 tp=2", "tp", "tp=2 pp=2 microbatches=4", "zero3", "dp=2 tp=2 zero=3", "hsdp", "dp=2 tp=2 zero=1")
 SLOWEST = {"dp=2 tp=2", "tp=2 pp=2 schedule=1f1b microbatches=4", "dp=2 tp=2 zero=3"}

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from test_reshard import MODEL, RANKS, Wire, pairs, part_of, same
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
@@ -14,6 +13,7 @@ from nbkit.planner.reshard.exchange import Plan
 from nbkit.planner.reshard.rounds import peaks
 from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, emptied, hollow
+from tests.rank.parallel.reshard.test_redistribute import MODEL, RANKS, Wire, pairs, part_of, same
 
 CPU = torch.device("cpu")
 Holding = dict[str, Layout]
