@@ -22,24 +22,17 @@ from bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-BENCHMARKS = (
-    *("loadext", "cells", "line", "stream", "startup", "transfer", "training", "recovery"),
-    *(
-        "memory",
-        "wire",
-        "steps",
-        "pipeline_stages",
-        "balance",
-        "switch",
-        "click",
-        "switch_many",
-        "switch_large",
-        "switch_full",
-    ),
-    *("predicted", "telemetry", "telemetry_truth", "telemetry_long", "dashboard"),
-)
+GROUPS = {
+    "notebook": ("loadext", "cells", "line", "stream", "startup", "transfer", "recovery", "click", "dashboard"),
+    "steps": ("training", "memory", "wire", "steps"),
+    "pipeline": ("pipeline_stages", "balance"),
+    "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
+    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long"),
+}
+"""Folder -> the benchmarks in it, a module each."""
 BY_NAME = ("switch_bytes",)
 """Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""
+BENCHMARKS = tuple(name for names in GROUPS.values() for name in names if name not in BY_NAME)
 
 
 def main(arguments: list[str]) -> int:
@@ -74,6 +67,10 @@ def main(arguments: list[str]) -> int:
     return _measure(asked, asked.out or (RESULTS if full else None))
 
 
+def _group(name: str) -> str:
+    return next(group for group, names in GROUPS.items() if name in names)
+
+
 def _measure(asked: argparse.Namespace, out: Path | None) -> int:
     # Peers without a setting of their own for it ask the host's name for an address, which a private network lacks.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -92,7 +89,7 @@ def _measure(asked: argparse.Namespace, out: Path | None) -> int:
                 ranks=tuple(asked.ranks) if asked.ranks else None,
             )
             try:
-                rows += importlib.import_module(f"bench.{name}").run(settings)
+                rows += importlib.import_module(f"bench.{_group(name)}.{name}").run(settings)
             except Exception as error:  # the others are still worth their time; this one stands in the table
                 failed += 1
                 rows.append(table.skipped(name, "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"))

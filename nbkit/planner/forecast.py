@@ -22,8 +22,8 @@ __all__ = ["Forecast", "Term", "append", "forecast", "in_force", "read", "terms_
 
 @dataclass(frozen=True)
 class Term:
-    """One operation on one axis in a step, as nbkit.records.readings.Row counts it: calls of one rank on average, bytes that
-    all ranks together hand to it."""
+    """One operation on one axis in a step, as nbkit.records.readings.Row counts it: calls of one rank on average, bytes
+    that all ranks together hand to it."""
 
     op: str
     axis: str

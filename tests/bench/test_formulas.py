@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from bench.balance import _least
-from bench.formulas import Model, bytes_at_rest, wire_bytes
-from bench.switch import _bound, strategies, tour
+from bench.pipeline.balance import _least
+from bench.rigs.formulas import Model, bytes_at_rest, wire_bytes
+from bench.switch.switch import _bound, strategies, tour
 from nbkit.layout import Layout
 from nbkit.strategy import Strategy
 

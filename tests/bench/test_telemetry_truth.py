@@ -10,8 +10,8 @@ from statistics import median
 
 import pytest
 
-from bench.forked import Ranks
-from bench.telemetry_truth import COMPUTE, SIZE, Delay, Recorded, delays, expected
+from bench.rigs.forked import Ranks
+from bench.telemetry.telemetry_truth import COMPUTE, SIZE, Delay, Recorded, delays, expected
 from nbkit.strategy import Strategy
 
 DELAY, STEPS = 0.3, 4

@@ -27,7 +27,9 @@ CELLS = {
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
     # As with an ipykernel that answers no page that is opened while a cell runs.
-    "second": "from nbkit.notebook.widgets import kernel_support as hearing\nhearing.kernel_version = lambda: '7.3.0'\n%strategy",
+    "second": (
+        "from nbkit.notebook.widgets import kernel_support\nkernel_support.kernel_version = lambda: '7.3.0'\n%strategy"
+    ),
     "end": "handle.stop()",
     "history": (
         "%%rank 0\n"

@@ -18,8 +18,9 @@ Phase = Literal["looking", "none", "idle", "training", "held", "gone"]
 class State:
     """phase: "none" when there is no Trainer yet, "held" when it is paused, "gone" when the ranks do not answer.
 
-    pulse: where the training is (step, strategy, progress). table: what nbkit.rank.train.estimate.strategy_table says of the job, {}
-    until it is known. asked: what is being done now, "" for nothing. told: what came of the last ones, newest first.
+    pulse: where the training is (step, strategy, progress). table: what
+    nbkit.rank.train.estimate.strategy_table says of the job, {} until it is known. asked: what is being
+    done now, "" for nothing. told: what came of the last ones, newest first.
     """
 
     cluster: str

@@ -55,7 +55,7 @@ def foresight_of(job: Job) -> Foresight:
 
 
 def settled(job: Job, strategy: Strategy) -> Strategy:
-    """`strategy` with its ranks in the order that the job has or would have them in; see nbkit.planner.reshard.placement.
+    """`strategy` with its ranks in the order that the job has or would have them in; see planner/reshard/placement.py.
 
     Raises StrategyError for what cannot be split.
     """

@@ -1,0 +1,1 @@
+"""Pipelines beside their ideal: bubbles of schedules, and stages of equal cost."""

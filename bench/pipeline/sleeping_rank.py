@@ -1,0 +1,115 @@
+"""A rank of a pipeline whose stages sleep. Under torchrun; rank 0 prints, as JSON, the seconds of every step and the
+share of it in which a rank, in the mean, was at no operation.
+
+torchrun --nproc-per-node P bench/pipeline/sleeping_rank.py '{"cases": [["zbv", 8, 0.02], ...], "rounds": 3}'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.rank.parallel.pipeline.executor import Pipeline
+from nbkit.rank.world.world import World
+from nbkit.schedules import Schedule
+
+_LATE = 0.0002
+"""Seconds by which the kernel may wake a sleeper too late: spent looking at the clock."""
+
+_PR_SET_TIMERSLACK = 29
+
+
+def last(seconds: float) -> None:
+    """Take this long, not longer: what a stage takes is given, and what remains is the executor's."""
+    until(time.perf_counter() + seconds)
+
+
+def until(moment: float) -> None:
+    """Sleep until this moment of perf_counter."""
+    if (left := moment - time.perf_counter()) > _LATE:
+        time.sleep(left - _LATE)
+    while time.perf_counter() < moment:
+        pass
+
+
+class Along(torch.autograd.Function):
+    """The part of a stage that leads to its input: both passes take their time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        last(seconds)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        last(ctx.seconds)
+        return grad, None
+
+
+class Beside(torch.autograd.Function):
+    """The part that leads to a weight: only backward takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        last(ctx.seconds)
+        return grad, None
+
+
+def main(order: str) -> None:
+    asked = json.loads(order)
+    world = World.join_from_env()
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pipelines = {
+        name: Pipeline(Schedule.of(name, ranks, 4), group, rank, torch.device("cpu"))
+        for name in dict.fromkeys(name for name, _, _ in asked["cases"])
+    }
+    results = []
+    for name, num_micro, unit in asked["cases"]:
+        _step(pipelines[name], num_micro, 0.0)
+        steps = [_step(pipelines[name], num_micro, unit) for _ in range(asked["rounds"])]
+        results.append([name, num_micro, unit, steps])
+    if rank == 0:
+        print(json.dumps(results), flush=True)
+    world.leave()
+
+
+def _step(pipeline: Pipeline, num_micro: int, seconds: float) -> tuple[float, float]:
+    """A step of all ranks: seconds from the last one's start to the last one's end, and the idle share of it."""
+    weight, entrance = torch.ones(64, requires_grad=True), torch.ones(64, requires_grad=True)
+    last = pipeline.schedule.num_stages - 1
+
+    def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = Along.apply(received[0] if received else entrance, seconds) + Beside.apply(weight, seconds)
+        return (x.sum(),) if stage == last else (x,)
+
+    spent: list[int] = []
+    dist.barrier()
+    start = time.monotonic()
+    pipeline.run(num_micro, forward, lambda micro: "same", on_op=lambda *op: spent.append(op[4] - op[3]))
+    mine = torch.tensor([start, time.monotonic(), sum(spent) / 1e9], dtype=torch.float64)
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    starts, stops, busy = torch.stack(every).unbind(dim=1)
+    took = float(stops.max() - starts.max())
+    return took, 1 - float(busy.mean()) / took
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""Ranks for benchmarks that need no notebook: forked from one process that has torch in memory, and told what to do.
+
+with Ranks("steps.wire_ranks", 4, width=384) as ranks:
+    answers = ranks.ask("step", strategy="zero3")       # Worker.step(strategy=...) on every rank, answers by rank
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "nbkit.rank.train.trainer",
+]
+ANSWER_SECONDS = 600.0
+
+
+class Ranks:
+    """Processes with a Worker of the module `bench.<module>` each, in the environment that torchrun would give them."""
+
+    def __init__(self, module: str, num: int, *, folder: Path, **setup: Any) -> None:
+        self._module, self._num, self._folder, self._setup = module, num, folder, setup
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(self._num):
+            ours, theirs = context.Pipe()
+            told = (self._module, rank, self._num, port, str(self._folder), self._setup, theirs)
+            process = context.Process(target=_be, args=told, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def ask(self, what: str, **order: Any) -> list[Any]:
+        """Call a method of every rank's Worker. Raises RuntimeError with the traceback of who failed first."""
+        for pipe in self._pipes:
+            pipe.send((what, order))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(found) < self._num:
+            missing = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+            ready = wait(list(missing), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise RuntimeError(f"no answer from ranks {sorted(missing.values())} in {ANSWER_SECONDS:.0f} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "error", "the process ended"
+                if kind == "error":
+                    raise RuntimeError(f"rank {missing[pipe]} of {self._module}: {value}")
+                found[missing[pipe]] = value
+        return [found[rank] for rank in range(self._num)]
+
+
+def _be(module: str, rank: int, num: int, port: int, folder: str, setup: dict[str, Any], pipe: Connection) -> None:
+    import torch
+
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(num),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(num),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.chdir(folder)
+    gc.freeze()  # as in the ranks of a cluster: what was imported before is no matter of collections
+    torch.set_num_threads(1)
+    with suppress(EOFError, OSError):
+        try:
+            worker = importlib.import_module(f"bench.{module}").Worker(**setup)
+            pipe.send(("value", None))
+            while True:
+                what, order = pipe.recv()
+                pipe.send(("value", getattr(worker, what)(**order)))
+        except EOFError:
+            pass
+        except BaseException as error:
+            last = f"{type(error).__name__}: {error}".splitlines()[0]
+            pipe.send(("error", f"{last}\n{traceback.format_exc()}"))
+    os._exit(0)  # the groups of a rank that has nothing to do any more need no good end

@@ -1,0 +1,63 @@
+"""Bytes of a training step on the wire, beside the formulas of the literature and beside what telemetry recorded.
+
+Bytes on the wire are those of the loopback interface in a private network namespace. Runs of one and of three steps
+are compared, so that what a run says at its beginning and end, and the barriers around it, are in neither.
+"""
+
+from __future__ import annotations
+
+from bench.rigs.forked import Ranks
+from bench.rigs.formulas import Model, wire_bytes
+from bench.settings import Settings
+from bench.table import Row, skipped
+from nbkit.strategy import Strategy
+
+RANKS = (2, 4)
+STRATEGIES = {
+    2: ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "cp=2"),
+    4: ("ddp", "zero1", "zero2", "zero3", "hsdp shard=2", "tp", "pp", "pp schedule=zb", "cp=4",
+        "dp=2 tp=2", "dp=2 pp=2 schedule=zbv", "zero3 tp=2", "tp=2 pp=2"),
+}  # fmt: skip
+SIZE = {"width": 320, "layers": 8, "batch": 8}  # 10 million parameters
+QUICK = {"width": 64, "layers": 8, "batch": 8}
+SHORT, SEQUENCE, LONG = 16, 64, 128
+"""Tokens of a row: what is sent along the data axis does not depend on them, and a pipeline alone sends little else."""
+BAR, RECORDED = 1.01, 0.01
+
+
+def run(settings: Settings) -> list[Row]:
+    """A row for each strategy and number of ranks."""
+    if not settings.isolated:
+        return [skipped("wire bytes of a step", "formula", "no private network namespace here")]
+    size = QUICK if settings.quick else SIZE
+    rows = []
+    for num in settings.sizes(RANKS):
+        with Ranks("steps.wire_ranks", num, folder=settings.folder) as ranks:
+            for name in STRATEGIES.get(num, STRATEGIES[4]):
+                strategy = Strategy.parse(name, num)
+                block = {strategy.dp: SHORT, strategy.pp: LONG}.get(num, SEQUENCE)
+                model = Model(vocab=256, block=block, **size)
+                said = ranks.ask("step", strategy=name, block=block, **size)
+                rows.append(_row(model, strategy, said[0]["wire"], [one["recorded"] for one in said]))
+    return rows
+
+
+def _row(model: Model, strategy: Strategy, wire: float, recorded: list[dict[str, float]]) -> Row:
+    formula = wire_bytes(model, strategy)
+    by_axis: dict[str, float] = {}
+    for one in recorded:
+        for axis, size in one.items():
+            by_axis[axis] = by_axis.get(axis, 0.0) + size
+    seen, total = sum(by_axis.values()), sum(formula.values())
+    apart = [f"{axis} {by_axis.get(axis, 0) / formula[axis]:.4f}" for axis in formula]
+    exact = all(abs(by_axis.get(axis, 0) / formula[axis] - 1) <= 1e-3 for axis in formula)
+    return Row(
+        f"wire bytes of a step, {model.parameters / 1e6:.0f} M parameters, {strategy}",
+        f"{wire / 1e6:.2f} MB; recorded / wire {seen / wire:.4f}; recorded / formula by axis {', '.join(apart)}",
+        f"formula {total / 1e6:.2f} MB",
+        f"{wire / total:.4f}",
+        "",
+        f"≤ {BAR:g} x; recorded / wire 1 ± {RECORDED:g}; recorded / formula 1 ± 0.001",
+        wire / total <= BAR and abs(seen / wire - 1) <= RECORDED and exact,
+        {"wire": [wire], "formula": [total], "recorded": [seen]},
+    )

@@ -1,0 +1,1 @@
+"""What a change of strategy costs: seconds, bytes, memory, and what was foretold of it."""

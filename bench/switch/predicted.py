@@ -1,0 +1,82 @@
+"""What a table of strategies foretells of a switch and of the steps after it, beside what is measured then.
+
+The job goes through ordered pairs of strategies; before each switch it is asked what the switch will cost. Seconds of a
+step are asked of strategies that have not run: a fresh job for each.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+
+from bench.rigs.forked import Ranks
+from bench.settings import Settings
+from bench.switch.switch import strategies, tour
+from bench.table import Row
+
+RANKS = 4
+SIZE = {"width": 256, "layers": 8, "batch": 8}
+QUICK = {"width": 64, "layers": 8, "batch": 8}
+STEPS = 8
+STEPS_ON = 2  # ranks: as many as the machine has cores, where it has but two
+FIRST = "ddp"
+BAR_PAUSE, BAR_STEP = 0.25, 0.15
+
+
+def run(settings: Settings) -> list[Row]:
+    """Bytes of every pair, seconds of every switch, seconds of a step."""
+    size = QUICK if settings.quick else SIZE
+    return [*_switches(settings, size), _steps(settings, size)]
+
+
+def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
+    said = []
+    with Ranks("switch.predicted_ranks", RANKS, folder=settings.folder, **size) as ranks:
+        route = tour(strategies(RANKS))
+        for _, new in list(pairwise(route))[: 8 if settings.quick else None]:
+            said.append(ranks.ask("switch", strategy=new)[0])
+    exact = sum(one["bytes"][0] == one["bytes"][1] for one in said)
+    known = [one["seconds"] for one in said if one["seconds"][0] is not None]
+    foretold, measured = ([seconds[which] for seconds in known] for which in (0, 1))
+    errors = [abs(a / b - 1) for a, b in zip(foretold, measured, strict=True)]
+    return [
+        Row(
+            f"bytes of a switch, foretold / measured, {len(said)} pairs, {RANKS} ranks",
+            f"{exact}/{len(said)} equal",
+            "measured",
+            "",
+            "",
+            "all",
+            exact == len(said),
+        ),
+        Row(
+            f"pause of a switch, foretold beside measured, {len(said)} switches, {RANKS} ranks",
+            f"off by {median(errors):.0%} (median); {len(said) - len(known)} shown as unknown, the very first",
+            "measured",
+            f"{median(a / b for a, b in zip(foretold, measured, strict=True)):.2f}",
+            "",
+            f"≤ {BAR_PAUSE:.0%} (median)",
+            median(errors) <= BAR_PAUSE,
+            {"foretold": foretold, "measured": measured},
+        ),
+    ]
+
+
+def _steps(settings: Settings, size: dict[str, int]) -> Row:
+    found = []
+    for name in ("zero1", "zero3", "tp", "pp"):
+        with Ranks("switch.predicted_ranks", STEPS_ON, folder=settings.folder, **size) as ranks:
+            found.append((name, *ranks.ask("steps", strategy=name, steps=STEPS)[0]))
+    known = [(name, foretold, measured) for name, foretold, measured in found if foretold is not None]
+    errors = [abs(foretold / measured - 1) for _, foretold, measured in known]
+    told = ", ".join(f"{name} {foretold * 1e3:.0f} for {measured * 1e3:.0f} ms" for name, foretold, measured in known)
+    return Row(
+        f"seconds of a step of a strategy that has not run, {STEPS_ON} ranks, from {FIRST}",
+        (f"off by {median(errors):.0%} (median): {told}; " if known else "")
+        + (f"{len(found) - len(known)} of {len(found)} shown as unknown" if len(known) < len(found) else ""),
+        "measured",
+        "",
+        "",
+        f"≤ {BAR_STEP:.0%} (median), or unknown",
+        not errors or median(errors) <= BAR_STEP,
+    )

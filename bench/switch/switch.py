@@ -1,0 +1,190 @@
+"""Every switch between eight strategies: asked for from outside while it trains, and by Trainer.switch between steps.
+
+Asked for while it trains, plan and module are made beside the training; the pause is what is left. Each has a tour of
+its own, which goes through each ordered pair once. The lower bound is counted on flags of elements, from what the ranks
+hold before and after, and knows nothing of the plan. Bytes are those of the network interface in a private namespace,
+less the traffic of barriers around nothing; they include all that a switch says besides the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from bench.rigs.forked import Ranks
+from bench.settings import Settings
+from bench.table import Row, skipped
+from nbkit.layout import Layout
+from nbkit.planner.reshard.exchange import Plan
+
+RANKS = (4, 8)
+SIZES = {4: {"width": 256, "layers": 8, "batch": 8}, 8: {"width": 128, "layers": 8, "batch": 16}}
+QUICK = {"width": 64, "layers": 8, "batch": 16}
+BYTES_FACTOR, BYTES_PER_RANK = 1.02, 64 << 10
+PAUSE_FACTOR, PAUSE_SECONDS = 1.5, 0.150
+
+Holding = dict[str, Layout]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
+    pause, before anything moves; beside: made ready while the old side trained, and proof: stood for the digests, are
+    no part of it."""
+
+    old: str
+    new: str
+    bound: int
+    moved: int
+    wire: int
+    pause: float
+    prepare: float
+    beside: float
+    proof: float
+    raw: float
+    identical: bool
+
+
+def strategies(ranks: int) -> list[str]:
+    """The eight; each exists on any even number of ranks."""
+    half = ranks // 2
+    return ["ddp", "zero1", "zero3", "tp", "pp", f"dp={half} tp=2", f"dp={half} pp=2", f"tp=2 pp={half}"]
+
+
+def run(settings: Settings) -> list[Row]:
+    """Rows of bytes, of the pairs that need nothing, of the pause and of identity, for each number of ranks."""
+    if not settings.isolated:
+        return [skipped("bytes of a switch", "lower bound", "no private network namespace here")]
+    rows = []
+    for ranks in settings.sizes(RANKS):
+        clicked, called = (visits(settings, ranks, how) for how in ("click", "switch"))
+        rows += _rows(ranks, clicked, called)
+    return rows
+
+
+def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
+    """Every ordered pair once; each strategy has been there before, in each order of ranks that a switch may choose.
+
+    how: the method of switch_ranks that switches.
+    """
+    size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
+    found = []
+    with Ranks("switch.switch_ranks", ranks, folder=settings.folder, **size) as job:
+        route = tour(strategies(ranks))
+        after_tp = [each for name in strategies(ranks) for each in ("tp", name)]
+        for strategy in [*route[1 : 1 + ranks], *after_tp, route[0]]:
+            job.ask("switch", strategy=strategy)
+            job.ask("step")
+        after = job.ask("holding")
+        for old, new in pairwise(route):
+            before = after
+            said = job.ask(how, strategy=new)
+            after = job.ask("holding")
+            plan = Plan.of(before, after, dict.fromkeys({key for one in before for key in one}, 4))
+            raw = max(job.ask("exchange", pairs=plan.pairs))
+            job.ask("step")
+            first = said[0]
+            seconds = [max(one[name] for one in said) for name in ("pause", "prepare", "beside", "proof")]
+            same = all(one["identical"] for one in said)
+            bound = _bound(before, after)
+            found.append(Visit(old, new, bound, first["moved"], first["wire"], *seconds, raw, same))
+    return found
+
+
+def tour(names: list[str]) -> list[str]:
+    """A closed walk through every ordered pair once (Hierholzer)."""
+    left = {a: [b for b in names if b != a] for a in names}
+    stack, walk = [names[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def _bound(before: list[Holding], after: list[Holding]) -> int:
+    """Bytes of the elements that ranks must hold and do not."""
+    return sum(
+        _lack(old.get(key), layout) for old, new in zip(before, after, strict=True) for key, layout in new.items()
+    )
+
+
+@cache
+def _lack(before: Layout | None, after: Layout) -> int:
+    flags = np.zeros(after.shape, dtype=bool)
+    for _, box in after.pieces:
+        flags[box.slices] = True
+    for _, box in before.pieces if before is not None else ():
+        flags[box.slices] = False
+    return int(np.count_nonzero(flags)) * 4
+
+
+def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
+    measured = clicked + called
+    moving, still = [one for one in measured if one.bound], [one for one in clicked if not one.bound]
+    of = f"{len(clicked)} pairs of strategies, asked for while it trains and between steps, {ranks} ranks"
+    above = [one.wire - BYTES_FACTOR * one.bound - BYTES_PER_RANK * ranks for one in measured]
+    factors = sorted(one.wire / one.bound for one in moving)
+    planned = all(one.moved == one.bound for one in measured)
+    said = [one.wire - one.bound for one in measured]
+    return [
+        Row(
+            f"wire bytes of a switch, {of}",
+            f"{sum(excess <= 0 for excess in above)}/{len(above)} within; median {factors[len(factors) // 2]:.4f} x, "
+            f"worst {factors[-1]:.4f} x; at most {max(said) / ranks / 1024:.0f} KB per rank beside the state; "
+            f"moved {'exactly the bound' if planned else 'NOT the bound'}",
+            "lower bound",
+            "",
+            "",
+            f"≤ {BYTES_FACTOR:g} x + {BYTES_PER_RANK >> 10} KB per rank",
+            max(above) <= 0 and planned,
+            {"wire": [float(one.wire) for one in measured], "bound": [float(one.bound) for one in measured]},
+        ),
+        Row(
+            f"the {len(still)} of them that need nothing, asked for while it trains, wire bytes and pause",
+            f"at most {max(one.wire for one in still) / ranks / 1024:.0f} KB per rank; "
+            f"slowest {max(one.pause for one in still) * 1e3:.0f} ms",
+            "nothing",
+            "",
+            "",
+            f"≤ {BYTES_PER_RANK >> 10} KB per rank; ≤ {PAUSE_SECONDS * 1e3:.0f} ms",
+            max(one.wire for one in still) <= BYTES_PER_RANK * ranks
+            and max(one.pause for one in still) <= PAUSE_SECONDS,
+            {"wire": [float(one.wire) for one in still], "pause": [one.pause for one in still]},
+        ),
+        _pause(f"asked for while it trains, {ranks} ranks", [one for one in clicked if one.bound]),
+        _pause(f"called between two steps, {ranks} ranks", [one for one in called if one.bound]),
+        Row(
+            f"state identical after a switch, {of}",
+            f"{sum(one.identical for one in measured)}/{len(measured)}",
+            "digest before",
+            "",
+            "",
+            "all",
+            all(one.identical for one in measured),
+        ),
+    ]
+
+
+def _pause(of: str, moving: list[Visit]) -> Row:
+    late = [one.pause - PAUSE_FACTOR * one.raw - PAUSE_SECONDS for one in moving]
+    slow = moving[late.index(max(late))]
+    names = ("pause", "prepare", "beside", "proof")
+    pause, prepare, beside, proof = (float(np.median([getattr(one, name) for one in moving])) * 1e3 for name in names)
+    return Row(
+        f"pause of a switch, the {len(moving)} that move bytes, {of}",
+        f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, of it {prepare:.0f} ms "
+        f"before anything moves, {beside:.0f} ms beside the training, then {proof:.0f} ms for the proof; "
+        f"slowest beside its bar {slow.old} -> {slow.new}: "
+        f"{slow.pause * 1e3:.0f} ms",
+        f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
+        f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
+        "",
+        f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",
+        max(late) <= 0,
+        {name: [getattr(one, name) for one in moving] for name in (*names, "raw")},
+    )

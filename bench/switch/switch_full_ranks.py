@@ -1,0 +1,96 @@
+"""A rank whose job changes its strategy with its memory nearly full: for `switch_full`. Run by bench.rigs.forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import torch
+
+from bench.rigs.jobs import config, trainer
+from nbkit.errors import SwitchError
+from nbkit.rank.parallel.reshard.resizable_storage import Filling
+from nbkit.rank.telemetry.memory import bytes_held, reset_peak, storage_bytes
+from nbkit.rank.train import builder
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.estimate.free_memory import side_bytes, trim
+from nbkit.strategy import Strategy
+
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """A job of a GPT that has made its first steps."""
+
+    def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
+        setattr(builder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
+        self.step()
+
+    def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
+        """One switch where a limit is set of which what this rank holds is the part `full`.
+
+        fails_after: the last rank is refused memory when that part of the new side has got it. held: bytes of the
+        larger side; most: at the peak, without what is no tensor of a side; loss: of the step after it.
+        """
+        gc.collect()
+        trim(CPU)
+        now, old, job = bytes_held()[0], self._held(), self.job.job
+        new = side_bytes(job, Strategy.parse(strategy, job.world_size), job.rank)
+        os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
+        reset_peak()
+        said: dict[str, Any] = {"place": None, "identical": None, "pause": None}
+        take, failed = Filling.take, False
+        if fails_after is not None and job.rank == job.world_size - 1:
+            setattr(Filling, "take", _refusing(take, fails_after))  # noqa: B010
+        try:
+            event = self.job.switch(strategy)
+            said = {"place": event.in_place, "identical": event.identical, "pause": event.pause_s}
+        except SwitchError:
+            failed = True
+        finally:
+            setattr(Filling, "take", take)  # noqa: B010
+        return {
+            **said,
+            "failed": failed,
+            "held": max(old, new),
+            "most": bytes_held()[1] - (now - old),
+            "loss": self.step(),
+        }
+
+    def step(self) -> float:
+        """One step; its loss."""
+        loss = float(self.job.fit(1)[-1]["loss"])
+        for bucket in _buckets(self.job.job.side.data):
+            bucket.zero_()  # made anew after the first step: memory that nobody has touched would not count
+        return loss
+
+    def _held(self) -> int:
+        """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
+        side, inner = self.job.job.side, self.job.job.optimizer.inner
+        seen: set[int] = set()
+        state = [tensor for tensor, _ in job_state.state(side, inner).values()]
+        return storage_bytes([*state, *_buckets(side.data)], seen)
+
+
+def _buckets(data: Any) -> list[torch.Tensor]:
+    """What a data axis keeps for gradients."""
+    if hasattr(data, "_replicas"):
+        return [bucket.flat for bucket in data._replicas._buckets]
+    if hasattr(data, "_buckets"):
+        return [grad for bucket in data._buckets for grad in bucket.grads]
+    return [part.sums for unit in data.parts for part in unit._parts if part.sums is not None]
+
+
+def _refusing(take: Any, after: float) -> Any:
+    taken = 0
+
+    def refusing(side: Filling, key: str) -> None:
+        nonlocal taken
+        taken += 1
+        if taken > after * len(side.state):
+            raise MemoryError(f"refused {key}")
+        take(side, key)
+
+    return refusing

@@ -1,0 +1,1 @@
+"""What telemetry costs, and whether what it says is true."""

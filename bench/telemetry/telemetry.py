@@ -1,0 +1,60 @@
+"""What telemetry costs a step: calls and bytes counted; then all that is on by default, with times, phases, records on
+disk and TensorBoard's scalars. Beside the same step with nothing noted and nothing written.
+
+One job trains all arms, in blocks that alternate; a block is as many steps as there are from one that listens for the
+ends of collectives to the next. The cost is one of the calls in a step and of the step itself, not of what is computed:
+the ratio is that of a step of about a quarter of a second, a short one for a model worth several ranks, and the note
+says what it comes to in milliseconds, which is the same for a shorter or a longer one; and what of it a rank has
+measured itself while it noted calls, which is all there is to counting, and not in the reach of the ratio's interval.
+"""
+
+from __future__ import annotations
+
+from bench.rigs.forked import Ranks
+from bench.settings import Settings, shuffled
+from bench.stats import quantile, ratio
+from bench.table import Row, compared
+from nbkit.records.records import LISTEN_EVERY
+
+RANKS = 2
+STRATEGIES = ("ddp", "zero3", "tp", "pp")
+SIZE = {"width": 256, "layers": 4, "block": 64, "batch": 24}
+ROUNDS, STEPS = 30, LISTEN_EVERY
+BARS = {"count": 1.01, "time": 1.02}
+WORDS = {"count": "counting", "time": "timing, records and scalars on disk"}
+
+
+def run(settings: Settings) -> list[Row]:
+    """Two rows for each strategy."""
+    rows = []
+    with Ranks("telemetry.telemetry_ranks", RANKS, folder=settings.folder, **SIZE) as ranks:
+        arms = {"off": "off", "off again": "off", "count": "count", "time": "time"}
+        for strategy in STRATEGIES:
+            ranks.ask("prepare", strategy=strategy)
+            seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+            cpu: dict[str, list[float]] = {arm: [] for arm in arms}
+            own: dict[str, list[float]] = {arm: [] for arm in arms}
+            for order in shuffled(list(arms), settings.count(ROUNDS)):
+                for arm in order:
+                    blocks = ranks.ask("block", mode=arms[arm], steps=STEPS)
+                    seconds[arm].append(max(wall for wall, _, _ in blocks))
+                    cpu[arm].append(sum(spent for _, spent, _ in blocks))
+                    own[arm].append(max(noting for _, _, noting in blocks))
+            without, spent_without = _means(seconds), _means(cpu)
+            for mode, bar in BARS.items():
+                what = f"step, {strategy}, {RANKS} ranks, {WORDS[mode]} / without"
+                again = [a / b * c for a, b, c in zip(seconds["off again"], seconds["off"], seconds[mode], strict=True)]
+                more = quantile([(a - b) * 1e3 for a, b in zip(seconds[mode], without, strict=True)])
+                spent = ratio(cpu[mode], spent_without)
+                note = (
+                    f"; {more.middle:+.2f} ms a step [{more.low:+.2f}, {more.high:+.2f}]"
+                    f"; noting calls {quantile(own[mode]).middle * 1e3:.2g} ms"
+                    f"; CPU-seconds of the ranks {spent.middle:.3f} x [{spent.low:.3f}, {spent.high:.3f}]"
+                )
+                rows.append(compared(what, seconds[mode], "without", without, again, bar, "ms", note=note))
+    return rows
+
+
+def _means(of: dict[str, list[float]]) -> list[float]:
+    """Of both arms without anything, round by round: less noise than either has."""
+    return [(a + b) / 2 for a, b in zip(of["off"], of["off again"], strict=True)]
