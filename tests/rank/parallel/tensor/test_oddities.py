@@ -103,7 +103,7 @@ def refusals(world: Any) -> dict[str, str]:
     tensor_parallel(plain, axes)
     halving = ZOO["gpt"].build()
     halving.blocks[1].__class__ = odd.Halving  # type: ignore[union-attr]
-    tensor_parallel(halving, axes)
+    tensor_parallel(halving, axes, plan=candidates(halving, 2))
     return {
         "hidden": said(lambda: hidden(x)),
         "by hand": said(lambda: by_hand(x)),
