@@ -68,7 +68,7 @@ def unseen(num_ranks: int) -> tuple[list[str], list[str]]:
 
 
 def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome | None, Outcome]]:
-    """Of each of BUGS that `bugs` numbers, on a rank: with it, None where it is refused before it trains; then without."""
+    """Of each of BUGS that `bugs` numbers, on a rank: with it, None where it is refused; then without."""
     found = []
     for number in bugs:
         bad = None
