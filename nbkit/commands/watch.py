@@ -12,10 +12,9 @@ import psutil
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.widgets.dashboard.record_source import newest_run
 from nbkit.notebook.widgets.dashboard.run_state import Feed
 from nbkit.notebook.widgets.dashboard.text_view import Piece, lines_of, plain
-from nbkit.records.record_file import written
+from nbkit.records.record_file import newest_run, written
 
 _EVERY_S = 1.0
 _STYLES = {

@@ -19,11 +19,11 @@ from tensorboard.plugins import base_plugin
 
 from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.live import following
-from nbkit.notebook.board.plugin import record_lookup
 from nbkit.notebook.board.plugin.run_follower import Run
 from nbkit.notebook.board.plugin.run_timeline import PARTS, Timeline
 from nbkit.notebook.board.plugin.step_picture import picture
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
+from nbkit.records import record_lookup
 from nbkit.records.records import Header, StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]

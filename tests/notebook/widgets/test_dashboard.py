@@ -17,13 +17,13 @@ from nbkit.commands import main
 from nbkit.errors import UsageError
 from nbkit.notebook.widgets.card import card_text
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.dashboard.record_source import newest_run
 from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
 from nbkit.notebook.widgets.dashboard.run_state import Feed
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.loss_curve import COLUMNS, Curve, packed
 from nbkit.notebook.widgets.report import write_report
+from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
 SOURCE = Path(__file__).resolve().parents[2] / "support" / "fake_run.py"

@@ -11,8 +11,8 @@ import pytest
 from nbkit.commands import main
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
 from nbkit.notebook.widgets.dashboard.run_state import Feed
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.records.record_file import old_part
@@ -38,12 +38,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    board, brought = Dashboard(cluster), ClusterRun(cluster, mirror=True)
+    board, brought = Dashboard(cluster), RunDirectory(cluster.connection, mirror=True)
     try:
         assert "nothing is recorded yet" in repr(board) and brought() is None
 
         cluster.run(TRAIN)
-        here, copy = ClusterRun(cluster)(), brought()
+        here, copy = RunDirectory(cluster.connection)(), brought()
         assert here is not None and copy is not None and copy != here
         assert "step 12" in repr(board)
         assert Feed(copy).snapshot()["points"] == Feed(here).snapshot()["points"]
@@ -85,7 +85,7 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
 )
 def test_a_rank_that_fails_or_dies_is_named_once(cluster: Any, how: str, error: str, what: str) -> None:
     cluster.run(TRAIN)
-    folder = ClusterRun(cluster)()
+    folder = RunDirectory(cluster.connection)()
     assert folder is not None
     feed = Feed(folder)
     assert [event["kind"] for event in feed.snapshot()["events"]] == ["run_started", "run_stopped"]

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.board.plugin import record_lookup
 from nbkit.notebook.board.plugin.run_events import put
 from nbkit.notebook.board.plugin.run_timeline import Timeline, point_of
+from nbkit.records import record_lookup
 from nbkit.records.readings import Late, bars, late_rank, usual_bars
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord

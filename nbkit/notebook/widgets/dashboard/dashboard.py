@@ -17,8 +17,8 @@ from typing import Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun, FolderRun
 from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
@@ -38,10 +38,10 @@ class Dashboard:
     def __init__(self, of: Cluster | str | Path | None = None) -> None:
         source = of if of is not None else current()
         self._cluster = source if isinstance(source, Cluster) else None
-        self._where = ClusterRun(source) if isinstance(source, Cluster) else FolderRun(source)
+        self._directory = RunDirectory(source.connection) if isinstance(source, Cluster) else _always(source)
         self._tracing = threading.Lock()
         self.widget: Any = None
-        self.pump = Pump(self._where, self._send)
+        self.pump = Pump(self._directory, self._send)
         self.widget = _widget(self.pump, self._trace if self._cluster is not None else None)
         if self.widget is not None:
             self.pump.start()
@@ -52,7 +52,7 @@ class Dashboard:
 
     def report(self, path: str | Path = "run.html") -> Path:
         """Write one self-contained page with every chart; returns its path."""
-        folder = self._where()
+        folder = self._directory()
         if folder is None:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
         return write_report(folder, Path(path).expanduser())
@@ -108,6 +108,13 @@ class Dashboard:
             shown = shown[0] if isinstance(shown, tuple) else shown
             bundle |= {kind: data for kind, data in shown.items() if kind not in bundle}
         return bundle
+
+
+def _always(folder: str | Path) -> Callable[[], Path]:
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise UsageError("There is no such run.", numbers=str(folder), hint="%dashboard runs/NAME")
+    return lambda: path
 
 
 def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:

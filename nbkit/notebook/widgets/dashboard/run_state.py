@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.board.plugin.record_lookup import events_of
 from nbkit.notebook.board.plugin.run_follower import Run
 from nbkit.notebook.board.plugin.step_picture import picture
 from nbkit.notebook.widgets.loss_curve import Curve
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since
+from nbkit.records.record_lookup import events_of
 from nbkit.records.records import EventRecord, Header, Record, StepRecord
 
 __all__ = ["Feed"]
