@@ -18,7 +18,7 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.run_directory import RunDirectory
-from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
 
 __all__ = ["LiveCard", "card_html", "card_text", "follow"]
@@ -58,7 +58,7 @@ class LiveCard:
         soon: Callable[..., object],
     ) -> None:
         self._execution, self._directory, self._trains, self._soon = execution, directory, trains, soon
-        self._feed: Feed | None = None
+        self._reader: RunReader | None = None
         self._first = 0  # the step that the cell's training began with
         self._lock = threading.Lock()
         self._told: dict[str, str] = {}
@@ -86,20 +86,20 @@ class LiveCard:
         """Show what is new. Returns the CPU seconds that a picture took, which has a pace of its own."""
         apart = 0.0
         # In this order: the run of a training that begins in between would be the one before.
-        if self._feed is None and not self._trains():
+        if self._reader is None and not self._trains():
             return apart
         folder = self._directory()
         if folder is None:
             return apart
         began = time.thread_time()
         with self._lock:
-            if self._feed is None or self._feed.run_dir != folder:
-                self._feed = Feed(folder)
-                self._feed.look()
-                self._first = _started(self._feed.curve.events)
+            if self._reader is None or self._reader.run_dir != folder:
+                self._reader = RunReader(folder)
+                self._reader.look()
+                self._first = _started(self._reader.curve.events)
                 self._picture_due = 0.0
             if time.monotonic() >= self._picture_due:
-                self._feed.picture()
+                self._reader.picture()
                 apart = time.thread_time() - began
                 self._picture_due = time.monotonic() + apart / _SHARE
             if bundle := self._bundle(ended=False, anew=False):
@@ -117,8 +117,8 @@ class LiveCard:
 
     def _bundle(self, *, ended: bool, anew: bool = True) -> dict[str, str]:
         """The MIME bundle to show; {} when nothing is new."""
-        assert self._feed is not None
-        snapshot = self._feed.snapshot(anew=anew)
+        assert self._reader is not None
+        snapshot = self._reader.snapshot(anew=anew)
         points = [point for point in snapshot["points"] if point[0] > self._first]
         if not points:
             return {}
@@ -140,7 +140,7 @@ class LiveCard:
 
 
 def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """One or two lines of what Feed.snapshot gives, of the points that are in it."""
+    """One or two lines of what RunReader.snapshot gives, of the points that are in it."""
     head, figures, reading = _words(snapshot, ended)
     return "\n".join(line for line in (f"{head}   {figures}", reading) if line)
 
