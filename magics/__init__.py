@@ -14,7 +14,10 @@ def load_ipython_extension(shell: Any) -> None:
     from magics.dashboard import DashboardMagics
     from magics.strategy import StrategyMagics
     from magics.values import ValueMagics
+    from nbkit.notebook.cluster.cluster import observe_cells
+    from nbkit.notebook.widgets import card
 
+    observe_cells(card.follow)
     _say_who_is_replaced(shell)
     shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, ValueMagics)
     if rewrite not in shell.input_transformers_cleanup:

@@ -36,7 +36,7 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _attach(self, options: Any) -> Any:
         cluster = Cluster.attach(options.name, take=options.take)
-        if (handle := handle_of(cluster)) is not None:
+        if (handle := handle_of(cluster.connection)) is not None:
             get_ipython().user_ns["handle"] = handle
         return cluster.status()
 

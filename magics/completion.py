@@ -28,7 +28,7 @@ def complete(context: CompletionContext) -> SimpleMatcherResult:
     except ClusterError:
         return nothing
     rank = first_rank(first)
-    answers = cluster.post.wire.ask([rank], "complete", PATIENCE_SECONDS, text=word.group())
+    answers = cluster.connection.client.ask([rank], "complete", PATIENCE_SECONDS, text=word.group())
     before = context.token[: word.start()]
     matches = answers.get(rank, {}).get("matches", ())
     return {"completions": [SimpleCompletion(before + match, type="on the ranks") for match in matches]}

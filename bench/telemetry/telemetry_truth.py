@@ -26,8 +26,8 @@ from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute
-from nbkit.notebook.board.plugin import step_timeline
-from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.run import step_timeline
+from nbkit.notebook.run.follower import Run
 from nbkit.records import record_file
 from nbkit.records.advice import largest_loss
 from nbkit.records.late_ranks import Bar, Late, late_rank

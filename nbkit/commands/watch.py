@@ -12,10 +12,9 @@ import psutil
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.widgets.dashboard.record_source import newest_run
-from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import Piece, lines_of, plain
-from nbkit.records.record_file import written
+from nbkit.records.record_file import newest_run, written
 
 _EVERY_S = 1.0
 _STYLES = {
@@ -38,33 +37,33 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    feed = Feed(_run_of(arguments.what))
+    run = read_run(_run_of(arguments.what))
     if arguments.once:
-        print(plain(lines_of(feed.snapshot(), _width())))
+        print(plain(lines_of(run.snapshot(), _width())))
         return 0
     try:
         from rich.live import Live
     except ImportError:
-        return _without_rich(arguments.what, feed)
-    with Live(_drawn(feed), auto_refresh=False, screen=True) as live:
+        return _without_rich(arguments.what, run)
+    with Live(_drawn(run), auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(_EVERY_S)
-            feed = _newest(arguments.what, feed)
-            live.update(_drawn(feed), refresh=True)
+            run = _newest(arguments.what, run)
+            live.update(_drawn(run), refresh=True)
 
 
-def _without_rich(what: str, feed: Feed) -> int:
+def _without_rich(what: str, run: RunReader) -> int:
     while True:
-        print("\033[H\033[J" + plain(lines_of(feed.snapshot(), _width())), flush=True)
+        print("\033[H\033[J" + plain(lines_of(run.snapshot(), _width())), flush=True)
         time.sleep(_EVERY_S)
-        feed = _newest(what, feed)
+        run = _newest(what, run)
 
 
-def _drawn(feed: Feed) -> Any:
+def _drawn(run: RunReader) -> Any:
     from rich.text import Text
 
     drawn = Text(no_wrap=True)
-    for line in lines_of(feed.snapshot(), _width()):
+    for line in lines_of(run.snapshot(), _width()):
         for piece in line:
             drawn.append(piece.text, style=_style(piece))
         drawn.append("\n")
@@ -75,10 +74,10 @@ def _style(piece: Piece) -> str:
     return _STYLES.get(piece.style, "")
 
 
-def _newest(what: str, feed: Feed) -> Feed:
+def _newest(what: str, run: RunReader) -> RunReader:
     """Another run that has begun meanwhile takes its place."""
     folder = _run_of(what)
-    return feed if folder == feed.run_dir else Feed(folder)
+    return run if folder == run.run_dir else read_run(folder)
 
 
 def _run_of(what: str) -> Path:

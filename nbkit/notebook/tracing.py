@@ -1,27 +1,22 @@
-"""The next steps of a running training as one trace of all ranks, made of what they record.
+"""Trace the next steps of a running training: one file for all ranks, made from their records.
 
-The ranks agree on the steps at a boundary, as they do for a switch, and keep them moment by moment; nothing is added to
-the steps themselves. The files of the run are followed until all ranks have written the last of them.
+The ranks agree on the steps at a boundary, as they do for a switch, and record them in detail; nothing is added to the
+steps themselves. The files of the run are read until all ranks have written the last of them.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nbkit.errors import TrainingError
-from nbkit.notebook.board.plugin.record_lookup import groups_of
-from nbkit.notebook.cluster import presence
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
 from nbkit.records.chrome_trace import chrome_trace, write_trace
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
+from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 __all__ = ["Kept", "Traced", "trace"]
 
@@ -48,31 +43,33 @@ class Traced:
         return f"{self}   (open it in ui.perfetto.dev or chrome://tracing)"
 
 
-def trace(cluster: Cluster, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
-    """Wait for the next `steps` steps of the training and write them to `path`.
+def trace(
+    directory: Callable[[], Path | None],
+    begin: Callable[[], tuple[int, int]],
+    check: Callable[[], object],
+    path: str | os.PathLike[str] | None = None,
+) -> Traced:
+    """Begin a trace, wait for its steps and write them to `path`, by default ./trace-RUN-FIRST-LAST.json.gz.
 
-    path: default trace-RUN-FIRST-LAST.json.gz where the notebook is. Returns when the file is written. Raises
-    UsageError where nothing makes steps or nothing is recorded, TrainingError when the training ends before a step of
-    them is made, ClusterError when a rank has died.
+    directory: the run's, None while there is none. begin: makes the ranks record their next steps in detail; gives the
+    first and the last. check: raises when the ranks cannot make steps any more. Raises TrainingError when the training
+    ends before it makes one of the steps.
     """
-    where = ClusterRun(cluster)
     kept = Kept()
-    if (before := where()) is not None:
+    if (before := directory()) is not None:
         kept.begin_at_end(before)
-    told = cluster.training.ask("trace", steps=steps).result
-    kept.first, kept.last = told["first"], told["last"]
+    kept.first, kept.last = begin()
     while not kept.complete:
-        if (folder := where()) is not None:
+        if (folder := directory()) is not None:
             kept.read(folder)
         if not kept.complete:
-            presence.must_be_here(cluster)
-            cluster.post.check_alive(range(cluster.entry.n))
+            check()
             time.sleep(_POLL_SECONDS)
     return kept.write(path)
 
 
 class Kept:
-    """What the files of a run tell of steps first to last, read as they are written."""
+    """The records of steps first to last, read while they are written."""
 
     def __init__(self) -> None:
         self.first = self.last = 0
@@ -81,15 +78,15 @@ class Kept:
         self._folder: Path | None = None
         self._cursors: dict[int, tuple[int, int]] = {}
         self._ended: set[int] = set()
-        self._quiet: set[int] = set()  # ranks of which the last look found nothing new
+        self._quiet: set[int] = set()  # ranks that had nothing new at the last read
 
     def begin_at_end(self, folder: Path) -> None:
-        """Only what is written from now on is of interest."""
+        """Read only what is written from now on."""
         self._folder = folder
         self._cursors = {rank: cursor_near_end(path, num_bytes=0) for rank, path in rank_files(folder).items()}
 
     def read(self, folder: Path) -> None:
-        """Take what is new."""
+        """Read what is new."""
         if folder != self._folder:
             self._folder, self._cursors = folder, {}
         for rank, path in rank_files(folder).items():
@@ -100,15 +97,15 @@ class Kept:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has told of the last step, or has ended its training."""
-        # The end is told first, then the steps that were under way.
+        """Whether every rank has recorded the last step, or has ended its training."""
+        # A rank records the end first, then the steps that were in flight.
         over = self._ended & self._quiet
         return bool(self._cursors) and all(
             self.last in self.details.get(rank, ()) or rank in over for rank in self._cursors
         )
 
     def write(self, path: str | os.PathLike[str] | None) -> Traced:
-        """Write the trace of what has come. Raises TrainingError when nothing has."""
+        """Write the trace of the steps that were read. Raises TrainingError when there is none."""
         found = sorted({step for those in self.details.values() for step in those})
         if not found or self._folder is None:
             raise TrainingError(

@@ -12,6 +12,7 @@ from nbkit.records.records import Header, Record, StepRecord, from_line
 __all__ = [
     "START",
     "cursor_near_end",
+    "newest_run",
     "old_part",
     "overview_of",
     "rank_files",
@@ -121,6 +122,13 @@ def read_overview(path: Path) -> list[StepRecord]:
     except FileNotFoundError:
         return []
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def newest_run(parent: Path) -> Path | None:
+    """Of the runs in a directory, the one that made the newest step; the directory itself when it is a run."""
+    folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
+    found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
+    return max(found)[1] if found else None
 
 
 def _changed(path: Path) -> float:

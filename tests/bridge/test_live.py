@@ -9,8 +9,9 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.cells import submit
 from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.cluster.cells.submit import request_for
+from nbkit.notebook.cluster.output import display
 from nbkit.wire.cells import CellRequest
 
 TRAINER = """
@@ -38,7 +39,7 @@ def until_it_runs(cluster: Cluster) -> dict[int, dict[str, object]]:
     """What the ranks say of themselves once a live cell runs on all of them."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        states = cluster.post.wire.ask(range(2), "status")
+        states = cluster.connection.client.ask(range(2), "status")
         if len(states) == 2 and all(state["live"] for state in states.values()):
             return states
         time.sleep(0.02)
@@ -62,10 +63,10 @@ def test_a_live_cell_may_await_while_the_training_is_awaited(two: Cluster, train
 def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: Cluster, training: CellHandle) -> None:
     two.run("begun = False", at_step=True)
     # The stop reaches only one rank before the cell; the other one hears of it from that.
-    first = submit.request_for(two, "begun = True", None, at_step=True)
-    for future in two.post.wire.request([1], "stop", cell=first.id, number=0, live=True).values():
+    first = request_for(two.connection, "begun = True", None, at_step=True)
+    for future in two.connection.client.request([1], "stop", cell=first.id, number=0, live=True).values():
         future.result(timeout=10)
-    running = submit.send(two, first, "", live=True)
+    running = two.connection.send(first, display.here(), live=True)
     running.reason = "stopped"
     assert running.done.result(timeout=20).status == "interrupted"
     assert two.run("begun", at_step=True).values == {0: False, 1: False}
@@ -74,6 +75,6 @@ def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: 
 
 def test_a_live_cell_that_comes_after_the_training_is_told_as_not_run(two: Cluster) -> None:
     request = CellRequest("too-late", "1", 1, (0, 1))
-    results = submit.send(two, request, "", live=True).done
+    results = two.connection.send(request, display.here(), live=True).done
     with pytest.raises(CellError, match="the training ended"):
         results.result(timeout=10)

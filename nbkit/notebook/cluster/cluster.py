@@ -8,38 +8,36 @@ cluster.stop()
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
-from nbkit.notebook.cluster import presence, registry
-from nbkit.notebook.cluster.cells import submit
-from nbkit.notebook.cluster.cells.dispatcher import Post
-from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
+from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import Verdict
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
 from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
 from nbkit.notebook.cluster.launch.platform_check import check_platform
-from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, names_of_notebook
+from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry, Process
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
 from nbkit.notebook.cluster.training_control import Training
 from nbkit.notebook.cluster.transfer import pull, push
-from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.notebook.tracing import Traced
 from nbkit.wire.cells import CellRequest
 
 TTL_SECONDS = 7200.0
 _current: Cluster | None = None
+_observers: list[Callable[[Cluster, Execution], object]] = []
 
 
 def current() -> Cluster:
@@ -58,18 +56,53 @@ def is_current(name: str) -> bool:
     return _current is not None and not _current.ended and _current.entry.name == name
 
 
+def observe_cells(observer: Callable[[Cluster, Execution], object]) -> None:
+    """Call `observer` with the cluster and the execution of each ordinary cell when it has been sent."""
+    if observer not in _observers:
+        _observers.append(observer)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A cluster that is ready. seconds: from nothing to ready; 0 for an attached one."""
+
+    connection: Connection
+    pinning: Pinning
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def _launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> _Started:
+    began = time.monotonic()
+    connection = Connection(*launch(name, pinning, ttl, options))
+    notes = tuple(pinning.notes)
+    if pinning.pins[0].kind == "gpu":
+        notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
+    return _Started(connection, pinning, time.monotonic() - began, notes)
+
+
 class Cluster:
     """A running cluster. Made by `start` or `attach`, never directly."""
 
-    def __init__(self) -> None:
-        self.post = Post()
-        self.generation = Generation(self)
-        self.training = Training(self)  # switch, undo, try, pause, checkpoint
-        self.ended = False
-        self.numbers = itertools.count(1)
-        self.entry: Entry
-        self.notes: tuple[str, ...] = ()
-        self.started_in = 0.0  # seconds from nothing to ready; 0 for an attached cluster
+    def __init__(self, started: _Started) -> None:
+        self._use(started)
+
+    def _use(self, started: _Started) -> None:
+        global _current
+        self.connection, self.pinning = started.connection, started.pinning
+        self.started_in, self.notes = started.seconds, started.notes
+        self.training = Training(started.connection)  # switch, undo, try, pause, checkpoint
+        _current = self
+
+    @property
+    def entry(self) -> Entry:
+        """The cluster as it is registered."""
+        return self.connection.entry
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was stopped, or attached anew."""
+        return bool(self.connection.ended)
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -94,26 +127,14 @@ class Cluster:
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
         if name is None and _current is not None and (again := _current.taken_again(options)):
             return again
-        self = cls()
-        self._launch(name or made_up_name(), pins_here(n, gpus, cpu=cpu), ttl, options)
-        return self
-
-    def _launch(self, name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> None:
-        self.post, self.generation, self.pinning = Post(), Generation(self), pinning
-        began = time.monotonic()
-        self.entry, self.post.wire = launch(name, pinning, ttl, options, self.post.on_message, self._on_gone)
-        self.started_in = time.monotonic() - began
-        self.notes = pinning.notes
-        if pinning.pins[0].kind == "gpu":
-            self.notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
-        self._adopt()
+        return cls(_launched(name or made_up_name(), pins_here(n, gpus, cpu=cpu), ttl, options))
 
     def taken_again(self, options: dict[str, object]) -> Cluster | None:
         """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.
 
         Raises ClusterExists if it was started with other options.
         """
-        if self.ended or self.post.deaths or self.entry.options.get("named") or not self.entry.is_alive():
+        if self.ended or self.connection.deaths or self.entry.options.get("named") or not self.entry.is_alive():
             return None
         if self.entry.options != options:
             raise ClusterExists(
@@ -131,7 +152,6 @@ class Cluster:
         take: even from another notebook that is using it. Raises ClusterNotFound, naming the clusters that do run,
         and ClusterError if another notebook uses it: two that send cells at once would have ranks wait for each other.
         """
-        self = cls()
         found = registry.running(name)
         if found.is_attached() and found.kernel.pid != os.getpid() and not take:
             raise ClusterError(
@@ -139,34 +159,16 @@ class Cluster:
                 numbers=f"its kernel is pid {found.kernel.pid}",
                 hint=f"shut that kernel down; or take the cluster over: %cluster attach {name} --take",
             )
-        if _current is not None and not _current.ended and _current.entry.name == name:
-            _current.post.close()
-        self.entry = replace(found, kernel=Process.of(os.getpid()))
-        self.pinning = pinning_of(self.entry)
-        self.post.wire = connect(self.entry, self.post.on_message, self._on_gone)
-        registry.save(self.entry)
-        self.post.wire.wait_for(self.entry.n, 1.0)
-        self._adopt()
-        self.post.read_deaths(self.entry.folder)
-        alive = [rank for rank in self.post.wire.ranks if rank not in self.post.deaths]
-        self.post.wire.listen_to(alive, 5.0)
-        states = self.post.wire.ask(alive, "status")
-        self.post.request_number = max((state["requests"] for state in states.values()), default=0)
-        self.generation.learn(states)
-        held = next((s for s in states.values() if s["cell"]), None)
-        held = held or next((s["undelivered"] for s in states.values() if s["undelivered"]), None)
-        if held:
-            request = CellRequest(held["cell"], held["source"], held["number"], tuple(held["ranks"]))
-            self.post.follow(Running(request, display.here(), self.post.wire.later, names_of_notebook))
-        return self
-
-    def _adopt(self) -> None:
-        global _current
-        _current = self
-        self.ended = False
-        self.post.on_death = self._after_death
-        self.post.keep_in_touch(min(60.0, self.entry.ttl / 4))
-        self.post.watch(partial(presence.why_gone, self), self.entry.folder)
+        if _current is not None and is_current(name):
+            _current.connection.close("the cluster was attached anew")
+        entry = replace(found, kernel=Process.of(os.getpid()))
+        client = connect(entry)
+        registry.save(entry)
+        client.wait_for(entry.n, 1.0)
+        connection = Connection(entry, client)
+        cluster = cls(_Started(connection, pinning_of(entry)))
+        connection.take_up(display.here())
+        return cluster
 
     @staticmethod
     def list() -> ClusterList:
@@ -175,16 +177,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End the cluster: its ranks, its controller, and nothing else."""
-        self.ended = True
         try:
-            self.post.close()
+            self.connection.close()
         finally:
             registry.end(self.entry)
 
     def restart(self) -> Cluster:
         """End every rank and start again: same name, same pins, same ids; variables are lost."""
         self.stop()
-        self._launch(self.entry.name, self.pinning, self.entry.ttl, self.entry.options)
+        self._use(_launched(self.entry.name, self.pinning, self.entry.ttl, self.entry.options))
         return self
 
     # Cells --------------------------------------------------------------------------------------------------------
@@ -205,14 +206,16 @@ class Cluster:
         next step boundary of the running training, on all ranks. queue: wait for a cell that runs, instead of
         refusing. Returns Results. Raises CellError (the rank that failed first), CellRunning, UsageError.
         """
-        while queue and self.post.busy():
+        while queue and self.connection.busy():
             time.sleep(0.02)
-        for _ in until_training(self) if at_step else ():
+        for _ in until_training(self.connection) if at_step else ():
             time.sleep(0.05)
-        request = submit.request_for(self, cell, ranks, at_step=at_step)
-        note = "" if at_step else self.generation.ensure()
-        running = submit.send(self, request, note, live=at_step)
-        return CellHandle(self, running, timeout) if detach else wait_here(self, running, timeout)
+        request = request_for(self.connection, cell, ranks, at_step=at_step)
+        note = "" if at_step else self.connection.ensure_world()
+        execution = self._send(request, note, at_step=at_step)
+        if detach:
+            return CellHandle(self.connection, execution, timeout)
+        return wait_here(self.connection, execution, timeout)
 
     async def run_async(
         self,
@@ -225,22 +228,31 @@ class Cluster:
         queue: bool = False,
     ) -> Any:
         """`run`, to be awaited: meanwhile the notebook's kernel goes on answering widgets."""
-        while queue and self.post.busy():
+        while queue and self.connection.busy():
             await asyncio.sleep(0.02)
-        for _ in until_training(self) if at_step else ():
+        for _ in until_training(self.connection) if at_step else ():
             await asyncio.sleep(0.05)
-        request = submit.request_for(self, cell, ranks, at_step=at_step)
+        request = request_for(self.connection, cell, ranks, at_step=at_step)
         # In a thread, because a new generation may take long to form, and the stop button needs the event loop.
-        note = await asyncio.to_thread(self.generation.ensure) if self.generation.spoilt and not at_step else ""
-        running = submit.send(self, request, note, live=at_step)
-        return CellHandle(self, running, timeout) if detach else await wait_async(self, running, timeout)
+        spoilt = self.connection.generation.spoilt and not at_step
+        note = await asyncio.to_thread(self.connection.ensure_world) if spoilt else ""
+        execution = self._send(request, note, at_step=at_step)
+        if detach:
+            return CellHandle(self.connection, execution, timeout)
+        return await wait_async(self.connection, execution, timeout)
+
+    def _send(self, request: CellRequest, note: str, *, at_step: bool) -> Execution:
+        execution = self.connection.send(request, display.here(), note, live=at_step)
+        for observe in () if at_step else _observers:
+            observe(self, execution)
+        return execution
 
     def wait(self, timeout: float | None = None) -> Results | None:
         """Wait for the cell that runs, as Run All must before it goes on. Raises what the cell raised.
 
         The stop button ends the waiting only; so does `timeout` (seconds), with a TimeoutError.
         """
-        busy = self.post.busy()
+        busy = self.connection.busy()
         return wait_for(busy, timeout) if busy else None
 
     def switch(self, strategy: str) -> Verdict:
@@ -255,39 +267,27 @@ class Cluster:
 
     def push(self, values: dict[str, Any], ranks: Sequence[int] | str | None = None, *, force: bool = False) -> None:
         """Assign values on the ranks. Raises TransferError above 1 GB unless forced, CellRunning, CellError."""
-        presence.must_be_here(self)
-        self.post.check_idle("push")
-        self.post.check_alive(chosen_ranks(ranks, self.entry.n))
-        push(self, values, chosen_ranks(ranks, self.entry.n), force=force)
+        self.connection.check_open()
+        self.connection.check_idle("push")
+        self.connection.check_alive(chosen_ranks(ranks, self.entry.n))
+        push(self.connection.client, values, chosen_ranks(ranks, self.entry.n), force=force)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
         """The value of a name (or expression) on one rank; several ranks, or None for all, give a list."""
-        presence.must_be_here(self)
-        self.post.check_idle("pull")
+        self.connection.check_open()
+        self.connection.check_idle("pull")
         chosen = chosen_ranks([ranks] if isinstance(ranks, int) else ranks, self.entry.n)
-        self.post.check_alive(chosen)
-        values = pull(self, name, chosen, force=force)
+        self.connection.check_alive(chosen)
+        values = pull(self.connection.client, name, chosen, force=force)
         return values[0] if isinstance(ranks, int) else values
 
     # What it knows ------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
         """A table of the ranks: pid, device, memory, state, current cell, age."""
-        return Status(self.entry, rank_rows(self), self.generation.number, self.notes)
-
-    def end_rank(self, rank: int) -> None:
-        """End one rank's process at once."""
-        if self.entry.is_here:
-            self.entry.ranks[rank].end(9, group=True)
-            return
-        others = [other for other in range(self.entry.n) if other != rank]
-        self.post.wire.request(others, "end", rank=rank)  # one that answers is enough
-
-    def _on_gone(self, rank: int) -> None:
-        self.post.on_gone(rank, self.entry.folder)
-
-    def _after_death(self, rank: int, how: str) -> None:
-        self.generation.spoil(f"rank {rank} died")
+        answers = self.connection.client.ask(range(self.entry.n), "status")
+        rows = rank_rows(self.entry, answers, self.connection.deaths)
+        return Status(self.entry, rows, self.connection.generation.number, self.notes)
 
     def __repr__(self) -> str:
         state = "stopped" if self.ended else f"{self.entry.n} ranks over {self.entry.backend}"

@@ -1,21 +1,19 @@
-"""What `%cluster status` and `%cluster list` show: text in a terminal, a table in a notebook."""
+"""The tables of `%cluster status` and `%cluster list`: text in a terminal, HTML in a notebook."""
 
 from __future__ import annotations
 
 import html
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from nbkit.notebook.cluster.launch.gpus import find_gpus
+from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.cells import first_line
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
 
@@ -102,10 +100,8 @@ class ClusterList:
         return html_table(self._columns, self._rows()) if self.entries else f"<code>{html.escape(repr(self))}</code>"
 
 
-def rank_rows(cluster: Cluster) -> list[RankRow]:
-    """Ask every rank; one that does not answer in time is said to be silent."""
-    entry, deaths = cluster.entry, cluster.post.deaths
-    answers = cluster.post.wire.ask(range(entry.n), "status")
+def rank_rows(entry: Entry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
+    """One row for each rank. answers: rank -> its answer to "status"; a rank without one is said not to answer."""
     memory = _memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
@@ -133,7 +129,7 @@ def _state(answer: dict[str, Any]) -> str:
     return "idle, world spoilt" if answer["dirty"] else "idle"
 
 
-def _memory_by_rank(entry: Entry, answers: dict[int, dict[str, Any]]) -> dict[int, str]:
+def _memory_by_rank(entry: Entry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
     """A GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
     if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
         total = psutil.virtual_memory().total

@@ -1,7 +1,7 @@
-"""Steering a training from the notebook: switch, undo, try, pause, resume, checkpoint; and looking at what it could be.
+"""Control a training from the notebook: switch, undo, try, pause, resume, checkpoint, trace; and estimate strategies.
 
-While the ranks are between two steps, each goes to all of them as a request and acts at the step they agree on; else it
-runs at once as a cell of its own, on the newest Trainer. Either way one verdict comes back.
+While the ranks are between two steps, a control goes to all of them as a request, and they act at the step they agree
+on. Otherwise it runs at once, as a cell of its own, on the newest Trainer. Either way one result comes back.
 """
 
 from __future__ import annotations
@@ -10,36 +10,33 @@ import os
 import time
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbkit.errors import StrategyError
-from nbkit.notebook.cluster import presence
-from nbkit.notebook.cluster.cells import submit
-from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import wait_here
 from nbkit.notebook.cluster.control_result import Verdict
-from nbkit.notebook.cluster.naming import names_of_notebook
+from nbkit.notebook.cluster.output.display import NoScreen
+from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced, trace
 from nbkit.strategy import Strategy
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 TICK_SECONDS = 0.03
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
 TABLE_SECONDS = 1.0
-FRESH_SECONDS = 1.5  # a panel looks more often: what it shows is what was foretold, and a click waits for nothing
+FRESH_SECONDS = 1.5  # a panel looks more often: its click uses the estimate that it shows, and waits for nothing
 
 
 class Training:
     """The training on a cluster's ranks, as the notebook sees it. Every method may be called from any thread."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._table: dict[str, Any] = {}
         self._stamp = ""
-        self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # when last, and what was told
+        self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # (when, the answer)
 
     def switch(self, strategy: str) -> Verdict:
         """Train on under another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; what was moved, and how long it took.
@@ -69,25 +66,35 @@ class Training:
         return self.ask("checkpoint", path=path)
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
-        """The next `steps` steps of all ranks as one file for Perfetto: see nbkit.notebook.tracing."""
-        return trace(self.cluster, steps, path)
+        """Trace the next `steps` steps of all ranks into one file for Perfetto; returns when it is written.
+
+        path: default trace-RUN-FIRST-LAST.json.gz where the notebook is. Raises UsageError where nothing makes steps
+        or nothing is recorded, TrainingError when the training ends before one of the steps, ClusterError when a rank
+        has died.
+        """
+
+        def begin() -> tuple[int, int]:
+            steps_traced = self.ask("trace", steps=steps).result
+            return steps_traced["first"], steps_traced["last"]
+
+        return trace(RunDirectory(self._connection), begin, self._check, path)
 
     def look(self) -> dict[str, Any]:
-        """What a rank says of its training, whatever it is doing now: see nbkit.bridge.controls. {}: no answer.
+        """What a rank answers about its training, whatever it is doing: see nbkit.bridge.controls. {}: no answer.
 
-        "table" is what every strategy would cost, {} while that is being worked out.
+        "table" is the estimate for every strategy, {} while it is being computed.
         """
-        cluster = self.cluster
-        first = min(set(range(cluster.entry.n)) - set(cluster.post.deaths), default=0)
-        answers = cluster.post.wire.ask([first], "strategies", ANSWER_SECONDS, known=self._stamp)
+        connection = self._connection
+        first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
+        answers = connection.client.ask([first], "strategies", ANSWER_SECONDS, known=self._stamp)
         if first not in answers:
             return {}
-        told = answers[first]
-        if told["table"] is not None or not told["job"]:
-            self._table, self._stamp = told["table"] or {}, told["stamp"]
-        told = {**told, "table": self._table}
-        self._looked = time.monotonic(), told
-        return told
+        answer = answers[first]
+        if answer["table"] is not None or not answer["job"]:
+            self._table, self._stamp = answer["table"] or {}, answer["stamp"]
+        answer = {**answer, "table": self._table}
+        self._looked = time.monotonic(), answer
+        return answer
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
@@ -100,21 +107,23 @@ class Training:
 
     def ask(self, do: str, **args: Any) -> Verdict:
         """Have all ranks do one of nbkit.bridge.controls at the same boundary, or now when none makes steps."""
-        cluster = self.cluster
-        presence.must_be_here(cluster)
-        cluster.post.check_alive(range(cluster.entry.n))
+        self._check()
         id = uuid.uuid4().hex[:12]
         foretold = self._foretold(do, args)
-        self._looked = 0.0, {}  # what comes now may change it
+        self._looked = 0.0, {}  # the control may change it
         if self._makes_steps():
-            everyone = range(cluster.entry.n)
-            number = cluster.post.next_request()
-            cluster.post.wire.request(everyone, "control", number=number, id=id, action=do, args=args)
+            connection = self._connection
+            number = connection.next_request()
+            connection.client.request(range(connection.entry.n), "control", number=number, id=id, action=do, args=args)
         else:
             self._run_as_cell(id, do, args)
         verdict = replace(self._verdict(id), foretold=foretold)
         verdict.check()
         return verdict
+
+    def _check(self) -> None:
+        self._connection.check_open()
+        self._connection.check_alive(range(self._connection.entry.n))
 
     def _foretold(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
         """What the table says of the strategy that is switched to."""
@@ -124,7 +133,7 @@ class Training:
         table = (_in_force(told) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
         try:
             wanted = args.get("strategy") or table.get("previous") or ""
-            strategy = str(Strategy.parse(wanted, self.cluster.entry.n))
+            strategy = str(Strategy.parse(wanted, self._connection.entry.n))
         except StrategyError:
             return {}  # the ranks say what is wrong with it
         row: dict[str, Any] = next((row for row in table.get("options", ()) if row["strategy"] == strategy), {})
@@ -132,9 +141,10 @@ class Training:
 
     def _makes_steps(self) -> bool:
         """Whether all ranks are between two steps; a cell that has just been sent is given time to get there."""
-        post, n = self.cluster.post, self.cluster.entry.n
-        while (busy := post.busy()) is not None:
-            states = post.wire.ask(range(n), "status")
+        connection = self._connection
+        n = connection.entry.n
+        while (busy := connection.busy()) is not None:
+            states = connection.client.ask(range(n), "status")
             if len(states) == n and all(state["training"] for state in states.values()):
                 return True
             if time.time() - busy.sent > GRACE_SECONDS and not any(state["training"] for state in states.values()):
@@ -143,25 +153,20 @@ class Training:
         return False
 
     def _run_as_cell(self, id: str, do: str, args: dict[str, Any]) -> None:
-        cluster = self.cluster
+        connection = self._connection
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
         call = f"__import__('nbkit.bridge.controls', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
-        request = submit.request_for(cluster, f"# {words}\n{call}", None, at_step=False)
-        cluster.generation.ensure()
-        running = Running(request, _Nowhere(), cluster.post.wire.later, names_of_notebook)
-        running.before_done = lambda: cluster.generation.learn_from(running)
-        cluster.post.send(running)
-        wait_here(cluster, running)
+        request = request_for(connection, f"# {words}\n{call}")
+        note = connection.ensure_world()
+        wait_here(connection, connection.send(request, NoScreen(), note))
 
     def _verdict(self, id: str) -> Verdict:
-        """Wait for it. The stop button ends the waiting only. Raises ClusterError."""
-        cluster = self.cluster
+        """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
         while True:
-            for told in cluster.post.wire.ask([0], "verdict", ANSWER_SECONDS, id=id).values():
-                if told["verdict"] is not None:
-                    return Verdict(**told["verdict"])
-            presence.must_be_here(cluster)
-            cluster.post.check_alive(range(cluster.entry.n))
+            for answer in self._connection.client.ask([0], "verdict", ANSWER_SECONDS, id=id).values():
+                if answer["verdict"] is not None:
+                    return Verdict(**answer["verdict"])
+            self._check()
             time.sleep(TICK_SECONDS)
 
 
@@ -170,24 +175,3 @@ def _in_force(told: dict[str, Any]) -> dict[str, Any]:
     table: dict[str, Any] = told.get("table") or {}
     same = table and table["strategy"] == told["strategy"] and bool(table["step"]) == bool(told["step"])
     return table if same else {}
-
-
-class _Nowhere:
-    """A screen for what is told by its verdict."""
-
-    paced = False
-
-    def stream(self, name: str, text: str) -> None:
-        return
-
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
-        return
-
-    def update(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
-        return
-
-    def clear(self, wait: bool) -> None:
-        return
-
-    def comm(self, kind: str, content: dict[str, Any]) -> None:
-        return

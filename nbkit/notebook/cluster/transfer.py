@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ipyparallel.error import IPythonError
 
 from nbkit.errors import ClusterError, TransferError
+from nbkit.notebook.cluster.cells.client import Client
 from nbkit.wire import parcel
 from nbkit.wire.cells import ranks_text
 
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
-
-def push(cluster: Cluster, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False) -> None:
+def push(client: Client, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False) -> None:
     """Assign `values` by name on `ranks`. One copy into shared memory, however many ranks read it.
 
     Raises TransferError for what cannot be pickled, or is over 1 GB and not forced.
@@ -34,7 +32,7 @@ def push(cluster: Cluster, values: dict[str, Any], ranks: Sequence[int], *, forc
     _check_size(names, parcel.size_of(packed), force, f"%push {names} --force")
     path = parcel.write(packed)
     try:
-        cluster.post.wire.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
+        client.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
     except Exception as error:
         raise TransferError(
             f"{names} could not be assigned on ranks {ranks_text(list(ranks))}.",
@@ -46,12 +44,12 @@ def push(cluster: Cluster, values: dict[str, Any], ranks: Sequence[int], *, forc
         Path(path).unlink(missing_ok=True)
 
 
-def pull(cluster: Cluster, expression: str, ranks: Sequence[int], *, force: bool = False) -> list[Any]:
+def pull(client: Client, expression: str, ranks: Sequence[int], *, force: bool = False) -> list[Any]:
     """The value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
     limit = 1 << 62 if force else parcel.LIMIT_BYTES
     token = parcel.reserve()
     try:
-        answers = cluster.post.wire.call_and_wait(ranks, "nbkit.bridge.transfer:get", expression, limit, token)
+        answers = client.call_and_wait(ranks, "nbkit.bridge.transfer:get", expression, limit, token)
         return [_opened(expression, rank, answers[rank], force) for rank in ranks]
     except (IPythonError, ClusterError) as error:
         raise TransferError(

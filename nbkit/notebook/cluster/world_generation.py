@@ -1,4 +1,4 @@
-"""The world's generation as the notebook knows it: when it is spoilt, and how a new one is formed.
+"""The generation of the ranks' world, as the notebook knows it: when it is spoilt, and how a new one is formed.
 
 A world is spoilt when a rank was broken out of a collective, when one died, or when ranks have issued different
 collectives (the next one would meet the wrong partner). The next cell first forms a new generation, and says so.
@@ -6,22 +6,20 @@ collectives (the next one would meet the wrong partner). The next cell first for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from nbkit.errors import ClusterError
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.records.divergence import differences
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cells.execution import Running
-    from nbkit.notebook.cluster.cluster import Cluster
 
 
 class Generation:
-    """The state of one cluster's world."""
+    """The state of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, client: Client, n: int) -> None:
+        self._client, self._n = client, n
         self.number = 1
         self.spoilt = ""
         self.counts: dict[int, Mapping[str, int]] = {}
@@ -30,39 +28,36 @@ class Generation:
         self.spoilt = self.spoilt or why
 
     def learn(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """From what ranks say of themselves, on attach."""
+        """Take over what the ranks answer to "status"."""
         self.number = max((state["generation"] for state in states.values()), default=1)
         for state in states.values():
             if state["dirty"]:
                 self.spoil(state["dirty"])
 
-    def learn_from(self, running: Running) -> None:
-        """From the records of a cell that has ended."""
-        for rank, record in running.records.items():
+    def learn_from(self, cell: Execution) -> None:
+        """Take over the records of a cell that has ended."""
+        for rank, record in cell.records.items():
             self.counts[rank] = record.counts
             self.number = max(self.number, record.generation)
             if record.dirty:
                 self.spoil(record.dirty)
-        failed = running.deaths or any(record.failure for record in running.records.values())
+        failed = cell.deaths or any(record.failure for record in cell.records.values())
         if failed and not self.spoilt:
-            counts = [self.counts.get(rank, {}) for rank in range(self.cluster.entry.n)]
+            counts = [self.counts.get(rank, {}) for rank in range(self._n)]
             if unequal := differences(counts):
-                self.spoil(f"cell {running.request.number} left the ranks at different operations ({unequal[0]})")
+                self.spoil(f"cell {cell.request.number} left the ranks at different operations ({unequal[0]})")
 
-    def ensure(self) -> str:
-        """Form a new generation if this one is spoilt. Returns what to tell the user, or ""."""
-        if not self.spoilt:
-            return ""
-        cluster, why = self.cluster, self.spoilt
-        if cluster.post.deaths:
-            return ""  # the ranks that are left can run cells, but a world has all of them
-        wire = cluster.post.wire
+    def ensure(self, deaths: Collection[int]) -> str:
+        """Form a new generation if this one is spoilt and no rank has died. Returns what to tell the user, or ""."""
+        if not self.spoilt or deaths:
+            return ""  # ranks that are left can run cells, but a world has all of them
+        client, why = self._client, self.spoilt
         # Counted before it is tried: ranks that got half-way are in this generation and take only a later one.
         self.number += 1
         try:
-            port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store", timeout=10)[0]
-            wire.call_and_wait(
-                range(cluster.entry.n), "nbkit.bridge.calls:reform", self.number, "127.0.0.1", port, timeout=90
+            port = client.call_and_wait([0], "nbkit.bridge.calls:open_store", timeout=10)[0]
+            client.call_and_wait(
+                range(self._n), "nbkit.bridge.calls:reform", self.number, "127.0.0.1", port, timeout=90
             )
         except Exception as error:
             raise ClusterError(

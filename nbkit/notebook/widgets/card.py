@@ -1,7 +1,7 @@
-"""The card of a cell that trains: in its own output, as HTML that stays in the saved notebook; no widget needed.
+"""The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook; not a widget.
 
-It comes by itself when a training of the cell has been recording for a moment, changes in place about once a second,
-and ends as what came of it. A cell that is over before, or does not train, has none.
+It appears when a training of the cell has been recording for a moment, is updated in place about once a second, and
+ends as a summary. A cell that ends before that, or does not train, has no card.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import html
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.notebook.cluster.cells.execution import Running
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
-from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.run_directory import RunDirectory
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 __all__ = ["LiveCard", "card_html", "card_text", "follow"]
 
@@ -30,87 +29,96 @@ _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _RECENT = 10  # steps
 
 
-def follow(cluster: Cluster, running: Running) -> None:
-    """Show a card in the output of this cell if it trains for a while. Where output cannot be changed: nothing."""
-    if running.live or not hasattr(running.outbox.screen, "kernel"):
+def follow(cluster: Cluster, execution: Execution) -> None:
+    """Show a card in the output of this cell if it trains for a while and its output can be changed in place."""
+    if not hasattr(execution.outbox.screen, "kernel"):
         return
+    client, training = cluster.connection.client, cluster.training
 
     def begin() -> None:
-        if not running.done.done():
-            LiveCard(cluster, running).start()
+        if not execution.done.done():
+            directory = RunDirectory(cluster.connection)
+            LiveCard(execution, directory, lambda: bool(training.look().get("training")), client.soon).start()
 
-    cluster.post.wire.soon(cluster.post.wire.later, AFTER_SECONDS, begin)
+    client.soon(client.later, AFTER_SECONDS, begin)
 
 
 class LiveCard:
-    """Looks at what the cell's training records, in a thread of its own, until the cell is over."""
+    """Reads what the cell's training records, in a thread of its own, until the cell ends.
 
-    def __init__(self, cluster: Cluster, running: Running) -> None:
-        self._cluster, self._running = cluster, running
-        self._where = ClusterRun(cluster)
-        self._feed: Feed | None = None
+    directory: the run's, None while there is none. trains: whether the ranks are in a training. soon: run a function
+    on the client's thread.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        directory: Callable[[], Path | None],
+        trains: Callable[[], bool],
+        soon: Callable[..., object],
+    ) -> None:
+        self._execution, self._directory, self._trains, self._soon = execution, directory, trains, soon
+        self._reader: RunReader | None = None
         self._first = 0  # the step that the cell's training began with
         self._lock = threading.Lock()
         self._told: dict[str, str] = {}
         self._shown = False
         self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
-        self._before = running.before_done
-        running.before_done = self._finish
+        execution.observers.append(self._finish)
 
     def start(self) -> None:
         """Begin; ends with the cell."""
         threading.Thread(target=self._keep_looking, name="nbkit-card", daemon=True).start()
 
     def _keep_looking(self) -> None:
-        while not self._running.done.done():
+        while not self._execution.done.done():
             began, apart = time.thread_time(), 0.0
             try:
                 apart = self._look()
-            except (NbkitError, OSError):  # the cell tells what is wrong with the ranks
+            except (NbkitError, OSError):  # the cell's own output says what is wrong with the ranks
                 pass
             rest = max(_EVERY_SECONDS, (time.thread_time() - began - apart) / _SHARE)
             deadline = time.monotonic() + rest
-            while time.monotonic() < deadline and not self._running.done.done():
+            while time.monotonic() < deadline and not self._execution.done.done():
                 time.sleep(0.1)
 
     def _look(self) -> float:
-        """Show what is new. Returns the seconds of a core that went into a picture, which has a pace of its own."""
+        """Show what is new. Returns the CPU seconds that a picture took, which has a pace of its own."""
         apart = 0.0
         # In this order: the run of a training that begins in between would be the one before.
-        if self._feed is None and not self._cluster.training.look().get("training"):
+        if self._reader is None and not self._trains():
             return apart
-        folder = self._where()
+        folder = self._directory()
         if folder is None:
             return apart
         began = time.thread_time()
         with self._lock:
-            if self._feed is None or self._feed.run_dir != folder:
-                self._feed = Feed(folder)
-                self._feed.look()
-                self._first = _started(self._feed.curve.events)
+            if self._reader is None or self._reader.run_dir != folder:
+                self._reader = RunReader(folder)
+                self._reader.look()
+                self._first = _started(self._reader.curve.events)
                 self._picture_due = 0.0
             if time.monotonic() >= self._picture_due:
-                self._feed.picture()
+                self._reader.picture()
                 apart = time.thread_time() - began
                 self._picture_due = time.monotonic() + apart / _SHARE
             if bundle := self._bundle(ended=False, anew=False):
-                self._cluster.post.wire.soon(self._put, bundle)
+                self._soon(self._put, bundle)
         return apart
 
-    def _finish(self) -> None:
-        """On the wire's thread, when all output is out and the cell is about to be over."""
-        self._before()
+    def _finish(self, _: Execution) -> None:
+        """Observe the end of the cell, on the client's thread: show the summary."""
         try:
             with self._lock:
                 if self._shown and (bundle := self._bundle(ended=True)):
                     self._put(bundle, last=True)
         except Exception as error:  # a card must not keep a cell from ending
-            self._running.say(f"nbkit: no last card: {type(error).__name__}: {error}")
+            self._execution.say(f"nbkit: no last card: {type(error).__name__}: {error}")
 
     def _bundle(self, *, ended: bool, anew: bool = True) -> dict[str, str]:
-        """What there is to show; {} when nothing is new."""
-        assert self._feed is not None
-        snapshot = self._feed.snapshot(anew=anew)
+        """The MIME bundle to show; {} when nothing is new."""
+        assert self._reader is not None
+        snapshot = self._reader.snapshot(anew=anew)
         points = [point for point in snapshot["points"] if point[0] > self._first]
         if not points:
             return {}
@@ -120,19 +128,19 @@ class LiveCard:
         return bundle if bundle != before else {}
 
     def _put(self, bundle: dict[str, str], *, last: bool = False) -> None:
-        """On the wire's thread."""
-        if self._running.closing and not last:
+        """Show it; on the client's thread."""
+        if self._execution.closing and not last:
             return
         if not self._shown:
-            for name, text in self._running.lines.make_way():
-                self._running.outbox.stream(name, text)
-        transient = {"display_id": f"nbkit-card-{self._running.request.id}"}
-        self._running.outbox.put("update" if self._shown else "display", bundle, {}, transient)
+            for name, text in self._execution.lines.make_way():
+                self._execution.outbox.stream(name, text)
+        transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}
+        self._execution.outbox.put("update" if self._shown else "display", bundle, {}, transient)
         self._shown = True
 
 
 def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """One or two lines of what Feed.snapshot gives, of the points that are in it."""
+    """One or two lines of what RunReader.snapshot gives, of the points that are in it."""
     head, figures, reading = _words(snapshot, ended)
     return "\n".join(line for line in (f"{head}   {figures}", reading) if line)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster.control_result import size
-from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.javascript import joined, style
 
 __all__ = ["Written", "page_of", "write_report"]
@@ -46,12 +46,12 @@ class Written:
 
 def write_report(run_dir: Path, path: Path) -> Path:
     """Write the page of a run, as it stands now, to `path`; returns where."""
-    path.write_text(page_of(Feed(run_dir).snapshot()), encoding="utf-8")
+    path.write_text(page_of(RunReader(run_dir).snapshot()), encoding="utf-8")
     return path.absolute()
 
 
 def page_of(snapshot: dict[str, Any]) -> str:
-    """The page of what Feed.snapshot gives."""
+    """The page of what RunReader.snapshot gives."""
     # No folder of this machine goes out of it, and no text ends the script.
     told = snapshot | {"state": {**snapshot["state"], "folder": ""}}
     data = json.dumps(_finite(told), separators=(",", ":"), default=str).replace("<", "\\u003c")

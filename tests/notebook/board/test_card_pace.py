@@ -14,12 +14,8 @@ from nbkit.notebook.widgets.card import LiveCard
 def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 2, "dp=2")
     shown: list[dict[str, str]] = []
-    wire = SimpleNamespace(soon=lambda put, bundle: shown.append(bundle))
-    cluster = SimpleNamespace(
-        training=SimpleNamespace(look=lambda: {"training": True}), post=SimpleNamespace(wire=wire)
-    )
-    card = LiveCard(cast(Any, cluster), cast(Any, SimpleNamespace(before_done=lambda: None)))
-    card._where = cast(Any, lambda: run.folder)
+    execution = cast(Any, SimpleNamespace(observers=[]))
+    card = LiveCard(execution, lambda: run.folder, lambda: True, lambda put, bundle: shown.append(bundle))
 
     for _ in range(2):
         run.step()

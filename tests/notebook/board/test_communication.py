@@ -19,11 +19,11 @@ from tensorboard.plugins import base_plugin
 
 from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.live import following
-from nbkit.notebook.board.plugin import record_lookup
-from nbkit.notebook.board.plugin.run_follower import Run
-from nbkit.notebook.board.plugin.run_timeline import PARTS, Timeline
-from nbkit.notebook.board.plugin.step_picture import picture
+from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.step_picture import picture
+from nbkit.notebook.run.timeline import PARTS, Timeline
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
+from nbkit.records import record_lookup
 from nbkit.records.records import Header, StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -240,7 +240,7 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_same(tmp_path: Path) -> None:
-    fake, runs = FakeRun(tmp_path, 4, "ddp", late=1), [Run(tmp_path), Run(tmp_path, passing=True)]
+    fake, runs = FakeRun(tmp_path, 4, "ddp", late=1), [Run(tmp_path), Run(tmp_path, newest_only=True)]
     for steps in (3, 30, 1):
         if steps == 1:
             fake.switch("pp")

@@ -8,8 +8,7 @@ from pathlib import Path
 from fake_run import FakeRun
 
 from nbkit.notebook.board.plugin.runs import Runs
-from nbkit.notebook.widgets.dashboard.record_source import newest_run
-from nbkit.records.record_file import rank_files
+from nbkit.records.record_file import newest_run, rank_files
 from nbkit.records.records import Header, Outside, Traffic, from_line, to_line
 
 OUTSIDE = Outside(0, (Traffic("all_reduce", "world", "world", None, 1, 4, 1, 0.1, 0.1),))

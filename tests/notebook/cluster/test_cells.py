@@ -162,16 +162,16 @@ def test_the_rank_that_failed_first_is_the_cause_and_the_others_are_released(
     results = four.run("x = torch.ones(1); dist.all_reduce(x); (mine, x.item())")
     assert results.values == {r: (r + 1, 4.0) for r in range(4)}
     assert "generation" in capsys.readouterr().err
-    assert results.generation == four.generation.number > 1
+    assert results.generation == four.connection.generation.number > 1
 
 
 def test_ranks_that_can_end_by_themselves_keep_their_world(four: Cluster) -> None:
     four.run("dist.barrier()")
-    before = four.generation.number
+    before = four.connection.generation.number
     with pytest.raises(CellError, match="Rank 1 failed"):
         four.run("if rank == 1: raise ValueError\nprint('others finish')")
     four.run("dist.barrier()")
-    assert four.generation.number == before
+    assert four.connection.generation.number == before
 
 
 def test_ddp_and_fsdp_objects_train_on_in_the_next_generation(two: Cluster) -> None:
@@ -289,7 +289,7 @@ def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(nbkit_home: obje
     try:
         os.kill(cluster.entry.ranks[0].pid, signal.SIGSEGV)
         deadline = time.monotonic() + 20
-        while not cluster.post.deaths and time.monotonic() < deadline:
+        while not cluster.connection.deaths and time.monotonic() < deadline:
             time.sleep(0.02)
         with pytest.raises(Exception, match=r"Rank 0 has died \(SIGSEGV\)"):
             cluster.run("1")

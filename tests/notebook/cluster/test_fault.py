@@ -9,7 +9,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output.lines import Lines
 
 # Half of a surrogate pair: a Python string may hold it, UTF-8 cannot. Written so that this file holds none.
@@ -86,10 +86,10 @@ def test_what_handling_an_output_raises_ends_the_cell_with_the_reason_and_stops_
 def test_whatever_fails_at_the_end_of_a_cell_ends_it_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def fails(self: Running, *args: object) -> None:
+    def fails(self: Execution, *args: object) -> None:
         raise LookupError(f"{name} is out of order")
 
-    monkeypatch.setattr(Running, name, fails)
+    monkeypatch.setattr(Execution, name, fails)
     with pytest.raises(CellError, match=rf"nbkit could not handle .*: LookupError: {name} is out of order"):
         two.run("print(rank)", detach=True).wait(timeout=60)
     monkeypatch.undo()
@@ -97,10 +97,10 @@ def test_whatever_fails_at_the_end_of_a_cell_ends_it_with_the_reason(
 
 
 def test_a_timer_that_fails_ends_the_cell(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Running) -> None:
+    def fails(self: Execution) -> None:
         raise LookupError("the timer is out of order")
 
-    monkeypatch.setattr(Running, "_on_timer", fails)
+    monkeypatch.setattr(Execution, "_on_timer", fails)
     with pytest.raises(CellError, match="could not handle what was about to be shown: LookupError"):
         two.run("import time\nif rank == 0: print('alone')\ntime.sleep(600)", detach=True).wait(timeout=60)
     assert two.run("rank").values == {0: 0, 1: 1}
@@ -109,10 +109,10 @@ def test_a_timer_that_fails_ends_the_cell(two: Cluster, monkeypatch: pytest.Monk
 def test_what_comes_before_the_end_may_fail_without_keeping_the_cell(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(0.5)", detach=True)
 
-    def fails() -> None:
+    def fails(_: Execution) -> None:
         raise LookupError("the card is out of order")
 
-    handle._running.before_done = fails
+    handle._execution.observers.append(fails)
     with pytest.raises(CellError, match="could not handle the end of the cell: LookupError: the card"):
         handle.wait(timeout=60)
 
@@ -126,7 +126,7 @@ def test_a_screen_that_fails_stops_no_rank_and_is_told_in_the_end(two: Cluster) 
         def stream(self, name: str, text: str) -> None:
             raise ValueError("I/O operation on closed file")
 
-    handle._running.outbox.screen = Closed()
+    handle._execution.outbox.screen = Closed()
     with pytest.raises(CellError, match=r"a message for the screen \(stream\): ValueError: I/O operation"):
         handle.wait(timeout=60)
     assert two.run("ended").values == {0: True, 1: True}
@@ -136,15 +136,15 @@ def test_a_screen_that_fails_stops_no_rank_and_is_told_in_the_end(two: Cluster) 
 def test_a_reply_that_cannot_be_read_ends_the_wait_for_it(two: Cluster) -> None:
     unreadable = "type('Odd', (), {'__reduce__': lambda self: (int, ('no number',))})()"
     with pytest.raises(ValueError, match="no number"):
-        two.post.wire.call_and_wait([0], "builtins:eval", unreadable, timeout=60)
+        two.connection.client.call_and_wait([0], "builtins:eval", unreadable, timeout=60)
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
 def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbkit.notebook.cluster.cells.dispatcher.LATE_SECONDS", 0.1)
-    monkeypatch.setattr(Running, "on_output", lambda *args: None)  # it is lost on its way
+    monkeypatch.setattr("nbkit.notebook.cluster.cells.connection.LATE_SECONDS", 0.1)
+    monkeypatch.setattr(Execution, "on_output", lambda *args: None)  # it is lost on its way
     log = two.entry.folder / "output" / "rank1.jsonl"
     handle = two.run("import time; print(rank); time.sleep(1)", detach=True)
     time.sleep(0.3)

@@ -22,7 +22,7 @@ def cluster(nbkit_home: Path) -> Iterator[Cluster]:
     cluster = Cluster.start(2, cpu=True, name="life")
     yield cluster
     found = registry.find("life")
-    cluster.post.close()
+    cluster.connection.close()
     if found:
         registry.end(found)
 
@@ -60,10 +60,10 @@ def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluste
     with pytest.raises(CellError):
         cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
     # As an interrupted attempt leaves it: the ranks have gone to a generation that the notebook has not counted.
-    wire = cluster.post.wire
+    wire = cluster.connection.client
     port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
     wire.call_and_wait(range(2), "nbkit.bridge.calls:reform", 2, "127.0.0.1", port)
-    cluster.generation.spoil("as before")
+    cluster.connection.generation.spoil("as before")
     with pytest.raises(ClusterError, match="run the cell again"):
         cluster.run("1")
     assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
@@ -83,18 +83,18 @@ def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluste
 
 def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:
     os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
-    wait_until(lambda: cluster.post.deaths)
+    wait_until(lambda: cluster.connection.deaths)
     again = Cluster.attach("life")
-    wait_until(lambda: again.post.deaths)
+    wait_until(lambda: again.connection.deaths)
     with pytest.raises(ClusterError, match=r"Rank 1 has died \(SIGKILL\)"):
         again.run("1")
     assert again.run("rank", ranks=[0]).values == {0: 0}
-    again.post.close()
+    again.connection.close()
 
 
 def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> None:
     # As when a connection is being made: what is published meanwhile does not arrive.
-    client = cluster.post.wire.client
+    client = cluster.connection.client.ipp
     client._registration_callbacks.clear()
     client.listener = None
     handle = cluster.run("import time; time.sleep(600)", ranks=[1], detach=True)
@@ -109,7 +109,7 @@ def test_attaching_twice_in_one_notebook_shows_everything_once(
     again = Cluster.attach("life")
     again.run("print('once')")
     assert capsys.readouterr().out.count("once") == 1
-    again.post.close()
+    again.connection.close()
 
 
 def test_a_rank_that_dies_during_a_pull_leaves_nothing_in_shared_memory(cluster: Cluster) -> None:

@@ -65,13 +65,13 @@ def test_output_of_a_live_cell_is_its_own(
 
 
 def test_stop_ends_a_training_at_a_step_boundary_with_its_world_intact(two: Cluster, training: CellHandle) -> None:
-    before = two.generation.number
+    before = two.connection.generation.number
     two.run("1", at_step=True)
     assert training.stop().status == "interrupted"
     lengths = two.run("len(trainer.history), trainer.history[-1]['step']").values
     assert lengths[0] == lengths[1]
     assert lengths[0][0] == lengths[0][1]
-    assert two.generation.number == before
+    assert two.connection.generation.number == before
     assert two.run("len(trainer.fit(3))").values == {0: 3, 1: 3}
 
 
@@ -82,11 +82,11 @@ def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_
     source = "if rank == 1:\n    import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
     live = two.run(source, at_step=True, detach=True)
     deadline = time.monotonic() + 60
-    while 0 not in live._running.records and time.monotonic() < deadline:
+    while 0 not in live._execution.records and time.monotonic() < deadline:
         time.sleep(0.02)  # rank 0 is through with it, so rank 1 has begun it too
     time.sleep(0.3)
     live.stop()
-    assert live._running.records[1].failure.ename == "KeyboardInterrupt"
+    assert live._execution.records[1].failure.ename == "KeyboardInterrupt"
     assert training.status == "running"
     before = two.run("len(trainer.history)", at_step=True).values[0]
     assert two.run("len(trainer.history)", at_step=True).values[0] > before

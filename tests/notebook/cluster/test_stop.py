@@ -14,6 +14,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError, CellStopped
+from nbkit.notebook.cluster.cells import rank_signals
 
 # `re` holds the interpreter and looks for signals now and then; the sum holds it and never looks.
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
@@ -44,7 +45,7 @@ def run_pressed(cluster: Cluster, source: str, presses: Callable[[], object], **
 
 
 def is_in_cell(cluster: Cluster) -> bool:
-    return cluster.post.busy() is not None
+    return cluster.connection.busy() is not None
 
 
 def when(condition: Callable[[], object]) -> None:
@@ -103,7 +104,7 @@ def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
     stopped = run_pressed(two, source, presses)
 
     assert "variables live on" in str(stopped)
-    assert two.post.deaths == {}
+    assert two.connection.deaths == {}
     assert two.run("x = torch.ones(1); dist.all_reduce(x); (kept, x.item())").values == {0: (1, 2.0), 1: (2, 2.0)}
     assert "nobody is ended yet" in shown
     assert "ended now" not in shown
@@ -123,8 +124,8 @@ def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
 
     assert handle.stop().status == "interrupted"
 
-    assert {record.status for record in handle._running.records.values()} == {"interrupted"}
-    assert two.post.deaths == {}
+    assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
+    assert two.connection.deaths == {}
     assert "interrupted from outside now (SIGINT)" in shown
     # No interrupt is left over for the cell that comes next.
     assert two.run("import time; time.sleep(0.5); kept").values == {0: 1, 1: 2}
@@ -135,7 +136,7 @@ def test_a_single_rank_that_holds_its_interpreter_is_reached_too(two: Cluster) -
     handle = two.run(REGEX, ranks="0", detach=True)
     time.sleep(0.5)
     assert handle.stop().status == "interrupted"
-    assert two.post.deaths == {}
+    assert two.connection.deaths == {}
 
 
 def test_where_the_processes_are_on_another_host_their_parent_interrupts(
@@ -143,12 +144,12 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
 ) -> None:
     handle = two.run(f"if rank == 1:\n    {REGEX}\nelse:\n    import time; time.sleep(60)", detach=True)
     time.sleep(0.5)
-    monkeypatch.setattr(two, "entry", replace(two.entry, host="elsewhere"))
+    monkeypatch.setattr(two.connection, "entry", replace(two.entry, host="elsewhere"))
 
     assert handle.stop().status == "interrupted"
 
-    assert two.post.deaths == {}
-    assert {record.status for record in handle._running.records.values()} == {"interrupted"}
+    assert two.connection.deaths == {}
+    assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
 
 
 def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
@@ -161,14 +162,14 @@ def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: C
         when(lambda: "press stop again" in shown)
         press(mortal)  # the warning has not stood long enough to be read
         time.sleep(2.5)
-        assert mortal.post.deaths == {}
+        assert mortal.connection.deaths == {}
         press(mortal)
 
     source = f"if rank == 1: {C_CALL}\nelse:\n    import time; time.sleep(60)"
     stopped = run_pressed(mortal, source, presses, ranks=[0, 1])
 
     assert "Rank 1 had to be ended" in str(stopped)
-    assert list(mortal.post.deaths) == [1]
+    assert list(mortal.connection.deaths) == [1]
     assert mortal.run("kept", ranks=[0]).values == {0: 1}
     rungs = [
         "nobody is ended yet",
@@ -202,7 +203,7 @@ def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two:
     stopped = run_pressed(two, "import time; time.sleep(60)", presses)
 
     assert "variables live on" in str(stopped)
-    assert two.post.deaths == {}
+    assert two.connection.deaths == {}
     assert two.run("kept").values == {0: 1, 1: 2}
 
 
@@ -211,7 +212,7 @@ def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_
     two: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two.run("kept = rank + 1")
-    monkeypatch.setattr(two, "end_rank", lambda rank: None)  # as with a process that waits for a lost disk
+    monkeypatch.setattr(rank_signals, "end", lambda *args: None)  # as with a process that waits for a lost disk
     rank = two.entry.ranks[1]
 
     def presses() -> None:
@@ -239,11 +240,11 @@ def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_
 def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
     mortal: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbkit.notebook.cluster.cells.wait.END_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("nbkit.notebook.cluster.cells.stop.END_AFTER_SECONDS", 1.0)
     with pytest.raises(CellError, match=r"stopped after 1 s \(--timeout\).*Rank 2 had to be ended"):
         mortal.run(f"if rank == 2: {C_CALL}", ranks=[0, 2], timeout=1)
     assert "If not over 1 s from now, or when you press stop: that ends rank 2" in shown
-    assert 2 in mortal.post.deaths
+    assert 2 in mortal.connection.deaths
     assert mortal.run("kept", ranks=[0]).values == {0: 1}
 
 
@@ -255,10 +256,10 @@ def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, 
     stops[0].start()
     when(lambda: "press stop again" in shown)
     time.sleep(1.5)
-    assert 3 not in mortal.post.deaths
+    assert 3 not in mortal.connection.deaths
     stops[1].start()
     for stop in stops:
         stop.join(timeout=30)
     assert handle.status == "interrupted"
-    assert 3 in mortal.post.deaths
+    assert 3 in mortal.connection.deaths
     assert shown.text.count("has not ended") == 1

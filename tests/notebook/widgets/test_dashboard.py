@@ -15,15 +15,15 @@ import pytest
 
 from nbkit.commands import main
 from nbkit.errors import UsageError
+from nbkit.notebook.run.curve import COLUMNS, Curve, packed
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.card import card_text
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.dashboard.record_source import newest_run
-from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
-from nbkit.notebook.widgets.dashboard.run_state import Feed
+from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
-from nbkit.notebook.widgets.loss_curve import COLUMNS, Curve, packed
 from nbkit.notebook.widgets.report import write_report
+from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
 SOURCE = Path(__file__).resolve().parents[2] / "support" / "fake_run.py"
@@ -46,9 +46,9 @@ def step(number: int, **numbers: Any) -> StepRecord:
 
 def curve_of(num: int, at_most: int = 4000) -> Curve:
     curve = Curve(at_most)
-    curve.take_header(Header(0, 2, 1, unix_s=100.0))
+    curve.take(Header(0, 2, 1, unix_s=100.0))
     for number in range(1, num + 1):
-        curve.take_step(step(number))
+        curve.take(step(number))
     return curve
 
 
@@ -61,7 +61,7 @@ def test_a_point_has_what_the_axes_need() -> None:
 
 def test_what_was_not_told_is_not_a_number_and_harms_nothing() -> None:
     curve = curve_of(1)
-    curve.take_step(StepRecord(2))
+    curve.take(StepRecord(2))
     loss, rate = curve.points[-1][4:6]
     assert math.isnan(loss) and math.isnan(rate) and curve.points[-1][3] == 10
 
@@ -76,7 +76,7 @@ def test_a_reader_gets_only_what_is_new() -> None:
 def test_a_training_that_goes_back_loses_what_comes_after() -> None:
     curve = curve_of(5)
     before = curve.epoch
-    curve.take_step(step(3, loss=9.0))
+    curve.take(step(3, loss=9.0))
     assert [point[0] for point in curve.points] == [1, 2, 3] and curve.points[-1][4] == 9.0
     assert curve.epoch > before
 
@@ -84,7 +84,7 @@ def test_a_training_that_goes_back_loses_what_comes_after() -> None:
 def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
     curve = curve_of(1000, at_most=100)
     for number in range(1001, 3000):
-        curve.take_step(step(number, strategy="tp=2"))
+        curve.take(step(number, strategy="tp=2"))
     assert len(curve.points) <= 100
     assert sum(point[1] for point in curve.points) == 2999
     assert curve.points[-1][0] == 2999 and curve.points[-1][3] == pytest.approx(29990)
@@ -94,7 +94,7 @@ def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
 
 def test_an_event_lies_at_its_own_time() -> None:
     curve = curve_of(2)
-    curve.take_event(EventRecord(2, ns=5 * 10**9, event={"kind": "switch", "new": "tp=2"}))
+    curve.take(EventRecord(2, ns=5 * 10**9, event={"kind": "switch", "new": "tp=2"}))
     assert curve.events == [{"step": 2, "time": 4.0, "kind": "switch", "new": "tp=2"}]
 
 
@@ -133,7 +133,7 @@ class Page:
 
 def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> None:
     page = Page()
-    pump = Pump(lambda: run.folder, page.take)
+    pump = RefreshThread(lambda: run.folder, page.take)
     pump.turn(1.0)
     assert [point[0] for point in page.points] == list(range(1, 21))
     assert page.step["step"] == 20 and len(page.step["ranks"]) == 4 and page.state["world"] == 4
@@ -159,7 +159,7 @@ def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> No
 
 def test_a_pump_without_a_run_waits_and_takes_up_another_run(tmp_path: Path, run: Any) -> None:
     page, where = Page(), [None]
-    pump = Pump(lambda: where[0], page.take)
+    pump = RefreshThread(lambda: where[0], page.take)
     pump.turn(1.0)
     assert page.state["stands"] == "waiting" and page.points == []
     where[0] = run.folder
@@ -180,7 +180,7 @@ def test_a_run_whose_first_parts_are_gone_begins_with_its_overview(tmp_path: Pat
     for _ in range(900):
         made.step()
     made.close()
-    points = Feed(made.folder).snapshot()["points"]
+    points = RunReader(made.folder).snapshot()["points"]
     numbers = [point[0] for point in points]
     assert numbers == sorted(set(numbers)) and numbers[0] < 10 and numbers[-1] == 900
     assert sum(point[1] for point in points) == 900
@@ -188,7 +188,7 @@ def test_a_run_whose_first_parts_are_gone_begins_with_its_overview(tmp_path: Pat
 
 def test_the_text_says_the_same(run: Any) -> None:
     run.event("run_stopped", reason="done")
-    text = plain(lines_of(Feed(run.folder).snapshot(), 100))
+    text = plain(lines_of(RunReader(run.folder).snapshot(), 100))
     assert "dp=4   4 ranks, ended: done" in text and "step 20" in text
     assert "rank 2" in text and "◀ late" in text and "waiting for peers" in text
     assert re.search(r"dp +measured 16.78 MB +by formula 16.78 MB", text) and "Memory, counted in step 2" in text
@@ -200,7 +200,7 @@ def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
     for _ in range(3):
         made.step()
     made.close()
-    assert len(plain(lines_of(Feed(made.folder).snapshot())).splitlines()) < 45
+    assert len(plain(lines_of(RunReader(made.folder).snapshot())).splitlines()) < 45
 
 
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
@@ -240,12 +240,12 @@ def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str
 
 
 def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: Path) -> None:
-    assert Feed(run.folder).snapshot()["step"]["health"] is None
-    assert "Ranks and hosts" not in plain(lines_of(Feed(run.folder).snapshot()))
+    assert RunReader(run.folder).snapshot()["step"]["health"] is None
+    assert "Ranks and hosts" not in plain(lines_of(RunReader(run.folder).snapshot()))
 
     run.health()
     run.step()
-    snapshot = Feed(run.folder).snapshot()
+    snapshot = RunReader(run.folder).snapshot()
     rows, hosts = snapshot["step"]["health"]["ranks"], snapshot["step"]["health"]["hosts"]
     assert [(row["rank"], row["mhz"], row["slowed"]) for row in rows][1:3] == [
         (1, 1980, ""),
@@ -259,7 +259,7 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     big = fake_run(tmp_path / "big", 32, "dp=32", late=21)
     big.step()
     big.health()
-    seen = Feed(tmp_path / "big").snapshot()["step"]["health"]
+    seen = RunReader(tmp_path / "big").snapshot()["step"]["health"]
     assert (len(seen["ranks"]), seen["ranks"][0]["rank"], len(seen["hosts"]), seen["more_hosts"]) == (8, 21, 4, 0)
     assert seen["more"] == "24 ranks more, none of them slowed"
     big.close()
@@ -267,50 +267,50 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     small = fake_run(tmp_path / "cpu", 2, "dp=2")
     small.step()
     small.health(gpus=False)
-    said = plain(lines_of(Feed(tmp_path / "cpu").snapshot()))
+    said = plain(lines_of(RunReader(tmp_path / "cpu").snapshot()))
     assert "rank 0   CPU 99%, 314.6 MB" in said and "GPU" not in said
     small.close()
 
 
 def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
-    feed = Feed(run.folder)
-    feed.snapshot()
+    reader = RunReader(run.folder)
+    reader.snapshot()
     for rank, told in enumerate(({}, {"error": "ValueError", "what": "odd"}, {}, {})):
         event = {"kind": "failure", "step": 20, "rank": 1, "error": "", "what": "rank 1 failed", **told}
         run._write(rank, EventRecord(20, ns=run.now, event=event))
-        feed.snapshot()
-    found = [event for event in feed.snapshot()["events"] if event["kind"] == "failure"]
+        reader.snapshot()
+    found = [event for event in reader.snapshot()["events"] if event["kind"] == "failure"]
     assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, "ValueError", "odd")]
-    assert "✕ after step 20: rank 1: ValueError: odd" in plain(lines_of(feed.snapshot()))
+    assert "✕ after step 20: rank 1: ValueError: odd" in plain(lines_of(reader.snapshot()))
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
     run.event("failure", rank=1, error="ValueError", what="odd")  # again, in the next run
-    assert [event["kind"] for event in feed.snapshot()["events"]].count("failure") == 2
+    assert [event["kind"] for event in reader.snapshot()["events"]].count("failure") == 2
 
 
 def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
-    feed = Feed(run.folder)
+    reader = RunReader(run.folder)
     what = "dp=4 → dp=4 zero=3 was taken back after step 20: the first step under it failed"
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
     run.step()
     run.event("failure", rank=1, error="SwitchError", what=what)
-    said = plain(lines_of(feed.snapshot()))
+    said = plain(lines_of(reader.snapshot()))
     assert f"rank 1: SwitchError: {what}" in said
     for path in run.folder.rglob("*.jsonl"):
         os.utime(path, (0, 0))  # nothing has come for long
-    assert feed.state()["stands"] == "quiet"
+    assert reader.state()["stands"] == "quiet"
     run.step()
     run.event("run_stopped", reason="done")
-    assert "taken back" not in card_text(feed.snapshot(), ended=True)
+    assert "taken back" not in card_text(reader.snapshot(), ended=True)
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
     run.step()
     run.event("failure", rank=1, error="ValueError", what="odd")
     run.event("run_stopped", reason="ValueError")
-    assert "ended by an error: rank 1: ValueError: odd" in card_text(feed.snapshot(), ended=True)
+    assert "ended by an error: rank 1: ValueError: odd" in card_text(reader.snapshot(), ended=True)
 
 
 def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_it_ends_with(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "again", 2, "dp=2")
-    feed = Feed(tmp_path / "again")
+    reader = RunReader(tmp_path / "again")
 
     def fit(total: int, *, until: int) -> set[str]:
         """What card, terminal and dashboard say within such a training."""
@@ -320,7 +320,7 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
     def make(until: int) -> set[str]:
         while run.number < until:
             run.step()
-        seen = feed.snapshot()
+        seen = reader.snapshot()
         goal = seen["state"]["goal"]  # the dashboard and the report put the same words together in the page
         step = f"step {int(seen['points'][-1][0])}"
         words = [card_text(seen), plain(lines_of(seen)), f"{step} of {goal} · " if goal else f"{step} · "]

@@ -11,9 +11,9 @@ import pytest
 from nbkit.commands import main
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.run_directory import RunDirectory
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun
-from nbkit.notebook.widgets.dashboard.run_state import Feed
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.records.record_file import old_part
 
@@ -38,19 +38,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    board, brought = Dashboard(cluster), ClusterRun(cluster, mirror=True)
+    board, brought = Dashboard(cluster), RunDirectory(cluster.connection, mirror=True)
     try:
         assert "nothing is recorded yet" in repr(board) and brought() is None
 
         cluster.run(TRAIN)
-        here, copy = ClusterRun(cluster)(), brought()
+        here, copy = RunDirectory(cluster.connection)(), brought()
         assert here is not None and copy is not None and copy != here
         assert "step 12" in repr(board)
-        assert Feed(copy).snapshot()["points"] == Feed(here).snapshot()["points"]
+        assert RunReader(copy).snapshot()["points"] == RunReader(here).snapshot()["points"]
 
         cluster.run("trainer.fit(3)")
         brought()
-        assert len(Feed(copy).snapshot()["points"]) == 15
+        assert len(RunReader(copy).snapshot()["points"]) == 15
         for file in (here / "telemetry").glob("rank?.jsonl"):
             assert file.read_bytes() == (copy / "telemetry" / file.name).read_bytes()
 
@@ -59,7 +59,7 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         away = file.rename(file.with_suffix(".new"))
         assert brought() == copy
         away.rename(file)
-        assert brought() == copy and len(Feed(copy).snapshot()["points"]) == 15
+        assert brought() == copy and len(RunReader(copy).snapshot()["points"]) == 15
 
         # What was written last to a part that another one has followed since.
         head, *_, last = file.read_text().splitlines(keepends=True)
@@ -85,18 +85,18 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
 )
 def test_a_rank_that_fails_or_dies_is_named_once(cluster: Any, how: str, error: str, what: str) -> None:
     cluster.run(TRAIN)
-    folder = ClusterRun(cluster)()
+    folder = RunDirectory(cluster.connection)()
     assert folder is not None
-    feed = Feed(folder)
-    assert [event["kind"] for event in feed.snapshot()["events"]] == ["run_started", "run_stopped"]
+    reader = RunReader(folder)
+    assert [event["kind"] for event in reader.snapshot()["events"]] == ["run_started", "run_stopped"]
 
     with pytest.raises(CellError):
         cluster.run(
             f"import os\ndef fail(trainer, record):\n    if record['step'] == 15 and rank == 1: {how}\n"
             "trainer._callbacks += (fail,)\ntrainer.fit(8)"
         )
-    found = [event for event in feed.snapshot()["events"] if event["kind"] == "failure"]
+    found = [event for event in reader.snapshot()["events"] if event["kind"] == "failure"]
     assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, error, what)]
     assert found[0]["step"] in (15, 16)
-    said = plain(lines_of(feed.snapshot()))
+    said = plain(lines_of(reader.snapshot()))
     assert f"✕ after step {found[0]['step']}: rank 1" in said and what in said

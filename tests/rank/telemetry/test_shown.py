@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from nbkit.notebook.board.plugin.run_follower import Run
-from nbkit.notebook.board.plugin.step_picture import lateness, picture
+from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.rank.telemetry.memory import memory_of

@@ -19,7 +19,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from nbkit.notebook.board.plugin.runs import Runs
-from nbkit.notebook.board.plugin.step_picture import lateness, picture
+from nbkit.notebook.run.step_picture import lateness, picture
 
 __all__ = ["NAME", "CommunicationPlugin"]
 
@@ -74,13 +74,14 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return _no_run(request)
         with run.lock:
             run.refresh()
-            line = run.timeline
-            keep, points = line.since(_number(request, "epoch", -1), _number(request, "points", 0))
+            line, epoch = run.timeline, run.timeline.epoch + run.curve.epoch
+            known = _number(request, "points", 0) if _number(request, "epoch", -1) == epoch else 0
+            keep, points = line.since(line.epoch, known)
             first = min(_number(request, "events", 0), len(run.events)) if keep else 0
             return _json(
                 request,
                 {
-                    "epoch": line.epoch,
+                    "epoch": epoch,
                     "keep": keep,
                     "points": points,
                     "events_keep": first,

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.board.plugin.run_follower import Run
-from nbkit.notebook.board.plugin.run_timeline import PARTS, point_of
-from nbkit.notebook.board.plugin.step_picture import short
+from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.step_picture import short
+from nbkit.notebook.run.timeline import PARTS, point_of
 from nbkit.records.events import RunStopped
 from nbkit.records.readings import bars, mean_bars, members_of
 from nbkit.records.record_file import overview_of, rank_files, read_head

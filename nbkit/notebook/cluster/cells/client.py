@@ -30,7 +30,7 @@ HELLO_SECONDS = 0.3
 Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)
 
 
-class _Client(ipyparallel.Client):  # type: ignore[misc]
+class _IPClient(ipyparallel.Client):  # type: ignore[misc]
     """ipyparallel's client, with nbkit's own messages taken out of its stream."""
 
     listener: Listener | None = None
@@ -64,35 +64,39 @@ class _Client(ipyparallel.Client):  # type: ignore[misc]
             answered.set_exception(error)
 
 
-class Wire:
-    """A connection to the cluster whose client file is given.
+class Client:
+    """A client of the cluster whose client file is given. It has a thread of its own, the client's thread."""
 
-    listener: called on the wire's own thread for each of nbkit's messages from any rank.
-    on_gone: called there with the rank whose engine has left the hub.
-    """
-
-    def __init__(self, client_file: Path, listener: Listener, on_gone: Callable[[int], None]) -> None:
-        self.client = _Client(str(client_file), timeout=30)
+    def __init__(self, client_file: Path) -> None:
+        self.ipp = _IPClient(str(client_file), timeout=30)
         self.heard: set[int] = set()
+        self._listener: Listener | None = None
+        self.ipp.listener = self._on_message
 
-        def listen(kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-            if kind == "nbkit_hello":
-                self.heard.add(mark["rank"])
-            else:
-                listener(kind, mark, content)
+    def listen(self, listener: Listener, on_gone: Callable[[int], None]) -> None:
+        """Hand on everything that arrives from now on.
 
-        self.client.listener = listen
-        self.client._registration_callbacks.append(
+        listener: called on the client's thread for each of nbkit's messages from any rank.
+        on_gone: called there with the rank whose engine has left the hub.
+        """
+        self._listener = listener
+        self.ipp._registration_callbacks.append(
             lambda event: on_gone(int(event["id"])) if event["event"] == "unregister" else None
         )
 
+    def _on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        if kind == "nbkit_hello":
+            self.heard.add(mark["rank"])
+        elif self._listener is not None:
+            self._listener(kind, mark, content)
+
     @property
     def ranks(self) -> list[int]:
-        return list(self.client.ids)
+        return list(self.ipp.ids)
 
     def wait_for(self, n: int, timeout: float) -> bool:
         """Whether `n` ranks have registered within `timeout` seconds."""
-        arrived = self.client.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
+        arrived = self.ipp.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
         return arrived is None or _settled(arrived, timeout)
 
     def reach(self, ranks: Iterable[int], timeout: float, is_worth_it: Callable[[], bool]) -> dict[int, dict[str, Any]]:
@@ -132,15 +136,15 @@ class Wire:
         packed = serialize.pack_apply_message(Remote(target), args, {})
         futures: dict[int, Future[Any]] = {}
         for rank in ranks:
-            if rank not in self.client._engines:
+            if rank not in self.ipp._engines:
                 futures[rank] = Future()
                 futures[rank].set_exception(ClusterError(f"Rank {rank} has left the cluster."))
                 continue
-            futures[rank] = self.client._send(
-                self.client._mux_stream,
+            futures[rank] = self.ipp._send(
+                self.ipp._mux_stream,
                 "apply_request",
                 buffers=packed,
-                ident=self.client._engines[rank].encode(),
+                ident=self.ipp._engines[rank].encode(),
                 metadata={"nbkit": "call"},
                 track_outstanding=True,
             )
@@ -149,16 +153,16 @@ class Wire:
 
     def _forget(self, answered: Future[Any]) -> None:
         """The client keeps what belongs to a call until its status messages have come, and ours send none."""
-        client, message = self.client, answered.msg_id  # type: ignore[attr-defined]
-        for table in (client.results, client.metadata, client._futures, client._output_futures):
+        ipp, message = self.ipp, answered.msg_id  # type: ignore[attr-defined]
+        for table in (ipp.results, ipp.metadata, ipp._futures, ipp._output_futures):
             table.pop(message, None)
-        client.history.clear()
+        ipp.history.clear()
 
     def relay(self, rank: int, kind: str, content: dict[str, Any], metadata: Any, buffers: Any) -> None:
         """Send a comm message of a page on to the rank where the widget lives; it is handled between two cells."""
-        if (engine := self.client._engines.get(rank)) is not None:
-            self.client._send(
-                self.client._mux_stream,
+        if (engine := self.ipp._engines.get(rank)) is not None:
+            self.ipp._send(
+                self.ipp._mux_stream,
                 kind,
                 content=content,
                 metadata=metadata,
@@ -168,13 +172,13 @@ class Wire:
 
     def request(self, ranks: Iterable[int], do: str, **content: Any) -> dict[int, Future[Any]]:
         """Ask each rank something now, whatever it is doing; the futures hold whole reply messages."""
-        known = set(self.client.ids)
+        known = set(self.ipp.ids)
         return {
-            rank: self.client._send(
-                self.client._control_stream,
+            rank: self.ipp._send(
+                self.ipp._control_stream,
                 "nbkit_request",
                 content={"do": do, **content},
-                ident=self.client._engines[rank].encode(),
+                ident=self.ipp._engines[rank].encode(),
             )
             for rank in ranks
             if rank in known
@@ -203,15 +207,15 @@ class Wire:
         return answers
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run on the wire's thread."""
-        self.client._io_loop.add_callback(function, *args)
+        """Run on the client's thread."""
+        self.ipp._io_loop.add_callback(function, *args)
 
     def later(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-        """Run on the wire's thread in `seconds`. Call from that thread only."""
-        return self.client._io_loop.call_later(seconds, function, *args)
+        """Run on the client's thread in `seconds`. Call from that thread only."""
+        return self.ipp._io_loop.call_later(seconds, function, *args)
 
     def close(self) -> None:
-        self.client.close(linger=0)
+        self.ipp.close(linger=0)
 
 
 def _settled(future: Future[Any], timeout: float) -> bool:

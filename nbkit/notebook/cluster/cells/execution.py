@@ -1,14 +1,14 @@
-"""A cell on its way: what has come back from each rank, what is on screen, and how it ends.
+"""The execution of one cell: collects what each rank sends back, shows it, and decides how the cell ends.
 
-Everything here happens on the wire's thread, as answers arrive; `done` is the one thing others wait for.
-A rank's part is over when its record is here and as many outputs as the record counts; the cell is over when
-all parts are and the screen has everything. The first failure is shown the moment it is known.
+All of it runs on the client's thread, as messages arrive; other threads wait for `done` only. A rank has finished when
+its record has arrived and as many outputs as the record counts; the cell has ended when every rank has finished and the
+screen has shown everything. The first failure is shown as soon as it is known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_of
 from nbkit.notebook.cluster.output.display import Outbox, Screen
-from nbkit.notebook.cluster.output.handler_failure import fault, guard
+from nbkit.notebook.cluster.output.handler_failure import fault
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
 from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, first_line, ranks_text
@@ -25,35 +25,40 @@ from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, first
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop
 
-ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the news of what happened to the peer
-TWIN_SECONDS = 0.3  # and a failure for equal ones: ranks that share cores come to their line one after the other
+ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the message that says what happened to the peer
+TWIN_SECONDS = 0.3  # a failure waits this long for equal ones: ranks that share cores fail one after the other
 KEEP_OUTPUT = 1 << 20  # characters per rank in Results.output; the file on disk has all
 
 
-class Running:
-    """One cell, from the moment it is sent.
+class Execution:
+    """One cell, from the moment it is sent until `done` has its Results or its error.
 
-    later: run a function on the wire's thread in so many seconds. names: asks which names the notebook defines.
+    later: run a function on the client's thread in so many seconds. stop_ranks: ask all ranks to stop the cell; gives
+    their replies. names: get the names that the notebook defines. observers: each is called with the execution, on
+    the client's thread, when all output is shown and before `done` is set; more may be appended until then. fetched:
+    an earlier notebook has sent the cell, so its outputs are fetched instead of pushed.
     """
 
     def __init__(
         self,
         request: CellRequest,
         screen: Screen,
-        later: Callable[[float, Callable[[], None]], Any],
-        names: Callable[[], frozenset[str]] = frozenset,
         *,
+        later: Callable[[float, Callable[[], None]], Any],
+        stop_ranks: Callable[[], dict[int, Future[Any]]],
+        observers: Iterable[Callable[[Execution], object]] = (),
+        names: Callable[[], frozenset[str]] = frozenset,
         live: bool = False,
+        fetched: bool = False,
     ) -> None:
-        self.request, self.names, self.live = request, names, live
+        self.request, self.names, self.live, self.fetched = request, names, live, fetched
+        self.stop_ranks, self.observers = stop_ranks, list(observers)
         self.later: Callable[[float, Callable[[], None]], Any] = lambda seconds, act: later(
-            seconds, partial(guard, self, "what was about to be shown", None, act)
+            seconds, partial(self.guard, "what was about to be shown", None, act)
         )
-        self.before_done: Callable[[], None] = lambda: None
-        self.stop_ranks: Callable[[], object] = lambda: None
-        self.stop: Stop | None = None  # the one that is under way
-        self.fault: CellError | None = None  # why nothing that comes is handled any more
-        self.unshown: CellError | None = None  # the first thing that the screen did not take
+        self.stop: Stop | None = None  # begun by the user
+        self.fault: CellError | None = None  # an error in nbkit's own code; later messages are ignored
+        self.unshown: CellError | None = None  # the first message that the screen refused
         self.outbox = Outbox(screen, self.later, self._on_unshown)
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
@@ -63,20 +68,19 @@ class Running:
         self.kept = dict.fromkeys(request.ranks, 0)
         self.sent = time.time()
         self.ended = 0.0
-        self.followed = False  # an earlier notebook sent it; outputs are fetched, not pushed
-        self.reason = ""  # why the user's side ended it: "stopped", "after 3 s (--timeout)"
+        self.reason = ""  # why the notebook ended it: "stopped", "stopped after 3 s (--timeout)"
         self.shown_root = False
         self.closing = False
         self.timer_set = False
         self.done: Future[Results] = Future()
 
-    # What arrives -----------------------------------------------------------------------------------------------
+    # Messages from the ranks ------------------------------------------------------------------------------------
 
     def on_output(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        """An output message of one rank. seq: its number in the cell, -1 for what a thread prints afterwards."""
+        """Show an output message of one rank. seq: its number in the cell, -1 for what a thread prints afterwards."""
         rank, seq = mark["rank"], mark["seq"]
         if rank not in self.arrived or self.done.done() or self.fault or 0 <= seq < self.arrived[rank]:
-            return  # not ours, too late, or given to us before by a replay
+            return  # from a rank without this cell, too late, or a repetition
         if seq >= 0:
             self.arrived[rank] = seq + 1
         if kind == "stream":
@@ -104,7 +108,7 @@ class Running:
         self._maybe_close()
 
     def withdraw(self) -> None:
-        """Of a live cell that no rank has begun: it will not be run."""
+        """End a live cell that no rank has begun."""
         failure = Failure("NotRun", "the live cell was withdrawn before its step boundary", (), time.time())
         for rank in self.waiting_for:
             self.records[rank] = CellRecord(self.request.id, rank, 0, "interrupted", 0.0, 0, failure=failure)
@@ -126,10 +130,21 @@ class Running:
         failure = Failure(type(error).__name__, str(error), (str(error),), time.time())
         return CellRecord(self.request.id, rank, 0, "error", 0.0, 0, failure=failure)
 
-    def on_fault(self, what: str, rank: int | None, error: Exception, *, over: bool = False) -> None:
-        """Handling a message, or what it led to, has failed. Nothing more is shown, and the ranks are stopped.
+    def guard(self, what: str, rank: int | None, act: Callable[..., object], *args: Any) -> None:
+        """Call act(*args); an error that it raises ends the cell. what: the message or the work that is being handled.
 
-        The cell ends with this reason when its ranks are free. over: the part of `rank` is over.
+        Messages are handled on the client's thread, where an error that is raised reaches nobody: whoever waits for
+        the cell would wait for ever.
+        """
+        try:
+            act(*args)
+        except Exception as error:
+            self.on_fault(what, rank, error)
+
+    def on_fault(self, what: str, rank: int | None, error: Exception, *, over: bool = False) -> None:
+        """End the cell because handling a message has failed: show nothing more, and stop the ranks.
+
+        The cell ends with this reason when its ranks are free. over: `rank` will send nothing more.
         """
         if self.done.done():
             return
@@ -147,14 +162,14 @@ class Running:
                     return
         self._maybe_close()
 
-    # What it shows ----------------------------------------------------------------------------------------------
+    # Display ------------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """A line of nbkit's own, in the cell's output."""
+        """Show a line of nbkit's own in the cell's output."""
         self.outbox.stream("stderr", f"{text}\n")
 
     def _on_unshown(self, kind: str, error: Exception) -> None:
-        """A screen that fails stops no rank (its notebook may be about to go), but is told in the end."""
+        """Keep the error of a screen for the end: it stops no rank, for its notebook may be about to close."""
         self.unshown = self.unshown or fault(self.request, f"a message for the screen ({kind})", None, error)
 
     def _keep(self, rank: int, text: str) -> None:
@@ -172,7 +187,7 @@ class Running:
             self.later(wait, self._on_timer)
 
     def _show_all_lines(self) -> None:
-        """Also those that wait for a twin or for their newline: something else comes next."""
+        """Also lines that wait for an equal one or for their newline: something else is shown next."""
         for name, text in self.lines.take(time.monotonic(), final=True):
             self.outbox.stream(name, text)
 
@@ -231,7 +246,7 @@ class Running:
                 self.outbox.stream("stdout", f"\x1b[31mOut{label(ranks)}:\x1b[0m\n")
                 self.outbox.put("display", bundle["data"], bundle.get("metadata", {}), {})
 
-    # How it ends ------------------------------------------------------------------------------------------------
+    # The end ----------------------------------------------------------------------------------------------------
 
     def _maybe_close(self) -> None:
         if self.fault and not self.waiting_for and not self.done.done():
@@ -248,7 +263,7 @@ class Running:
         self._show_values()
         if self.reason:
             self._drop_flood()
-        self.outbox.flushed(partial(guard, self, "the end of the cell", None, self._close))
+        self.outbox.flushed(partial(self.guard, "the end of the cell", None, self._close))
 
     def _drop_flood(self) -> None:
         if lines := self.outbox.drop():
@@ -264,12 +279,13 @@ class Running:
             self.finish(results=self.results("interrupted" if failed else "ok"))
 
     def finish(self, *, results: Results | None = None, error: Exception | None = None) -> None:
-        """The cell is over. What has to know first, knows first: whoever waits may send the next cell at once."""
+        """End the cell. Observers are called before `done` is set: whoever waits may send the next cell at once."""
         self.ended = time.time()
-        try:
-            self.before_done()
-        except Exception as failed:
-            error = error or fault(self.request, "the end of the cell", None, failed)
+        for observe in self.observers:
+            try:
+                observe(self)
+            except Exception as failed:
+                error = error or fault(self.request, "the end of the cell", None, failed)
         with suppress(InvalidStateError):  # the cluster was stopped in the same moment
             if error is not None:
                 self.done.set_exception(error)
@@ -277,7 +293,7 @@ class Running:
                 self.done.set_result(results or self.results("interrupted"))
 
     def results(self, status: str) -> Results:
-        """What there is so far."""
+        """The results that have arrived so far."""
         return Results(
             values={rank: value_of(record) for rank, record in sorted(self.records.items())},
             output={rank: "".join(parts) for rank, parts in self.text.items()},
@@ -288,7 +304,7 @@ class Running:
 
     @property
     def waiting_for(self) -> list[int]:
-        """The ranks whose part is not over."""
+        """The ranks that have neither ended the cell nor died."""
         return [rank for rank in self.request.ranks if rank not in self.records and rank not in self.deaths]
 
     def describe(self, *, age: bool = True) -> str:

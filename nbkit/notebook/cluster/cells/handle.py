@@ -1,4 +1,4 @@
-"""A cell that runs by itself: what `--detach` gives back. Its output stays with the notebook cell that sent it."""
+"""The handle of a detached cell, which `--detach` returns. Its output goes to the notebook cell that sent it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import html
 from collections.abc import Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from nbkit.errors import CellStopped
-from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.results import Results
-from nbkit.notebook.cluster.cells.stop import Presses
-from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, begin_stop, wait_for
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.cells.stop import Presses, Stop, begin_stop
+from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, wait_for
 
 _COLOURS = {
     "running": "var(--jp-brand-color1,#1976d2)",
@@ -25,74 +22,80 @@ _COLOURS = {
 }
 
 
-def handle_of(cluster: Cluster) -> CellHandle | None:
-    """Of the cell that runs now, also one that was taken up; None where none does."""
-    running = cluster.post.busy()
-    return CellHandle(cluster, running) if running is not None else None
+def handle_of(connection: Connection) -> CellHandle | None:
+    """The handle of the cell that runs now; None if none does."""
+    execution = connection.busy()
+    return CellHandle(connection, execution) if execution is not None else None
 
 
 class CellHandle:
     """wait(), stop(), .output, .status of a detached cell."""
 
-    def __init__(self, cluster: Cluster, running: Running, timeout: float | None = None) -> None:
-        self._cluster, self._running = cluster, running
+    def __init__(self, connection: Connection, execution: Execution, timeout: float | None = None) -> None:
+        self._connection, self._execution = connection, execution
         if timeout is not None:
-            cluster.post.wire.soon(lambda: cluster.post.wire.later(timeout, self._out_of_time, timeout))
+            client = connection.client
+            client.soon(lambda: client.later(timeout, self._out_of_time, timeout))
 
     def wait(self, timeout: float | None = None) -> Results:
         """Wait until the cell is over. Raises CellError if it failed, TimeoutError after `timeout` seconds.
 
         The stop button ends the waiting; `stop()` ends the cell.
         """
-        return wait_for(self._running, timeout)
+        return wait_for(self._execution, timeout)
 
     def stop(self, end_after: float | None = None) -> Results:
-        """Stop the cell and wait for that; a training stops at a step boundary, its state intact.
+        """Stop the cell and wait for its end; a training stops at a step boundary, its state intact.
 
-        A rank that does not end is told of; the stop button, pressed then, ends it. end_after: seconds after that
-        warning in which nobody need press, for programs that nobody watches; its variables are lost.
+        A warning names a rank that does not end; pressing the stop button then ends its process. end_after: seconds
+        after that warning when it is ended without a press, for programs that nobody watches. Its variables are lost.
         """
-        if not self._running.done.done():
-            stop = begin_stop(self._cluster, self._running, end_after=end_after)
+        if not self._execution.done.done():
+            stop = self._begin_stop(end_after=end_after)
             with Presses(stop):
-                while not self._running.done.done():
+                while not self._execution.done.done():
                     stop.tick()
-                    wait_futures([self._running.done], TICK_SECONDS / 2)
-        return self._running.done.result()
+                    wait_futures([self._execution.done], TICK_SECONDS / 2)
+        return self._execution.done.result()
 
     @property
     def output(self) -> Mapping[int, str]:
         """What each rank has printed so far."""
-        return self._running.results(self.status).output
+        return self._execution.results(self.status).output
 
     @property
     def status(self) -> str:
         """ "running", "ok", "error" or "interrupted"."""
-        done = self._running.done
+        done = self._execution.done
         if not done.done():
             return "running"
         return "error" if done.exception() else done.result().status
 
+    def _begin_stop(self, timeout: float | None = None, *, end_after: float | None = None) -> Stop:
+        return begin_stop(
+            self._connection.entry, self._connection.client, self._execution, timeout, end_after=end_after
+        )
+
     def _out_of_time(self, seconds: float) -> None:
-        if self._running.done.done():
+        if self._execution.done.done():
             return
-        stop = begin_stop(self._cluster, self._running, seconds)
+        stop = self._begin_stop(seconds)
 
         def tick() -> None:
-            if not self._running.done.done():
+            if not self._execution.done.done():
                 with suppress(CellStopped):  # nobody waits here who could be given back
                     stop.tick()
-                self._cluster.post.wire.later(TICK_SECONDS, tick)
+                self._connection.client.later(TICK_SECONDS, tick)
 
         tick()
 
     def show(self) -> None:
-        """Show the card of this cell where its output goes; it tells in place how the cell ended."""
-        running, wire = self._running, self._cluster.post.wire
-        transient = {"display_id": f"nbkit-{running.request.id}"}
-        wire.soon(lambda: running.outbox.put("display", self._bundle(age=False), {}, transient))
-        if hasattr(running.outbox.screen, "kernel"):  # a plain screen cannot change what it has shown
-            running.done.add_done_callback(lambda _: running.outbox.put("update", self._bundle(), {}, transient))
+        """Show a line about this cell where its output goes; the line changes in place when the cell ends."""
+        execution, client = self._execution, self._connection.client
+        transient = {"display_id": f"nbkit-{execution.request.id}"}
+        client.soon(lambda: execution.outbox.put("display", self._bundle(age=False), {}, transient))
+        if hasattr(execution.outbox.screen, "kernel"):  # a plain screen cannot change what it has shown
+            execution.done.add_done_callback(lambda _: execution.outbox.put("update", self._bundle(), {}, transient))
 
     def _bundle(self, *, age: bool = True) -> dict[str, str]:
         return {"text/plain": self._text(age=age), "text/html": self._html(age=age)}
@@ -104,7 +107,7 @@ class CellHandle:
         return self._html(age=True)
 
     def _text(self, *, age: bool) -> str:
-        return f"<CellHandle of {self._running.describe(age=age)}: {self.status}>"
+        return f"<CellHandle of {self._execution.describe(age=age)}: {self.status}>"
 
     def _html(self, *, age: bool) -> str:
         status = self.status
@@ -113,6 +116,6 @@ class CellHandle:
         )
         return (
             f"<span style='color:{_COLOURS[status]}'>●</span> <b>{status}</b> · "
-            f"<code>{html.escape(self._running.describe(age=age))}</code> "
+            f"<code>{html.escape(self._execution.describe(age=age))}</code> "
             f"<span style='color:var(--jp-ui-font-color2,gray)'>{next_words}</span>"
         )

@@ -1,15 +1,14 @@
-"""Signals to the process of a rank that does not answer: what it does there, and how it is interrupted."""
+"""The process of a rank that does not answer: see what it does, interrupt it, end it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import signal
 
 import psutil
 
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire import interrupts
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 _ALONE = "in code that lets no other Python of its process run (a C call)"
 _DOES = {
@@ -21,24 +20,32 @@ _DOES = {
 }
 
 
-def interrupt(cluster: Cluster, rank: int, cell: str, through: int | None) -> bool:
-    """Send SIGINT to a rank, for this cell. through: a rank that answers, for a cluster of another host.
+def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int | None) -> bool:
+    """Send SIGINT to a rank, for this cell. Returns False if there is no way to it.
 
-    False: there is no way to it.
+    through: a rank that answers and passes it on, where the cluster is on another host.
     """
-    entry = cluster.entry
     if entry.is_here:
         interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
         return True
     if through is not None:
-        cluster.post.wire.request([through], "interrupt", rank=rank, cell=cell)
+        client.request([through], "interrupt", rank=rank, cell=cell)
     return through is not None
 
 
-def activity(cluster: Cluster, rank: int) -> str:
+def end(entry: Entry, client: Client, rank: int) -> None:
+    """End one rank's process at once."""
+    if entry.is_here:
+        entry.ranks[rank].end(signal.SIGKILL, group=True)
+        return
+    others = [other for other in range(entry.n) if other != rank]
+    client.request(others, "end", rank=rank)  # one that answers is enough
+
+
+def activity(entry: Entry, rank: int) -> str:
     """What the system says that a rank does: "it is suspended (SIGSTOP)"; "" where it does not say."""
-    process = cluster.entry.ranks[rank]
-    if not cluster.entry.is_here or not process.is_alive():
+    process = entry.ranks[rank]
+    if not entry.is_here or not process.is_alive():
         return ""
     try:
         return _DOES.get(psutil.Process(process.pid).status(), "")

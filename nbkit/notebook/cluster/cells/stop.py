@@ -1,4 +1,4 @@
-"""The user's side of Stop: a ladder. Every rung is told on screen, and none is taken before the one below had its time.
+"""Stopping a cell from the notebook: a ladder. Each rung is shown, and none is taken before the one below had its time.
 
 1. Every rank is asked to stop, over the channel that works while its main thread is busy.
 2. A rank that has not answered after ANSWER_SECONDS keeps its interpreter to itself, or is suspended. It is interrupted
@@ -24,16 +24,14 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 from nbkit.errors import CellStopped
 from nbkit.notebook.cluster.cells import rank_signals
-from nbkit.notebook.cluster.cells.execution import Running
-from nbkit.notebook.cluster.output.display import Screen, same_place
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.output import display
+from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.cells import ranks_text
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds; one that shares a core with many, in hundreds
 PATIENCE_SECONDS = 3.0
@@ -44,14 +42,37 @@ UNSEEN_SECONDS = 5.0  # a warning that is not on screen after this will not come
 LIVE_PATIENCE_SECONDS = 1.5
 
 
+def begin_stop(
+    entry: Entry, client: Client, execution: Execution, timeout: float | None = None, *, end_after: float | None = None
+) -> Stop:
+    """Ask the ranks to stop; the caller drives the ladder. If the cell is being stopped already: press once more.
+
+    timeout: the seconds of --timeout, if that is why. end_after: see Stop.
+    """
+    end_after = end_after if timeout is None else END_AFTER_SECONDS
+    if execution.stop is None:
+        reason = "stopped" if timeout is None else f"stopped after {timeout:g} s (--timeout)"
+        execution.stop = Stop(entry, client, execution, reason, end_after)
+    else:
+        if timeout is None:
+            execution.stop.press()
+        if not execution.stop.warned:  # once it is on screen, the warning holds
+            execution.stop.end_after = execution.stop.end_after or end_after
+    if threading.current_thread() is threading.main_thread():  # other threads have no cell of their own
+        execution.stop.show_on(display.here())
+    return execution.stop
+
+
 class Stop:
     """One stop of one cell. end_after: seconds from the warning after which its ranks are ended without a press."""
 
-    def __init__(self, cluster: Cluster, running: Running, reason: str, end_after: float | None) -> None:
-        self.cluster, self.running, self.end_after = cluster, running, end_after
-        running.reason = reason
+    def __init__(
+        self, entry: Entry, client: Client, execution: Execution, reason: str, end_after: float | None
+    ) -> None:
+        self.entry, self.client, self.execution, self.end_after = entry, client, execution, end_after
+        execution.reason = reason
         self.began = time.monotonic()
-        self.replies = cluster.post.ask_to_stop(running, list(running.request.ranks))
+        self.replies = execution.stop_ranks()
         self.last_rung = self.began
         self.interrupted: list[int] = []
         self.warned: list[int] = []
@@ -60,19 +81,19 @@ class Stop:
         self.ended: list[int] = []
         self.ended_at = 0.0
         self.presses = 0
-        self.given_back = False  # to everybody who waits
+        self.given_back = False  # to all who wait for the cell
         self.answered_presses: set[str] = set()
-        self.screens = [running.outbox.screen]
-        self.words = ""  # what was told last
+        self.screens = [execution.outbox.screen]
+        self.words = ""  # what was shown last
         self.lock = threading.Lock()
 
     def press(self) -> None:
         """The user wants it to go on; the next tick sees to it."""
         self.presses += 1
 
-    def show_on(self, screen: Screen) -> None:
-        """Tell what happens there too."""
-        if not any(same_place(screen, other) for other in self.screens):
+    def show_on(self, screen: display.Screen) -> None:
+        """Show what happens there too."""
+        if not any(display.same_place(screen, other) for other in self.screens):
             self.screens.append(screen)
 
     def tick(self) -> None:
@@ -83,7 +104,7 @@ class Stop:
             if self.given_back:
                 self._give_back()
             pressed, self.presses = self.presses > 0, 0
-            if waiting := self.running.waiting_for:
+            if waiting := self.execution.waiting_for:
                 self._climb(waiting, pressed, time.monotonic())
         finally:
             self.lock.release()
@@ -92,10 +113,10 @@ class Stop:
         unheard = [rank for rank in self._silent(waiting) if rank not in self.interrupted]
         if unheard and now - self.began > ANSWER_SECONDS:
             self._interrupt(unheard, now)
-        elif self.running.live:
+        elif self.execution.live:
             # Ranks that have begun end by themselves; one that has not will not begin, and none is ended for it.
             if not unheard and (pressed or now - self.last_rung > LIVE_PATIENCE_SECONDS):
-                self.cluster.post.wire.soon(self.running.withdraw)
+                self.client.soon(self.execution.withdraw)
         elif not self.warned:
             if now - self.last_rung > PATIENCE_SECONDS:
                 self._warn(waiting, now)
@@ -113,7 +134,9 @@ class Stop:
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
         reached = [
-            rank for rank in ranks if rank_signals.interrupt(self.cluster, rank, self.running.request.id, through)
+            rank
+            for rank in ranks
+            if rank_signals.interrupt(self.entry, self.client, rank, self.execution.request.id, through)
         ]
         self.interrupted += ranks
         self.last_rung = now
@@ -127,7 +150,7 @@ class Stop:
         self.warned, self.warned_at = waiting, now
         lines = [f"{_ranks(waiting)} {_have(waiting)} not ended, {now - self.began:.0f} s after the stop."]
         silent = self._silent(waiting)
-        doing = {rank: rank_signals.activity(self.cluster, rank) for rank in silent}
+        doing = {rank: rank_signals.activity(self.entry, rank) for rank in silent}
         for what in dict.fromkeys(doing.values()):
             same = [rank for rank in silent if doing[rank] == what]
             how = "answers" if len(same) == 1 else "answer"
@@ -154,8 +177,8 @@ class Stop:
             self.ended, self.ended_at = waiting, now
             self._tell(f"{_ranks(waiting)} {_are(waiting)} ended now; {_their(waiting)} variables are lost.")
             for rank in waiting:
-                if rank in self.running.waiting_for:  # it may end by itself at the last moment
-                    self.cluster.end_rank(rank)
+                if rank in self.execution.waiting_for:  # it may end by itself at the last moment
+                    rank_signals.end(self.entry, self.client, rank)
         elif pressed:
             self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
 
@@ -166,7 +189,7 @@ class Stop:
             self._tell(f"Stop is under way, and nobody is ended yet: {until}.")
 
     def _until_warning(self, now: float) -> float:
-        ranks_answer = not self._silent(self.running.waiting_for)
+        ranks_answer = not self._silent(self.execution.waiting_for)
         rung = self.last_rung if ranks_answer or self.interrupted else self.began + ANSWER_SECONDS
         return max(1.0, rung + PATIENCE_SECONDS - now)
 
@@ -176,18 +199,18 @@ class Stop:
     def _give_back(self) -> None:
         self.given_back = True
         raise CellStopped(
-            f"stopped waiting; {self.running.describe()} has not ended. "
+            f"stopped waiting; {self.execution.describe()} has not ended. "
             "→ %cluster wait   or   %cluster restart (variables are lost)"
         )
 
     def _tell(self, text: str, *, warning: bool = False) -> None:
         self.words = text
-        self.cluster.post.wire.soon(self._show, text, warning)
+        self.client.soon(self._show, text, warning)
 
     def _show(self, text: str, warning: bool) -> None:
-        """On the wire's thread, now, even if a flood of output is still on its way to the screen."""
-        for name, wiped in self.running.lines.make_way():
-            self.running.outbox.stream(name, wiped)
+        """On the client's thread, now, even if a flood of output is still on its way to the screen."""
+        for name, wiped in self.execution.lines.make_way():
+            self.execution.outbox.stream(name, wiped)
         for screen in self.screens:
             try:
                 screen.stream("stderr", f"{text}\n")
@@ -199,7 +222,9 @@ class Stop:
     def summary(self) -> str:
         """How it went, for the error that ends the cell."""
         seconds = time.monotonic() - self.began
-        text = f"{self.running.reason}; ranks {ranks_text(self.running.request.ranks)} were free after {seconds:.1f} s"
+        text = (
+            f"{self.execution.reason}; ranks {ranks_text(self.execution.request.ranks)} were free after {seconds:.1f} s"
+        )
         if self.ended:
             return f"{text}. {_ranks(self.ended)} had to be ended. → %cluster restart"
         return f"{text}, variables live on"

@@ -15,14 +15,14 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
 
 from nbkit.errors import ClusterError, ClusterExists
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.cells.client import Listener, Wire
+from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.pinning import Pin, Pinning
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
@@ -40,14 +40,12 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
         return [sys.executable, "-m", "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
 
 
-def launch(
-    name: str, pinning: Pinning, ttl: float, options: dict[str, object], listener: Listener, on_gone: Any
-) -> tuple[Entry, Wire]:
+def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[Entry, Client]:
     """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
     folder = _make_folder(name)
     # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
     launcher, controller = _parent_launcher(folder, name), _controller_launcher(folder, name)
-    wire = None
+    client = None
     try:
         _write_spec(folder, name, pinning, ttl)
         launcher.start()
@@ -70,14 +68,14 @@ def launch(
         )
         registry.save(entry)
         deadline = time.monotonic() + START_SECONDS
-        wire = connect(entry, listener, on_gone, deadline)
-        _await_ranks(entry, wire, deadline)
-        entry = _with_ranks(entry, wire)
+        client = connect(entry, deadline)
+        _await_ranks(entry, client, deadline)
+        entry = _with_ranks(entry, client)
         registry.save(entry)
-        return entry, wire
+        return entry, client
     except BaseException:
-        if wire is not None:
-            wire.close()
+        if client is not None:
+            client.close()
         for started in (launcher, controller):
             if started.pid > 0:
                 _end(started.pid, folder)
@@ -85,13 +83,13 @@ def launch(
         raise
 
 
-def connect(entry: Entry, listener: Listener, on_gone: Any, deadline: float | None = None) -> Wire:
-    """A wire to a cluster's controller, once that has written where it is."""
+def connect(entry: Entry, deadline: float | None = None) -> Client:
+    """A client of a cluster's controller, once that has written where it is."""
     path = entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-client.json"
     while True:
         if path.exists() and path.stat().st_size:
             try:
-                return Wire(path, listener, on_gone)
+                return Client(path)
             except json.JSONDecodeError:
                 pass  # it is writing
         if deadline is None or time.monotonic() > deadline or not entry.controller.is_alive():
@@ -184,8 +182,8 @@ def _quiet() -> logging.Logger:
     return logger
 
 
-def _await_ranks(entry: Entry, wire: Wire, deadline: float) -> None:
-    while not wire.wait_for(entry.n, 0.25):
+def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
+    while not client.wait_for(entry.n, 0.25):
         if not entry.parent.is_alive():
             dead = sorted(entry.folder.glob("rank*.end.json"))
             log = f"{dead[0].name.split('.')[0]}.log" if dead else "parent.log"
@@ -193,14 +191,14 @@ def _await_ranks(entry: Entry, wire: Wire, deadline: float) -> None:
         if not entry.controller.is_alive():
             raise _failed(entry, "The controller ended while the cluster was starting.", "controller.log")
         if time.monotonic() > deadline:
-            missing = sorted(set(range(entry.n)) - set(wire.ranks))
+            missing = sorted(set(range(entry.n)) - set(client.ranks))
             log = f"rank{missing[0]}.log"
             raise _failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
 
 
-def _with_ranks(entry: Entry, wire: Wire) -> Entry:
+def _with_ranks(entry: Entry, client: Client) -> Entry:
     """The entry with the processes of its ranks, each of which has answered a call and has a world."""
-    answers = wire.reach(range(entry.n), START_SECONDS, entry.parent.is_alive)
+    answers = client.reach(range(entry.n), START_SECONDS, entry.parent.is_alive)
     if len(answers) < entry.n:
         silent = sorted(set(range(entry.n)) - set(answers))
         raise _failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")

@@ -98,6 +98,26 @@ class PlainScreen:
         return
 
 
+class NoScreen:
+    """Shows nothing, for a cell whose result is returned in another way."""
+
+    paced = False
+
+    def stream(self, name: str, text: str) -> None:
+        return
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
+        return
+
+    update = display
+
+    def clear(self, wait: bool) -> None:
+        return
+
+    def comm(self, kind: str, content: dict[str, Any]) -> None:
+        return
+
+
 def here() -> Screen:
     """The screen of whoever calls: the current notebook cell, or stdout."""
     kernel = getattr(_shell(), "kernel", None)

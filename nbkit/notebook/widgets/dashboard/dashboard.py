@@ -17,9 +17,9 @@ from typing import Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster, current
+from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced
-from nbkit.notebook.widgets.dashboard.record_source import ClusterRun, FolderRun
-from nbkit.notebook.widgets.dashboard.refresh_thread import Pump
+from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words
@@ -38,21 +38,21 @@ class Dashboard:
     def __init__(self, of: Cluster | str | Path | None = None) -> None:
         source = of if of is not None else current()
         self._cluster = source if isinstance(source, Cluster) else None
-        self._where = ClusterRun(source) if isinstance(source, Cluster) else FolderRun(source)
+        self._directory = RunDirectory(source.connection) if isinstance(source, Cluster) else _always(source)
         self._tracing = threading.Lock()
         self.widget: Any = None
-        self.pump = Pump(self._where, self._send)
-        self.widget = _widget(self.pump, self._trace if self._cluster is not None else None)
+        self._refresh = RefreshThread(self._directory, self._send)
+        self.widget = _widget(self._refresh, self._trace if self._cluster is not None else None)
         if self.widget is not None:
-            self.pump.start()
+            self._refresh.start()
 
     def close(self) -> None:
         """End it; what it shows stays as it is."""
-        self.pump.stop()
+        self._refresh.stop()
 
     def report(self, path: str | Path = "run.html") -> Path:
         """Write one self-contained page with every chart; returns its path."""
-        folder = self._where()
+        folder = self._directory()
         if folder is None:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
         return write_report(folder, Path(path).expanduser())
@@ -65,9 +65,9 @@ class Dashboard:
 
     def snapshot(self) -> dict[str, Any]:
         """All that is shown, as plain values; {} when nothing has been recorded yet."""
-        if self.pump.feed is None:
-            self.pump.find()
-        return self.pump.feed.snapshot() if self.pump.feed is not None else {}
+        if self._refresh.reader is None:
+            self._refresh.find()
+        return self._refresh.reader.snapshot() if self._refresh.reader is not None else {}
 
     def _trace(self, steps: int) -> None:
         """The button: what comes of it is told to the page. One at a time."""
@@ -110,7 +110,14 @@ class Dashboard:
         return bundle
 
 
-def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:
+def _always(folder: str | Path) -> Callable[[], Path]:
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise UsageError("There is no such run.", numbers=str(folder), hint="%dashboard runs/NAME")
+    return lambda: path
+
+
+def _widget(refresh: RefreshThread, trace: Callable[[int], None] | None) -> Any:
     """None without anywidget."""
     try:
         import anywidget
@@ -131,12 +138,12 @@ def _widget(pump: Pump, trace: Callable[[int], None] | None) -> Any:
 
     def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
         if message.get("ask") == "all":
-            pump.again()
+            refresh.again()
         elif message.get("ask") == "step":
-            pump.show(message.get("step"))
+            refresh.show(message.get("step"))
         elif message.get("ask") == "trace" and trace is not None:
             trace(3)
 
     view.on_msg(heard)
-    view.observe(lambda change: pump.stop() if change["new"] is None else None, names="comm")
+    view.observe(lambda change: refresh.stop() if change["new"] is None else None, names="comm")
     return view

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.widgets.dashboard.run_state import Feed
-from nbkit.notebook.widgets.loss_curve import packed
+from nbkit.notebook.run.curve import packed
+from nbkit.notebook.run.reader import RunReader
 
-__all__ = ["Pump"]
+__all__ = ["RefreshThread"]
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
@@ -20,7 +20,7 @@ _SHARE = 0.003  # of a core, for each of the two; messages cost other threads of
 _WHERE_S = 1.0
 
 
-class Pump:
+class RefreshThread:
     """Follows the run that `where` names and hands what is new to `send`.
 
     where: the directory of the run, None when there is none yet; asked once a second. send: called on this
@@ -29,7 +29,7 @@ class Pump:
 
     def __init__(self, where: Callable[[], Path | None], send: Send) -> None:
         self._where, self._send = where, send
-        self.feed: Feed | None = None
+        self.reader: RunReader | None = None
         self._told = (-1, 0, 0)
         self._state: dict[str, Any] = {}
         self._ended = threading.Event()
@@ -49,8 +49,8 @@ class Pump:
         """A page was opened that has nothing yet: the next message is the whole."""
         with self._lock:
             self._told, self._state = (-1, 0, 0), {}
-            if self.feed is not None and self.feed.step:
-                self._send({"kind": "step", "step": self.feed.step}, [])
+            if self.reader is not None and self.reader.step:
+                self._send({"kind": "step", "step": self.reader.step}, [])
             self._due = [0.0, 0.0, self._due[2]]
 
     def show(self, step: int | None) -> None:
@@ -64,7 +64,7 @@ class Pump:
             if now >= self._due[2]:
                 self._due[2] = now + _WHERE_S
                 self.find()
-            if self.feed is None:
+            if self.reader is None:
                 return
             if now >= self._due[0]:
                 cost = _cpu_seconds(self._tell_curve)
@@ -80,27 +80,27 @@ class Pump:
             except Exception as error:  # a picture is worth no traceback in a running notebook
                 self._send({"kind": "note", "text": f"{type(error).__name__}: {error}"}, [])
                 self._ended.wait(_AT_MOST_S)
-            wait = min(self._due[:2] if self.feed else self._due[2:]) - time.monotonic()
+            wait = min(self._due[:2] if self.reader else self._due[2:]) - time.monotonic()
             self._ended.wait(max(wait, 0.01))
 
     def find(self) -> None:
         """Look which run there is."""
         folder = self._where()
         if folder is None:
-            if self.feed is None:
+            if self.reader is None:
                 self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "goal": 0})
             return
-        if self.feed is None or self.feed.run_dir != folder:
-            self.feed = Feed(folder)
+        if self.reader is None or self.reader.run_dir != folder:
+            self.reader = RunReader(folder)
             self._told, self._state, self._step = (-1, 0, 0), {}, None
 
     def _tell_curve(self) -> None:
-        assert self.feed is not None
-        new = self.feed.look()
+        assert self.reader is not None
+        new = self.reader.look()
         if not new and self._told[0] >= 0:
             return
-        with self.feed.lock:
-            curve = self.feed.curve
+        with self.reader.lock:
+            curve = self.reader.curve
             grown = curve.since(*self._told)
             self._told = grown.epoch, len(curve.points), len(curve.events)
             content = {
@@ -114,10 +114,10 @@ class Pump:
         self._send(content, [packed(grown.points)])
 
     def _tell_picture(self) -> None:
-        assert self.feed is not None
-        before = self.feed.step.get("asked")
-        found = self.feed.picture(self._step)
-        self._tell_state(self.feed.state())
+        assert self.reader is not None
+        before = self.reader.step.get("asked")
+        found = self.reader.picture(self._step)
+        self._tell_state(self.reader.state())
         if found and (found.get("asked") != before or self._step is not None):
             self._send({"kind": "step", "step": found}, [])
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.notebook.board.plugin.run_timeline import PARTS
+from nbkit.notebook.run.timeline import PARTS
 
 __all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
 
@@ -36,7 +36,7 @@ def plain(lines: Sequence[Line]) -> str:
 
 
 def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
-    """What Feed.snapshot gives, as lines of at most `width` characters where that is possible."""
+    """What RunReader.snapshot gives, as lines of at most `width` characters where that is possible."""
     state, points, step = snapshot["state"], snapshot["points"], snapshot["step"]
     if not points:
         return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]

@@ -10,16 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait as wait_futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbkit.errors import CellStopped, ClusterError, NbkitError
-from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, begin_stop
+from nbkit.notebook.cluster.cells.stop import begin_stop
+from nbkit.notebook.cluster.cells.wait import TICK_SECONDS
+from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.control_result import Verdict
-from nbkit.notebook.cluster.presence import why_gone
 from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, News, State, Told, reduce
-
-if TYPE_CHECKING:
-    from nbkit.notebook.cluster.cluster import Cluster
 
 __all__ = ["Cockpit", "cockpit_of"]
 
@@ -76,7 +74,7 @@ class Cockpit:
         if cluster is None:
             return self._news(Lost("the cluster is gone"))
         try:
-            why = why_gone(cluster)
+            why = cluster.connection.why_gone()
             return self._news(Lost(why) if why else Looked(cluster.training.look()))
         except (NbkitError, OSError) as error:
             return self._news(Lost(str(error).splitlines()[0]))
@@ -136,11 +134,12 @@ class Cockpit:
 
 def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
     """Stop the cell that runs, and wait for that. tell: is given what the user has to know meanwhile."""
-    running, told = cluster.post.busy(), ""
-    if running is not None:
-        cluster.post.wire.soon(running.say, "stopped from the panel")
-        stop = begin_stop(cluster, running)
-        while not running.done.done():
+    connection = cluster.connection
+    execution, told = connection.busy(), ""
+    if execution is not None:
+        connection.client.soon(execution.say, "stopped from the panel")
+        stop = begin_stop(connection.entry, connection.client, execution)
+        while not execution.done.done():
             try:
                 stop.tick()
             except CellStopped as stopped:
@@ -148,8 +147,8 @@ def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
             if stop.words != told:
                 told = stop.words
                 tell(told)
-            wait_futures([running.done], TICK_SECONDS)
-        running.done.result()
+            wait_futures([execution.done], TICK_SECONDS)
+        execution.done.result()
     step = cluster.training.look().get("step", 0)
     return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
 

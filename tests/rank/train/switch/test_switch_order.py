@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from nbkit.notebook.board.plugin import step_timeline
-from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.run import step_timeline
+from nbkit.notebook.run.follower import Run
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy

@@ -1,4 +1,4 @@
-"""The loss of a run from its first step to its newest, in a bounded number of points. No widget in here, no file."""
+"""The loss of a run from its first step to its newest in a bounded number of points, and its events. Reads no file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.notebook.board.plugin.run_events import put
-from nbkit.records.records import EventRecord, Header, StepRecord
+from nbkit.records.records import EventRecord, Header, Record, StepRecord
 
 __all__ = ["COLUMNS", "Curve", "Grown", "packed"]
 
 COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
 POINTS = 4000
-_EVENTS = 400
+_EVENTS = 1000
 
 Point = tuple[float, ...]  # of COLUMNS; strategy: which of Curve.strategies. NaN: not known
 _UNKNOWN = float("nan")
@@ -21,7 +20,7 @@ _UNKNOWN = float("nan")
 
 @dataclass(frozen=True)
 class Grown:
-    """What a reader lacks: how many of its points still hold, what comes after them; the same for events."""
+    """What is new for a reader: how many of its points still hold, those to put after them; the same for events."""
 
     epoch: int
     keep: int
@@ -45,12 +44,22 @@ class Curve:
         self._header: Header | None = None
         self._zero: float | None = None
 
-    def take_header(self, header: Header) -> None:
-        """The clock of the records that follow."""
-        self._header = header
+    def take(self, record: Record) -> None:
+        """Add a record of the rank whose file the curve is read from; other kinds of records are ignored."""
+        if isinstance(record, Header):
+            self._header = record
+        elif isinstance(record, StepRecord):
+            self._take_step(record)
+        elif isinstance(record, EventRecord):
+            self._take_event(record)
 
-    def take_step(self, record: StepRecord) -> None:
-        """One more step, or the mean of several."""
+    def take_failure(self, record: EventRecord) -> None:
+        """Add a failure that another rank recorded: the rank that fails says most of it, and one that died nothing."""
+        event = {"step": record.step, **record.event}
+        if event.get("kind") == "failure" and not any(event.items() <= known.items() for known in self.events):
+            self._take_event(EventRecord(record.step, event=record.event))
+
+    def _take_step(self, record: StepRecord) -> None:
         if self.points and record.step <= self.points[-1][0]:
             self._go_back(record.step)
         last = self.points[-1] if self.points else None
@@ -62,7 +71,7 @@ class Curve:
             (
                 float(record.step),
                 float(record.span),
-                # Of an overview's line only the beginning is told; its steps follow each other.
+                # A line of the overview has only the beginning; its steps follow each other.
                 began + record.span * (record.seconds or seconds),
                 (last[3] if last else 0.0) + record.span * known,
                 _number(record.numbers.get("loss"), _UNKNOWN),
@@ -73,16 +82,15 @@ class Curve:
         if len(self.points) > self._at_most:
             self._fold()
 
-    def take_event(self, record: EventRecord) -> None:
-        """Something happened: a switch, a checkpoint, the beginning or the end of a run."""
+    def _take_event(self, record: EventRecord) -> None:
         happened = self._since_start(record.ns) if record.ns else (self.points[-1][2] if self.points else 0.0)
-        self.epoch += put(self.events, {"step": record.step, "time": round(happened, 6), **record.event})
+        self.epoch += _put(self.events, {"step": record.step, "time": round(happened, 6), **record.event})
         if len(self.events) > _EVENTS:
             del self.events[: _EVENTS // 4]
             self.epoch += 1
 
     def since(self, epoch: int, points: int, events: int) -> Grown:
-        """What a reader lacks that has so many points and events of that epoch."""
+        """What is new for a reader that has so many points and events of that epoch."""
         same = epoch == self.epoch
         keep = min(points, len(self.points)) if same else 0
         kept = min(events, len(self.events)) if same else 0
@@ -148,3 +156,27 @@ def _mean(a: Point, b: Point) -> Point:
 
 def _number(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+def _put(events: list[dict[str, Any]], event: dict[str, Any]) -> bool:
+    """Add an event; whether it replaced an earlier entry, so that readers have to begin anew.
+
+    A failure is recorded by the rank where it began, and by those that were released because of it, who know less.
+    """
+    if event["kind"] == "failure":
+        for at in range(len(events) - 1, -1, -1):
+            other = events[at]
+            if other["kind"] == "run_started":
+                break
+            if other["kind"] == "failure" and other.get("rank") == event.get("rank") and _same_failure(other, event):
+                better = bool(event.get("error")) and not other.get("error")
+                if better:
+                    events[at] = event
+                return better
+    events.append(event)
+    return False
+
+
+def _same_failure(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Two refused switches are two failures; one without an error is the other rank's view of the same failure."""
+    return not one.get("error") or not other.get("error") or one.get("what") == other.get("what")

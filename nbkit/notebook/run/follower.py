@@ -1,19 +1,19 @@
-"""A run as its files are written: read with cursors, and kept in bounded memory however long it trains."""
+"""The record files of a run, each read once while it is written; kept in bounded memory however long the run is."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.board.plugin import record_lookup
-from nbkit.notebook.board.plugin.run_events import put
-from nbkit.notebook.board.plugin.run_timeline import Timeline, point_of
+from nbkit.notebook.run.curve import Curve
+from nbkit.notebook.run.timeline import Timeline, point_of
+from nbkit.records import record_lookup
 from nbkit.records.readings import Late, bars, late_rank, usual_bars
-from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
+from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
 __all__ = ["Run", "strategy_of"]
@@ -21,39 +21,40 @@ __all__ = ["Run", "strategy_of"]
 _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64
-_EVENTS = 1000
 _LATE_OVER = 50
 _USUAL_OF = 5  # steps whose medians say who is late: one alone may be late by chance
-_PATIENCE = 8  # a step is complete when all ranks have told of it, or when this many newer ones are there
+_PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
 _SAMPLES = 240
 _LOOK_FOR_RANKS_S = 2.0
 
 
 class Run:
-    """What is known of one run directory. `refresh` reads what is new; everything else only looks. lock: for both.
+    """One run directory. `refresh` and `look` read what is new; the other methods only look it up. lock: for both.
 
-    passing: for who shows one step after the other: of many that are new, the newest alone are read, and there is
-    neither `timeline` nor `late`.
+    curve: loss and tokens of every step, and the events, from the file of the lowest rank. steps, details, memory,
+    health: the newest records of all ranks. newest_only: for pictures of the newest step; of many new steps only the
+    last few are parsed on the other ranks, and `timeline` and `late` stay empty.
     """
 
-    def __init__(self, folder: Path, *, passing: bool = False) -> None:
-        self.folder, self._passing = folder, passing
+    def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
+        self.folder, self._newest_only = folder, newest_only
         self.lock = threading.RLock()
+        self.curve = Curve()
         self.headers: dict[int, Header] = {}
         self.members: dict[str, tuple[int, ...]] = {}
         self.steps: dict[int, dict[int, StepRecord]] = {}
         self.details: dict[int, dict[int, Detail]] = {}
         self.memory: dict[int, deque[MemoryRecord]] = {}
         self.health: dict[int, HealthRecord] = {}  # of each rank the newest
-        self.events: list[dict[str, Any]] = []
         self.timeline = Timeline()
         self.late: deque[Late | None] = deque(maxlen=_LATE_OVER)
         self.files: dict[int, Path] = {}
+        self.first = -1  # the rank that the curve is read from
         self._cursors: dict[int, tuple[int, int]] = {}
         self._last: dict[int, int] = {}
+        self._size = -1  # of that rank's file
         self._closed = 0
         self._looked = 0.0
-        self._seen: set[str] = set()
 
     @property
     def world_size(self) -> int:
@@ -63,22 +64,40 @@ class Run:
 
     @property
     def newest(self) -> int:
-        """The newest step that all ranks have told of; 0 when there is none."""
+        """The newest step that all ranks have recorded; 0 when there is none."""
         return self._closed
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, each event once."""
+        return self.curve.events
+
+    def look(self) -> bool:
+        """Read what is new in the file of the lowest rank only; whether anything is."""
+        with self.lock:
+            if not self.files:
+                self._find_ranks()
+            try:
+                size = self.files[self.first].stat().st_size
+            except (KeyError, FileNotFoundError):
+                return False  # there is no record yet, or a new part is being begun
+            if size == self._size:
+                return False
+            self._size = size
+            return self._read(self.first)
+
     def refresh(self) -> None:
-        """Read what has been written since the last time."""
+        """Read what is new in the files of all ranks."""
         with self.lock:
             self._find_ranks()
-            for rank, path in self.files.items():
-                steps = _PATIENCE if self._passing else None
-                records, self._cursors[rank] = read_since(path, self._cursors[rank], steps=steps)
-                for record in records:
-                    self._take(rank, record)
+            self.look()
+            for rank in self.files:
+                if rank != self.first:
+                    self._read(rank)
             self._close_steps()
 
     def picture_of(self, step: int) -> dict[int, StepRecord]:
-        """rank -> its record of a step: from memory, from the files, or an overview's mean around it."""
+        """rank -> its record of a step: from memory, from the files, or the overview's mean around it."""
         found = dict(self.steps.get(step, {}))
         for rank in self.files.keys() - found.keys():
             if (record := record_lookup.step_at(self.files[rank], step)) is not None:
@@ -109,27 +128,49 @@ class Run:
         those = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
         return [one for one in those if strategy_of(one) == strategy_of(those[-1])]
 
+    def _read(self, rank: int) -> bool:
+        """Take the new records of a rank; whether there are any."""
+        few = self._newest_only and rank != self.first
+        path, cursor = self.files[rank], self._cursors[rank]
+        records, self._cursors[rank] = read_since(path, cursor, steps=_PATIENCE if few else None)
+        self._take_all(rank, records)
+        return bool(records)
+
+    def _take_all(self, rank: int, records: Sequence[Record]) -> None:
+        old = 0  # how many of the steps are for the curve only
+        if rank == self.first:
+            for record in records:
+                self.curve.take(record)
+            if self._newest_only:
+                old = sum(isinstance(record, StepRecord) for record in records) - _PATIENCE
+                _drop_oldest(self.steps, _STEPS)
+        for record in records:
+            if isinstance(record, StepRecord) and old > 0:
+                old -= 1
+            else:
+                self._take(rank, record)
+
     def _find_ranks(self) -> None:
-        if time.monotonic() - self._looked < _LOOK_FOR_RANKS_S:
+        if self.files and time.monotonic() - self._looked < _LOOK_FOR_RANKS_S:
             return
         self._looked = time.monotonic()
         new = {rank: path for rank, path in rank_files(self.folder).items() if rank not in self.files}
         if not new:
             return
-        first = not self.files
+        opened = not self.files
         self.files = dict(sorted({**self.files, **new}.items()))
+        if opened:
+            self.first = min(self.files)
         for rank, path in new.items():
-            for record in read_head(path):
-                self._take(rank, record)
             self._cursors[rank] = cursor_near_end(path)
+            self._take_all(rank, read_head(path))
             if self._cursors[rank] != START:  # groups that were made since the part began lie before it
-                for group in record_lookup.groups_of(path):
-                    self._take(rank, group)
-        if first:
+                self._take_all(rank, record_lookup.groups_of(path))
+        if opened:
             self._read_history()
 
     def _read_history(self) -> None:
-        """Of what lies before the cursors: the overview, events, and who holds what."""
+        """Read the overview, the events and the memory that lie before the cursors."""
         if all(cursor == START for cursor in self._cursors.values()):
             return
         past: dict[int, dict[int, StepRecord]] = {}
@@ -139,12 +180,25 @@ class Run:
             if (memory := record_lookup.newest_memory(path)) is not None:
                 self._take(rank, memory)
         for step, steps in sorted(past.items()):
-            point = point_of(steps, bars(steps, self.members))
-            point[1] = step - self._closed  # it stands for those that were passed over too
-            self.timeline.add(point)
+            if not self._newest_only:
+                point = point_of(steps, bars(steps, self.members))
+                point[1] = step - self._closed  # it stands for those that were passed over too
+                self.timeline.add(point)
             self._closed = step
-        for event in record_lookup.events_of(self.files[min(self.files)]):
-            self._take_event(event)
+        if self._cursors[self.first] != START:
+            self._read_curve(self.files[self.first])
+
+    def _read_curve(self, path: Path) -> None:
+        """Give the curve the overview and the old events up to where the cursor is, then the records from there."""
+        recent, self._cursors[self.first] = read_since(path, self._cursors[self.first])
+        overview = read_overview(path)
+        end = max((one.step for one in overview), default=0) + 1
+        end = next((one.step for one in recent if isinstance(one, StepRecord)), end)
+        past: list[StepRecord | EventRecord] = [*overview, *record_lookup.events_of(path)]
+        for record in past:
+            if record.step < end and not (isinstance(record, EventRecord) and record in recent):
+                self.curve.take(record)
+        self._take_all(self.first, recent)
 
     def _take(self, rank: int, record: Record) -> None:
         if isinstance(record, StepRecord):
@@ -160,8 +214,8 @@ class Run:
             self.memory.setdefault(rank, deque(maxlen=_MEMORIES)).append(record)
         elif isinstance(record, HealthRecord):
             self.health[rank] = record
-        elif isinstance(record, EventRecord):
-            self._take_event(record)
+        elif isinstance(record, EventRecord) and rank != self.first:
+            self.curve.take_failure(record)
 
     def _take_step(self, rank: int, record: StepRecord) -> None:
         if record.step <= self._last.get(rank, 0):  # a checkpoint was loaded, and the job makes these steps again
@@ -173,17 +227,6 @@ class Run:
         self._last[rank] = record.step
         self.steps.setdefault(record.step, {})[rank] = record
 
-    def _take_event(self, record: EventRecord) -> None:
-        # Every rank tells of what they did together.
-        key = f"{record.step} {record.event}"
-        if key not in self._seen:
-            self._seen.add(key)
-            # Readers' cursors mean others where one is replaced, or the oldest go.
-            self.timeline.epoch += put(self.events, {"step": record.step, **record.event})
-        if len(self.events) > _EVENTS:
-            del self.events[: _EVENTS // 4]
-            self.timeline.epoch += 1
-
     def _close_steps(self) -> None:
         reached = sorted(self._last.values())
         for step in sorted(step for step in self.steps if step > self._closed):
@@ -192,7 +235,7 @@ class Run:
             if not complete:
                 break
             self._closed = step
-            if self._passing:
+            if self._newest_only:
                 continue
             self.timeline.add(point_of(here, bars(here, self.members)))
             self.late.append(late_rank(usual_bars(self.near(step), self.members)))
@@ -200,7 +243,7 @@ class Run:
 
 
 def strategy_of(steps: Mapping[int, StepRecord]) -> str:
-    """Under which one a step was made; "" where nobody has said so."""
+    """The strategy that a step was made under; "" where it is not recorded."""
     return str(steps[min(steps)].numbers.get("strategy") or "") if steps else ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.run.follower import Run
 from nbkit.planner.reshard.placement import orders
 from nbkit.records.records import Detail, PipelineOp
 from nbkit.schedules import Schedule, simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbkit.notebook.board.plugin.run_follower import Run
+from nbkit.notebook.run.follower import Run
 from nbkit.records.records import GpuHealth, HealthRecord
 
 __all__ = ["health"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from nbkit.notebook.board.plugin import step_timeline
-from nbkit.notebook.board.plugin.host_health import health
-from nbkit.notebook.board.plugin.run_follower import Run, strategy_of
-from nbkit.notebook.board.plugin.run_timeline import PARTS
+from nbkit.notebook.run import step_timeline
+from nbkit.notebook.run.follower import Run, strategy_of
+from nbkit.notebook.run.host_health import health
+from nbkit.notebook.run.timeline import PARTS
 from nbkit.planner import forecast
 from nbkit.records.advice import reading
 from nbkit.records.pipeline_links import Link, links, slow_link

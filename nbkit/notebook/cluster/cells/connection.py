@@ -1,0 +1,327 @@
+"""The connection of a notebook to a cluster: sends cells and requests, and hands every answer to its cell."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import pickle
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from nbkit.errors import CellRunning, ClusterError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.naming import names_of_notebook
+from nbkit.notebook.cluster.output.display import Screen
+from nbkit.notebook.cluster.output.lines import label
+from nbkit.notebook.cluster.output.root_cause import Death
+from nbkit.notebook.cluster.output.widget_comms import Comms
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.world_generation import Generation
+from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
+
+FOLLOW_SECONDS = 0.2
+DEATH_NEWS_SECONDS = 0.1
+LATE_SECONDS = 2.0
+WATCH_SECONDS = 1.0
+_TAKEN = "another notebook has taken the cluster over"
+
+
+class Connection:
+    """An open connection to a running cluster, complete once it is made. Methods `_on_*` run on the client's thread.
+
+    entry: the cluster as it is registered, with this kernel as its notebook. ended: why nothing can be sent any more,
+    "" while it is open.
+    """
+
+    def __init__(self, entry: Entry, client: Client) -> None:
+        self.entry, self.client = entry, client
+        self.ended = ""
+        self.cells: dict[str, Execution] = {}
+        self.latest: Execution | None = None
+        self.deaths: dict[int, Death] = {}
+        self.generation = Generation(client, entry.n)
+        self.numbers = itertools.count(1)  # of cells, outside of a notebook
+        self.request_number = 0
+        self.comms = Comms(lambda *message: client.soon(client.relay, *message))
+        client.listen(self._on_message, self._on_gone)
+        client.soon(self._keep_in_touch, min(60.0, entry.ttl / 4))
+        client.soon(self._watch)
+
+    def take_up(self, screen: Screen) -> None:
+        """Learn from the ranks of a cluster that was running already, and follow the cell that they run, if any."""
+        self._read_deaths()
+        alive = [rank for rank in self.client.ranks if rank not in self.deaths]
+        self.client.listen_to(alive, 5.0)
+        states = self.client.ask(alive, "status")
+        self.request_number = max((state["requests"] for state in states.values()), default=0)
+        self.generation.learn(states)
+        held = next((s for s in states.values() if s["cell"]), None)
+        held = held or next((s["undelivered"] for s in states.values() if s["undelivered"]), None)
+        if held:
+            request = CellRequest(held["cell"], held["source"], held["number"], tuple(held["ranks"]))
+            self.latest = self._execution(request, screen, fetched=True)
+            for rank in request.ranks:
+                self.client.soon(self._follow, self.latest, rank, 0)
+
+    def close(self, why: str = "the cluster was stopped") -> None:
+        """Close it, and end the cells that are running with this reason."""
+        self.ended = why
+        for execution in list(self.cells.values()):
+            execution.reason = execution.reason or why
+            execution.finish()
+        self.comms.close()
+        self.client.close()
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def busy(self) -> Execution | None:
+        """The ordinary cell that runs now."""
+        latest = self.latest
+        return latest if latest is not None and not latest.done.done() else None
+
+    def why_gone(self) -> str:
+        """Why nothing can be sent to the cluster any more, or ""."""
+        if self.ended or not self.entry.is_alive():
+            return self.ended or "the cluster has ended"
+        found = registry.find(self.entry.name)
+        return _TAKEN if found and found.kernel != self.entry.kernel else ""
+
+    def check_open(self) -> None:
+        """Raise ClusterError if the cluster is gone."""
+        if why := self.why_gone():
+            again = f"%cluster attach {self.entry.name} --take" if why == _TAKEN else "%cluster start"
+            raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
+
+    def check_idle(self, what: str) -> None:
+        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push" or "pull"."""
+        busy = self.busy()
+        if busy is not None:
+            live = "   or   --at-step to run inside a training" if what == "cell" else ""
+            raise CellRunning(
+                f"The ranks are busy with {busy.describe()}.",
+                numbers=f"this {what} has to wait for it",
+                hint=f"%cluster wait   or   --queue to run after it{live}",
+            )
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """Raise ClusterError if one of `ranks` has died."""
+        gone = [rank for rank in ranks if rank in self.deaths]
+        if gone:
+            raise ClusterError(
+                f"Rank {gone[0]} has died ({self.deaths[gone[0]].how}).",
+                numbers=f"ranks {ranks_text(self.client.ranks)} are left",
+                hint="%cluster restart   or   --ranks to use those that are left (without collectives)",
+            )
+
+    # Sending --------------------------------------------------------------------------------------------------------
+
+    def send(self, request: CellRequest, screen: Screen, note: str = "", *, live: bool = False) -> Execution:
+        """Send a cell to its ranks. note: shown before its output. live: at the next step boundary of a training."""
+        execution = self._execution(request, screen, live=live)
+        if note:
+            self.client.soon(execution.say, note)
+        if live:  # its records come as messages, because no call of it is answered
+            self.client.request(request.ranks, "live", number=self.next_request(), cell=asdict(request))
+            return execution
+        futures = self.client.call(request.ranks, "nbkit.bridge.calls:run_cell", request)
+        self.latest = execution
+        for rank, future in futures.items():
+            future.add_done_callback(partial(self._on_call_over, execution, rank))
+        return execution
+
+    def ensure_world(self) -> str:
+        """Form a new generation of the world if this one is spoilt. Returns what to tell the user, or ""."""
+        return self.generation.ensure(self.deaths)
+
+    def ask_to_stop(self, request: CellRequest, live: bool) -> dict[int, Future[Any]]:
+        """Ask all ranks to stop a cell, because the numbers of requests must be known on every rank."""
+        everyone = sorted({*self.client.ranks, *request.ranks})
+        return self.client.request(everyone, "stop", cell=request.id, number=self.next_request(), live=live)
+
+    def next_request(self) -> int:
+        """The number of the next request that all ranks act on in the same order."""
+        self.request_number += 1
+        return self.request_number
+
+    def _execution(
+        self, request: CellRequest, screen: Screen, *, live: bool = False, fetched: bool = False
+    ) -> Execution:
+        self.cells[request.id] = execution = Execution(
+            request,
+            screen,
+            later=self.client.later,
+            stop_ranks=partial(self.ask_to_stop, request, live),
+            observers=() if live or fetched else (self.generation.learn_from,),
+            names=names_of_notebook,
+            live=live,
+            fetched=fetched,
+        )
+        for death in self.deaths.values():
+            self.client.soon(execution.guard, "the death", death.rank, execution.on_death, death)
+        execution.done.add_done_callback(lambda _: self._on_end(execution))
+        return execution
+
+    def _keep_in_touch(self, seconds: float) -> None:
+        """Say to the cluster every so often that this notebook is there."""
+        if not self.ended:
+            self.client.later(seconds, self._keep_in_touch, seconds)  # first: what fails once is tried again
+            self.client.request(self.client.ranks[:1], "seen")
+
+    def _watch(self) -> None:
+        """Look every second whether the cluster is still there and ours, and whether a rank has died.
+
+        zmq drops what is published while a connection is being made, messages about deaths too.
+        """
+        if self.ended:
+            return
+        try:
+            why = self.why_gone()
+        except Exception:  # what cannot be read now is read again
+            why = ""
+        if why:
+            for rank in {rank for execution in self.cells.values() for rank in execution.request.ranks}:
+                self._on_death(Death(rank, why, time.time()))
+        else:
+            self.client.later(WATCH_SECONDS, self._watch)
+            self._read_deaths()
+
+    # Receiving -------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        """Handle one of nbkit's own messages."""
+        if kind == "nbkit_record":
+            self._on_live_record(mark["rank"], content["record"])
+        elif kind == "nbkit_died":
+            self._on_death(Death(content["rank"], content["how"], content["when"]))
+        elif kind in COMM_TYPES:
+            self._on_comm(kind, mark, content)
+        elif execution := self.cells.get(mark["cell"]):
+            if not execution.fetched:
+                what = f"output {mark['seq']} ({kind})"
+                execution.guard(what, mark["rank"], execution.on_output, kind, mark, content)
+        elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
+            # A thread that outlived its cell has printed it.
+            self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
+
+    def _on_live_record(self, rank: int, text: str) -> None:
+        try:
+            record = record_from(text)
+        except Exception as error:  # the cell it belongs to is written in it
+            for live in [live for live in self.cells.values() if live.live]:
+                live.on_fault("a record", rank, error, over=True)
+            return
+        if execution := self.cells.get(record.cell):
+            self._on_record(execution, record)
+
+    def _on_record(self, execution: Execution, record: CellRecord) -> None:
+        try:
+            execution.on_record(record)
+        except Exception as error:
+            execution.on_fault("the record", record.rank, error, over=True)
+
+    def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
+        """Handle a message of a widget on a rank. One without a number is in no log of the rank and is not fetched."""
+        self.comms.on_message(mark["rank"], kind, content)
+        execution = self.cells.get(mark["cell"])
+        if execution is not None and not (execution.fetched and mark["seq"] >= 0):
+            execution.guard(f"a widget's message ({kind})", mark["rank"], execution.on_output, kind, mark, content)
+        elif execution is None and self.latest is not None:  # between two cells
+            self.latest.outbox.put("comm", kind, content)
+
+    def _on_gone(self, rank: int) -> None:
+        """The hub has lost a rank. Another rank says how it ended, or else a file in the cluster's folder does."""
+
+        def read() -> None:
+            self._read_deaths()
+            self._on_death(Death(rank, "its process ended", time.time()))
+
+        if not self.ended:
+            self.client.later(DEATH_NEWS_SECONDS, read)
+
+    def _read_deaths(self) -> None:
+        """Read what the parent of the ranks wrote of those that ended, before it told anybody."""
+        for path in self.entry.folder.glob("rank*.end.json"):
+            with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
+                read = json.loads(path.read_text())
+                self._on_death(Death(read["rank"], read["how"], read["when"]))
+
+    def _on_end(self, execution: Execution) -> None:
+        self.cells.pop(execution.request.id, None)
+        if not self.ended and time.time() - execution.sent > LONG_SECONDS:
+            self.client.request(self.client.ranks, "seen", cell=execution.request.id)
+
+    def _on_call_over(self, execution: Execution, rank: int, answer: Future[Any]) -> None:
+        try:
+            self._on_answer(execution, rank, answer)
+        except Exception as error:
+            execution.on_fault("the answer", rank, error, over=True)
+
+    def _on_answer(self, execution: Execution, rank: int, answer: Future[Any]) -> None:
+        error = answer.exception()
+        record = answer.result() if error is None else error
+        if error is not None:  # it had left when the cell was sent; another message says how it ended
+            lost = partial(execution.guard, "the answer", rank, execution.on_lost, rank, error)
+            self.client.soon(self.client.later, 3 * DEATH_NEWS_SECONDS, lost)
+        elif isinstance(record, CellRecord):
+            execution.on_record(record)
+            if execution.arrived[rank] < record.outputs:
+                self.client.later(LATE_SECONDS, execution.guard, "late output", rank, self._fetch_late, execution, rank)
+        elif "died while running" not in str(record):  # a message about the death follows
+            execution.on_lost(rank, record if isinstance(record, BaseException) else RuntimeError(str(record)))
+
+    def _fetch_late(self, execution: Execution, rank: int) -> None:
+        """Ask for outputs that have not arrived: a cell must end, whatever messages a connection has lost."""
+        if not execution.done.done() and execution.arrived[rank] < execution.records[rank].outputs:
+            self._follow(execution, rank, 0)
+
+    def _on_death(self, death: Death) -> None:
+        if death.rank in self.deaths or self.ended:
+            return
+        self.deaths[death.rank] = death
+        self.generation.spoil(f"rank {death.rank} died")
+        for execution in list(self.cells.values()):
+            execution.guard("the death", death.rank, execution.on_death, death)
+
+    def _follow(self, execution: Execution, rank: int, cursor: int) -> None:
+        if execution.done.done() or self.ended:
+            return
+        futures = self.client.request([rank], "follow", cell=execution.request.id, cursor=cursor)
+        for future in futures.values():
+            future.add_done_callback(lambda reply: self.client.soon(self._on_followed, execution, rank, reply))
+
+    def _on_followed(self, execution: Execution, rank: int, reply: Future[Any]) -> None:
+        try:
+            content = reply.result()["content"]
+            if content["status"] != "ok":
+                raise ClusterError(content["why"])
+            record = record_from(content["record"]) if content["record"] is not None else None
+        except Exception as error:
+            execution.on_fault("what was asked for", rank, error, over=True)
+            return
+        for output in content["outputs"]:
+            if output["kind"] in COMM_TYPES:
+                self.comms.on_message(rank, output["kind"], output["content"])
+            what = f"output {output['seq']} ({output['kind']})"
+            execution.guard(what, rank, execution.on_output, output["kind"], output, output["content"])
+        if record is not None:
+            self._on_record(execution, record)
+        if rank in execution.waiting_for or (
+            not execution.fault and execution.arrived[rank] < execution.records[rank].outputs
+        ):
+            pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
+            self.client.later(pause, self._follow, execution, rank, content["cursor"])
+
+
+def record_from(text: str) -> CellRecord:
+    """Decode a record that came in a message."""
+    record = pickle.loads(base64.b64decode(text))
+    assert isinstance(record, CellRecord)
+    return record

@@ -1,0 +1,94 @@
+"""The directory with the records of a cluster's newest training: the run's own, or a copy if it is on another disk."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import NbkitError
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.records.record_file import old_part
+
+__all__ = ["RunDirectory"]
+
+_PIECES = 8  # of a megabyte, of one file at a time
+
+
+class RunDirectory:
+    """Call it for the directory as it is now. mirror: copy the files even where they could be read directly."""
+
+    def __init__(self, connection: Connection, *, mirror: bool = False) -> None:
+        self._connection, self._mirror = connection, mirror
+        self._known: Path | None = None
+        self._copies: dict[str, _Copy] = {}
+
+    def __call__(self) -> Path | None:
+        """None while there is no training. While no rank answers, the directory that was found last."""
+        run = self._ask([0]).get(0, {}).get("run")
+        if not run:
+            return self._known
+        if not self._mirror and (Path(run) / "telemetry").is_dir():
+            self._known = Path(run)
+        else:
+            copy = self._copies[run] = self._copies.get(run) or _Copy(run)
+            self._known = copy.bring(self._ask, self._connection.entry.n)
+        return self._known
+
+    def _ask(self, ranks: list[int], **content: Any) -> dict[int, dict[str, Any]]:
+        connection = self._connection
+        try:
+            if connection.why_gone():
+                return {}
+            alive = [rank for rank in ranks if rank not in connection.deaths]
+            answers: dict[int, dict[str, Any]] = {}
+            for rank in alive:
+                answers |= connection.client.ask([rank], "recorded", rank=rank, **content)
+            return answers
+        except (NbkitError, OSError):
+            return {}
+
+
+class _Copy:
+    """A copy of the files of a run, made piece by piece. run: its directory on the ranks' disk."""
+
+    def __init__(self, run: str) -> None:
+        self._run, self._home = run, tempfile.TemporaryDirectory(prefix="nbkit-run-")
+        self.folder = Path(self._home.name) / Path(run).name
+        (self.folder / "telemetry").mkdir(parents=True)
+        self._heads: dict[str, str] = {}
+
+    def bring(self, ask: Any, ranks: int) -> Path:
+        """Copy what is new in all ranks' files; returns the directory of the copy."""
+        for rank in range(ranks):
+            self._follow(ask, rank, "records", f"rank{rank}.jsonl")
+        self._follow(ask, 0, "plan", "plan.jsonl")
+        return self.folder
+
+    def _follow(self, ask: Any, rank: int, file: str, name: str) -> None:
+        path = self.folder / "telemetry" / name
+        for _ in range(_PIECES):
+            size = path.stat().st_size if path.exists() else 0
+            answer = ask([rank], file=file, offset=size).get(rank, {})
+            if "head" not in answer or answer["run"] != self._run:
+                return  # it does not answer, has no such file just now, or trains something newer
+            if not answer["data"] and answer["head"] == self._heads.get(name):
+                return
+            if size and file == "records" and answer["head"] != self._heads.get(name):
+                self._end_part(ask, rank, path, self._heads.get(name, ""))
+                self._heads[name] = answer["head"]
+                continue
+            self._heads[name] = answer["head"]
+            with path.open("ab") as here:
+                here.write(base64.b64decode(answer["data"]))
+
+    def _end_part(self, ask: Any, rank: int, path: Path, head: str) -> None:
+        """The ranks began a new part: copy the rest of the one that we have, and give it its new name."""
+        with path.open("ab") as here:
+            while True:
+                answer = ask([rank], file="old", offset=here.tell()).get(rank, {})
+                if answer.get("head") != head or not answer["data"]:
+                    break
+                here.write(base64.b64decode(answer["data"]))
+        path.replace(old_part(path))

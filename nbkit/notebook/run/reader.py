@@ -1,0 +1,133 @@
+"""A run as it is shown, read from its record files while they grow: the curve of its loss, its events, single steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import UsageError
+from nbkit.notebook.run.curve import Curve
+from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.step_picture import picture
+from nbkit.records.record_file import rank_files
+
+__all__ = ["RunReader", "read_run"]
+
+_LIVE_S = 15.0
+
+
+def read_run(path: str | os.PathLike[str]) -> RunReader:
+    """Read the records of a run: what a training measured on every rank, also while it goes on. Needs no cluster.
+
+    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records. The reader has
+
+    - `snapshot()`: everything as plain values (dicts, lists, numbers): "state", "strategies", "points", "events",
+      "step". points: at most 4000 rows of 7 numbers, the oldest first: last step, number of steps that the row
+      stands for, seconds since the run began, tokens since then, loss, tokens per second, index into "strategies";
+      NaN where it was not recorded. events: dicts with "step", "time" (seconds since the run began), "kind" and
+      what belongs to that kind.
+    - `picture(step)`: one step on all ranks, by default the newest; no rows in "ranks" if nobody recorded it.
+      "ranks": rows of [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline
+      bubble, data, optimizer, other]. "table": a dict for each operation and axis, with "bytes" of all ranks
+      together and "seconds". "memory": a dict for each rank, in bytes. "numbers": loss, lr, tokens of the step.
+    - `state()`: name, world size, and whether it is running.
+
+    Each call first reads what has been written since the last one.
+    """
+    folder = Path(path).expanduser().absolute()
+    if not rank_files(folder):
+        raise UsageError("There are no records of a run.", numbers=str(path), hint='nbkit.read_run("runs/NAME")')
+    return RunReader(folder)
+
+
+class RunReader:
+    """One run directory, which may be empty yet. lock: for whoever reads `curve` or `step` from another thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.step: dict[str, Any] = {}  # the last picture
+        self._run = Run(run_dir, newest_only=True)
+        self.lock = self._run.lock
+
+    @property
+    def curve(self) -> Curve:
+        """Loss, tokens and events as far as they have been read."""
+        return self._run.curve
+
+    def look(self) -> bool:
+        """Read what is new of the curve, from the file of one rank; whether anything is."""
+        return self._run.look()
+
+    def picture(self, step: int | None = None) -> dict[str, Any]:
+        """One step of all ranks, the newest or the one asked for; {} when there is none."""
+        with self.lock:
+            self._run.refresh()
+            if not self._run.newest:
+                return {}
+            self.step = picture(self._run, step or self._run.newest)
+            return self.step
+
+    def state(self) -> dict[str, Any]:
+        """ "run" (name), "folder", "world" (ranks), "stands" ("running", "ended: WHY", or "quiet"), "goal".
+
+        quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
+        same run counted as they are in the curve; 0 when it is not known.
+        """
+        with self.lock:
+            last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
+            quiet = time.time() - _changed(self._run.files.get(self._run.first)) > _LIVE_S
+            if last is not None and last["kind"] == "run_stopped":
+                stands = f"ended: {last.get('reason', '')}"
+            elif quiet and self.curve.events and _ends(event := self.curve.events[-1]):
+                stands = f"ended: {event.get('what', '')}"  # this rank could not record its own end
+            else:
+                stands = "quiet" if quiet else "running"
+            return {
+                "run": self.run_dir.name,
+                "folder": str(self.run_dir),
+                "world": self._run.world_size,
+                "stands": stands,
+                "goal": _goal(self.curve.events),
+            }
+
+    def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
+        """Everything there is to draw, as plain values. anew: with a new picture of a step, which takes longest."""
+        with self.lock:
+            self.look()
+            if anew:
+                self.picture()
+            return {
+                "state": self.state(),
+                "epoch": self.curve.epoch,
+                "strategies": list(self.curve.strategies),
+                "points": [list(point) for point in self.curve.points],
+                "events": list(self.curve.events),
+                "step": self.step,
+            }
+
+
+def _ends(event: dict[str, Any]) -> bool:
+    """Whether a training ends with it; it goes on after a switch that failed."""
+    return event["kind"] == "failure" and event.get("error") != "SwitchError"
+
+
+def _goal(events: Sequence[dict[str, Any]]) -> int:
+    goal = 0
+    for event in events:
+        if event["kind"] == "run_started":
+            goal = event["step"] + event["total"] if event.get("total") else 0
+        elif event["kind"] == "run_stopped":
+            goal = 0
+        elif event.get("action") == "loaded" and goal:
+            goal += event["step"] - event.get("before", event["step"])
+    return goal
+
+
+def _changed(path: Path | None) -> float:
+    try:
+        return path.stat().st_mtime if path is not None else 0.0
+    except OSError:
+        return 0.0
