@@ -118,7 +118,7 @@ def evaluated(world: Any) -> list[float]:
     found = []
     for loss in (mean_loss, weighted_loss):
         for num in (21, 2, 8):
-            trainer = quiet(loss=loss, microbatch=1)
+            trainer = quiet(loss=loss, microbatch_size=1)
             before = flat(trainer.model)
             found += [trainer.evaluate(points(num)), trainer.evaluate(iter(points(num)), batch_size=5)]
             assert torch.equal(before, flat(trainer.model)) and trainer.model.training
