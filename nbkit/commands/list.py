@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from nbkit.durations import text_of
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Entry
 
@@ -30,14 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(entry: Entry) -> tuple[str, ...]:
     state = "ended: nbkit clean"
     if entry.is_alive():
-        state = "attached" if entry.is_attached() else f"no notebook, ttl {_duration(entry.ttl)}"
+        state = "attached" if entry.is_attached() else f"no notebook, ttl {text_of(entry.ttl)}"
     devices = ", ".join(dict.fromkeys(entry.labels))
-    return (entry.name, str(entry.n), entry.backend, state, _duration(time.time() - entry.born), entry.host, devices)
-
-
-def _duration(seconds: float) -> str:
-    """ "40 s", "12 min", "3 h", "2 d"."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return (entry.name, str(entry.n), entry.backend, state, text_of(time.time() - entry.born), entry.host, devices)

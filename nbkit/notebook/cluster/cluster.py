@@ -64,7 +64,7 @@ class Cluster:
     def __init__(self) -> None:
         self.post = Post()
         self.generation = Generation(self)
-        self.training = Training(self)  # switch, undo, try, pause, checkpoint
+        self.training = Training(self)  # switch, undo, try, pause, save, stop
         self.ended = False
         self.numbers = itertools.count(1)
         self.entry: Entry
@@ -81,16 +81,17 @@ class Cluster:
         name: str | None = None,
         gpus: str | None = None,
         cpu: bool = False,
-        ttl: float = TTL_SECONDS,
+        ttl: float | None = None,
     ) -> Cluster:
         """Start a cluster on this machine and make it the notebook's.
 
         n: ranks; default one per idle GPU, else two. gpus: "2,3" to choose. ttl: seconds without a notebook and
-        without a running cell after which it lets go of its devices. Returns when every rank has answered and
+        without a running cell after which it lets go of its devices (7200). Returns when every rank has answered and
         the process group has done an all-reduce. Raises ClusterError, ClusterExists or UsageError, with nothing
         left running.
         """
         check_platform()
+        ttl = TTL_SECONDS if ttl is None else ttl
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
         if name is None and _current is not None and (again := _current.taken_again(options)):
             return again

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from nbkit.durations import text_of
 from nbkit.notebook.cluster.launch.gpus import find_gpus
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.cells import first_line
@@ -81,7 +82,7 @@ class ClusterList:
                 if entry.is_attached()
                 else "no notebook"
             )
-            ttl = f"{entry.ttl / 3600:g} h without notebook and cell"
+            ttl = f"{text_of(entry.ttl)} without notebook and cell"
             rows.append(
                 (entry.name, str(entry.n), entry.host, state, f"{(time.time() - entry.born) / 60:.0f} min", ttl)
             )

@@ -1,4 +1,4 @@
-"""Steering a training from the notebook: switch, undo, try, pause, resume, checkpoint; and looking at what it could be.
+"""Steering a training from the notebook: switch, undo, try, pause, resume, save, stop; and looking at what it could be.
 
 While the ranks are between two steps, each goes to all of them as a request and acts at the step they agree on; else it
 runs at once as a cell of its own, on the newest Trainer. Either way one verdict comes back.
@@ -12,12 +12,13 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, UsageError
 from nbkit.notebook.cluster import presence
 from nbkit.notebook.cluster.cells import submit
 from nbkit.notebook.cluster.cells.execution import Running
+from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.wait import wait_here
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import Verdict, stopped
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.tracing import Traced, trace
 from nbkit.strategy import Strategy
@@ -64,9 +65,20 @@ class Training:
         """Go on after `pause`."""
         return self.ask("resume")
 
-    def checkpoint(self, path: str = "") -> Verdict:
-        """Save at the next step boundary; default: checkpoint in the run's directory."""
-        return self.ask("checkpoint", path=path)
+    def save(self, path: str = "") -> Verdict:
+        """Write a checkpoint at the next step boundary; default: checkpoint in the run's directory."""
+        return self.ask("save", path=path)
+
+    def wait(self) -> None:
+        """Wait for the cell that runs: see Cluster.wait."""
+        self.cluster.wait()
+
+    def stop(self) -> Verdict:
+        """Stop the cell that runs, a training at its next step boundary, and wait for that: see CellHandle.stop."""
+        if (handle := handle_of(self.cluster)) is None:
+            raise UsageError("No cell runs, so there is nothing to stop.", hint="%cluster status")
+        handle.stop()
+        return stopped(self.look().get("step", 0))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
         """The next `steps` steps of all ranks as one file for Perfetto: see nbkit.notebook.tracing."""

@@ -56,7 +56,7 @@ class Post:
             raise CellRunning(
                 f"The ranks are busy with {busy.describe()}.",
                 numbers=f"this {what} has to wait for it",
-                hint=f"%cluster wait   or   --queue to run after it{live}",
+                hint=f"%train wait   or   --queue to run after it{live}",
             )
 
     def check_alive(self, ranks: Sequence[int]) -> None:
