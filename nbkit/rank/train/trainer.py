@@ -167,16 +167,27 @@ class Trainer(Switchable):
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 
-    def fit(self, steps: int) -> list[dict[str, Any]]:
-        """Train for `steps` more steps; returns their records.
+    def fit(self, steps: int | None = None, *, until: int | None = None) -> list[dict[str, Any]]:
+        """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
+
+        `until` suits a script that is run again after `load`: it makes the steps that are left, or none.
 
         Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
         rank alike, and `fit` may be called again.
         """
-        check_counts(steps=steps)
+        check_counts(steps=steps, until=until)
+        if (steps is None) == (until is None):
+            raise TrainingError(
+                "fit() takes either steps or until.",
+                numbers=f"steps={steps}, until={until}",
+                hint="trainer.fit(500)   or   trainer.fit(until=2000)",
+            )
         first = self.step
-        with self.job.running(total=steps, owner=self, arithmetic=str(self.arithmetic)):
-            for _ in range(steps):
+        left = steps or max((until or 0) - first, 0)
+        if not left:
+            return Records()
+        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
+            for _ in range(left):
                 self._make_step()
                 self.job.at_boundary()
         return Records(record for record in self.history if record["step"] > first)
