@@ -17,14 +17,15 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    entries = registry.entries()
-    if not entries:
-        print("No cluster. In a notebook: %load_ext nbkit, then %cluster start")
-        return 0
+    entries, unreadable = registry.entries(), registry.unreadable()
     rows = [_HEAD, *(_row(entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    for row in rows if entries else ():
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for said in unreadable:
+        print(said)
+    if not entries and not unreadable:
+        print("No cluster. In a notebook: %load_ext nbkit, then %cluster start")
     return 0
 
 

@@ -172,7 +172,7 @@ class Cluster:
     @staticmethod
     def list() -> ClusterList:
         """Every cluster of this user on this machine."""
-        return ClusterList(registry.entries())
+        return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
         """End the cluster: its ranks, its controller, and nothing else."""

@@ -19,7 +19,10 @@ def why_gone(cluster: Cluster) -> str:
         return "the cluster was stopped"
     if not cluster.entry.is_alive():
         return "the cluster has ended"
-    found = registry.find(cluster.entry.name)
+    try:
+        found = registry.find(cluster.entry.name)
+    except ClusterError:  # a notebook with another release of nbkit has attached to it
+        return _TAKEN
     return _TAKEN if found and found.kernel != cluster.entry.kernel else ""
 
 

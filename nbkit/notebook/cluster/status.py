@@ -68,9 +68,10 @@ class Status:
 
 @dataclass(frozen=True)
 class ClusterList:
-    """The clusters of this user."""
+    """The clusters of this user. unreadable: what is to be said of those that another release has started."""
 
     entries: Sequence[Entry]
+    unreadable: Sequence[str] = ()
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -97,10 +98,15 @@ class ClusterList:
         return len(self.entries)
 
     def __repr__(self) -> str:
-        return text_table(self._columns, self._rows()) if self.entries else "no clusters; %cluster start -n 2 makes one"
+        none = () if self.unreadable else ("no clusters; %cluster start -n 2 makes one",)
+        return "\n".join((*((text_table(self._columns, self._rows()),) if self.entries else none), *self.unreadable))
 
     def _repr_html_(self) -> str:
-        return html_table(self._columns, self._rows()) if self.entries else f"<code>{html.escape(repr(self))}</code>"
+        if not self.entries:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        return html_table(self._columns, self._rows()) + "".join(
+            f"<pre>{html.escape(said)}</pre>" for said in self.unreadable
+        )
 
 
 def rank_rows(cluster: Cluster) -> list[RankRow]:

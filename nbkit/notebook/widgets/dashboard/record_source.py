@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.presence import why_gone
-from nbkit.records.record_file import old_part, written
+from nbkit.records.record_file import check_format, old_part, written
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
@@ -26,6 +26,7 @@ class FolderRun:
         self.folder = Path(folder).expanduser().absolute()
         if not self.folder.is_dir():
             raise UsageError("There is no such run.", numbers=str(folder), hint="%dashboard runs/NAME")
+        check_format(self.folder)
 
     def __call__(self) -> Path | None:
         return self.folder
