@@ -100,19 +100,21 @@ def cluster_parser() -> MagicParser:
     parser = MagicParser(prog="%cluster", description="Start, find and end clusters.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     start = verbs.add_parser("start", help="start a cluster on this machine")
-    start.add_argument("-n", type=int, metavar="N", help="ranks; default: one per idle GPU, else two")
-    start.add_argument("--name", help="what to call it; default: a name is made up")
+    start.add_argument(
+        "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
+    )
+    start.add_argument("--name", metavar="NAME", help="what to call it; default: a name is made up")
     start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
     start.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
     start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
     )
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
-    attach.add_argument("name")
+    attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")
     verbs.add_parser("status", help="a table of the ranks")
     stop = verbs.add_parser("stop", help="end the cluster")
-    stop.add_argument("name", nargs="?", help="another one than this notebook's")
+    stop.add_argument("name", nargs="?", metavar="NAME", help="another one than this notebook's")
     verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids")
     verbs.add_parser("list", help="all clusters of this user")
     verbs.add_parser("clean", help="end what half-dead clusters have left")
@@ -156,7 +158,7 @@ def pull_parser() -> MagicParser:
         prog="%pull", description="Fetch variables of a rank into the notebook, under their own names."
     )
     parser.add_argument("names", nargs="+", metavar="name")
-    parser.add_argument("--rank", type=int, default=0, help="of this rank (0)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
     parser.add_argument("--all", action="store_true", help="of all ranks, as a list")
     parser.add_argument("--force", action="store_true", help="also above 1 GB")
     parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
@@ -166,7 +168,7 @@ def pull_parser() -> MagicParser:
 def board_parser() -> MagicParser:
     parser = MagicParser(prog="%board", description="Start TensorBoard beside the notebook and show it here.")
     parser.add_argument("logdir", nargs="?", default="runs", help="folder with the runs (runs)")
-    parser.add_argument("--height", type=int, default=700, help="of the frame, in pixels (700)")
+    parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="of the frame (700)")
     parser.add_argument("--stop", action="store_true", help="end it")
     return parser
 
@@ -182,7 +184,7 @@ def nbkit_parser() -> MagicParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     report = commands.add_parser("report", help="write one self-contained page with every chart")
     report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
-    report.add_argument("--run", help="a recorded run's directory (the cluster's newest training)")
+    report.add_argument("--run", metavar="DIR", help="a recorded run's directory (the cluster's newest training)")
     trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
     trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")

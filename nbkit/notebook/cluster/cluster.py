@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
-from nbkit.notebook.cluster import presence, registry
+from nbkit.notebook.cluster import presence, registry, site
 from nbkit.notebook.cluster.cells import submit
 from nbkit.notebook.cluster.cells.dispatcher import Post
 from nbkit.notebook.cluster.cells.execution import Running
@@ -26,7 +26,8 @@ from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import Verdict
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
-from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
+from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pinning import Pinning
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, names_of_notebook
 from nbkit.notebook.cluster.output import display
@@ -38,7 +39,6 @@ from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.notebook.tracing import Traced
 from nbkit.wire.cells import CellRequest
 
-TTL_SECONDS = 7200.0
 _current: Cluster | None = None
 
 
@@ -85,18 +85,20 @@ class Cluster:
     ) -> Cluster:
         """Start a cluster on this machine and make it the notebook's.
 
-        n: ranks; default one per idle GPU, else two. gpus: "2,3" to choose. ttl: seconds without a notebook and
-        without a running cell after which it lets go of its devices (7200). Returns when every rank has answered and
-        the process group has done an all-reduce. Raises ClusterError, ClusterExists or UsageError, with nothing
-        left running.
+        n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
+        seconds without a notebook and without a running cell after which it lets go of its devices (two hours, unless
+        nbkit.toml says otherwise). Returns when every rank has answered and the process group has done an all-reduce.
+        Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
-        ttl = TTL_SECONDS if ttl is None else ttl
+        settings = site.read()
+        ttl = settings.ttl_of(ttl)
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
-        if name is None and _current is not None and (again := _current.taken_again(options)):
+        if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
         self = cls()
-        self._launch(name or made_up_name(), pins_here(n, gpus, cpu=cpu), ttl, options)
+        pinning = pins_within(settings, n, gpus, cpu=cpu)
+        self._launch(name or made_up_name(), pinning, ttl, options)
         return self
 
     def _launch(self, name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> None:
@@ -109,7 +111,7 @@ class Cluster:
             self.notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
         self._adopt()
 
-    def taken_again(self, options: dict[str, object]) -> Cluster | None:
+    def _taken_again(self, options: dict[str, object]) -> Cluster | None:
         """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.
 
         Raises ClusterExists if it was started with other options.

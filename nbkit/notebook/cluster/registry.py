@@ -1,6 +1,6 @@
 """What clusters there are: one folder each, private to the user, with everything that belongs to the cluster.
 
-    ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part)
+    ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part, and so does home in nbkit.toml)
       cluster.json       the Entry: who and where its processes are
       spec.json          what its ranks were started with
       profile/           ipyparallel's own: connection files (0600), pids
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.notebook.cluster.site import home_here
 from nbkit.wire.processes import Process as Process
 from nbkit.wire.processes import followers
 
@@ -76,9 +77,10 @@ class Entry:
 
 def home() -> Path:
     """Where clusters live."""
-    base = os.environ.get("NBKIT_HOME")
+    if base := os.environ.get("NBKIT_HOME") or home_here():
+        return Path(base)
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) if base else Path(data) / "nbkit"
+    return Path(data) / "nbkit"
 
 
 def save(entry: Entry) -> None:
