@@ -13,13 +13,15 @@ def load_ipython_extension(shell: Any) -> None:
     from magics.completion import complete
     from magics.dashboard import DashboardMagics
     from magics.strategy import StrategyMagics
+    from magics.train import TrainMagics
     from magics.values import ValueMagics
     from nbkit.notebook.cluster.cluster import observe_cells
     from nbkit.notebook.widgets import card
 
     observe_cells(card.follow)
     _say_who_is_replaced(shell)
-    shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, ValueMagics)
+    shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, TrainMagics)
+    shell.register_magics(ValueMagics)
     if rewrite not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite)
     if complete not in shell.Completer.custom_matchers:

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from typing import NoReturn
 
+from nbkit.durations import seconds_of
 from nbkit.errors import UsageError
+
+DETACHED = "handle"  # the notebook variable of a detached cell, unless --detach names another
+
+_NOW_CALLED = {
+    "--local": "--here",
+    "--save": "--as NAME",
+    "--pause": "%train pause",
+    "--resume": "%train resume",
+    "--checkpoint": "%train save",
+    "'wait'": "%train wait",
+}
 
 
 class HelpShown(Exception):
@@ -17,7 +30,9 @@ class MagicParser(argparse.ArgumentParser):
     """Raises UsageError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}", hint=self.format_usage().strip().removeprefix("usage: "))
+        usage = self.format_usage().strip().removeprefix("usage: ")
+        renamed = (new for old, new in _NOW_CALLED.items() if old in message.split("(")[0].split())
+        raise UsageError(f"{self.prog}: {message}", hint=next(renamed, usage))
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise HelpShown
@@ -32,14 +47,38 @@ def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def _duration(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(f"{error.what} Give {error.numbers}, for example {error.hint}") from None
+
+
+def _variable(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name that a notebook variable can have")
+    return text
+
+
 def _cell_options(parser: MagicParser) -> None:
-    parser.add_argument("--timeout", type=float, metavar="S", help="stop the cell after S seconds; see Stop in README")
-    parser.add_argument("--detach", action="store_true", help="give the prompt back at once; the output stays here")
+    parser.add_argument(
+        "--timeout", type=_duration, metavar="TIME", help="stop the cell after so long: 30s, 10min; see Stop in README"
+    )
+    parser.add_argument(
+        "--detach",
+        type=_variable,
+        nargs="?",
+        const=DETACHED,
+        metavar="NAME",
+        help=f"give the prompt back at once; the output stays here; NAME: of the handle ({DETACHED})",
+    )
     parser.add_argument(
         "--at-step", action="store_true", help="run at the next step boundary of the running training (a live cell)"
     )
-    parser.add_argument("--local", action="store_true", help="run it in the notebook too, after the ranks")
-    parser.add_argument("--save", metavar="NAME", help="put the Results (or the handle) into this notebook variable")
+    parser.add_argument("--here", action="store_true", help="run it in the notebook too, after the ranks")
+    parser.add_argument(
+        "--as", dest="name", type=_variable, metavar="NAME", help="put the Results into this notebook variable"
+    )
     parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
 
 
@@ -61,20 +100,21 @@ def cluster_parser() -> MagicParser:
     parser = MagicParser(prog="%cluster", description="Start, find and end clusters.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     start = verbs.add_parser("start", help="start a cluster on this machine")
-    start.add_argument("-n", type=int, metavar="N", help="ranks; default: one per idle GPU, else two")
-    start.add_argument("--name", help="what to call it; default: a name is made up")
+    start.add_argument(
+        "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
+    )
+    start.add_argument("--name", metavar="NAME", help="what to call it; default: a name is made up")
     start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
     start.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
     start.add_argument(
-        "--ttl", type=float, default=7200, metavar="S", help="let go after S seconds without notebook and cell (7200)"
+        "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
     )
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
-    attach.add_argument("name")
+    attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")
     verbs.add_parser("status", help="a table of the ranks")
-    verbs.add_parser("wait", help="wait for the detached cell, so that Run All does")
     stop = verbs.add_parser("stop", help="end the cluster")
-    stop.add_argument("name", nargs="?", help="another one than this notebook's")
+    stop.add_argument("name", nargs="?", metavar="NAME", help="another one than this notebook's")
     verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids")
     verbs.add_parser("list", help="all clusters of this user")
     verbs.add_parser("clean", help="end what half-dead clusters have left")
@@ -89,9 +129,18 @@ def strategy_parser() -> MagicParser:
     parser.add_argument("strategy", nargs="*", help="a preset, or key=value; without: the panel")
     parser.add_argument("--undo", action="store_true", help="go back to the strategy before the last switch")
     parser.add_argument("--try", dest="steps", type=int, metavar="N", help="measure it for N steps, then go back")
-    parser.add_argument("--pause", action="store_true", help="hold the training at its next step boundary")
-    parser.add_argument("--resume", action="store_true", help="go on after --pause")
-    parser.add_argument("--checkpoint", action="store_true", help="save at the next step boundary")
+    return parser
+
+
+def train_parser() -> MagicParser:
+    parser = MagicParser(prog="%train", description="Hold, save, await or end the training that runs.")
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
+    verbs.add_parser("pause", help="hold it at its next step boundary")
+    verbs.add_parser("resume", help="go on after pause")
+    save = verbs.add_parser("save", help="write a checkpoint at its next step boundary")
+    save.add_argument("path", nargs="?", default="", help="where to (checkpoint, in the run's directory)")
+    verbs.add_parser("wait", help="wait for the detached cell, so that Run All does")
+    verbs.add_parser("stop", help="end it at its next step boundary")
     return parser
 
 
@@ -105,9 +154,11 @@ def push_parser() -> MagicParser:
 
 
 def pull_parser() -> MagicParser:
-    parser = MagicParser(prog="%pull", description="Fetch a variable of a rank into the notebook, under its own name.")
-    parser.add_argument("name")
-    parser.add_argument("--rank", type=int, default=0, help="of this rank (0)")
+    parser = MagicParser(
+        prog="%pull", description="Fetch variables of a rank into the notebook, under their own names."
+    )
+    parser.add_argument("names", nargs="+", metavar="name")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
     parser.add_argument("--all", action="store_true", help="of all ranks, as a list")
     parser.add_argument("--force", action="store_true", help="also above 1 GB")
     parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
@@ -117,6 +168,39 @@ def pull_parser() -> MagicParser:
 def board_parser() -> MagicParser:
     parser = MagicParser(prog="%board", description="Start TensorBoard beside the notebook and show it here.")
     parser.add_argument("logdir", nargs="?", default="runs", help="folder with the runs (runs)")
-    parser.add_argument("--height", type=int, default=700, help="of the frame, in pixels (700)")
+    parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="of the frame (700)")
     parser.add_argument("--stop", action="store_true", help="end it")
     return parser
+
+
+def dashboard_parser() -> MagicParser:
+    parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
+    parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
+    return parser
+
+
+def nbkit_parser() -> MagicParser:
+    parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    report = commands.add_parser("report", help="write one self-contained page with every chart")
+    report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
+    report.add_argument("--run", metavar="DIR", help="a recorded run's directory (the cluster's newest training)")
+    trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
+    trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
+    trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
+    return parser
+
+
+PARSERS: dict[str, Callable[[], MagicParser]] = {
+    "%%distributed": distributed_parser,
+    "%%rank": rank_parser,
+    "%board": board_parser,
+    "%cluster": cluster_parser,
+    "%dashboard": dashboard_parser,
+    "%nbkit": nbkit_parser,
+    "%pull": pull_parser,
+    "%push": push_parser,
+    "%strategy": strategy_parser,
+    "%train": train_parser,
+}
+"""Every magic."""

@@ -13,17 +13,21 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
 
-from magics.arguments import HelpShown, distributed_parser, parse, rank_parser
+from magics.arguments import PARSERS, HelpShown, distributed_parser, parse, rank_parser
+from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
-
-_PARSERS = {"%%distributed": distributed_parser, "%%rank": rank_parser}
 
 
 def rewrite(lines: list[str]) -> list[str]:
     """`%%distributed ...` as the first line makes the cell a call that is awaited."""
     magic, _, line = (lines[0] if lines else "").strip().partition(" ")
     shell = get_ipython()
-    if magic not in _PARSERS or shell is None or not shell.autoawait or not _is_outermost(shell, lines):
+    if (
+        magic not in ("%%distributed", "%%rank")
+        or shell is None
+        or not shell.autoawait
+        or not _is_outermost(shell, lines)
+    ):
         return lines
     body = "".join(lines[1:])
     return [f"await __import__('magics.cells', fromlist=['run']).run({magic!r}, {line!r}, {body!r})\n"]
@@ -41,18 +45,25 @@ def _is_outermost(shell: Any, lines: list[str]) -> bool:
 async def run(magic: str, line: str, body: str) -> None:
     """The awaited form."""
     try:
-        options = parse(_PARSERS[magic](), line)
+        options = _parsed(magic, line)
     except HelpShown:
         return
     results = await current().run_async(
         _with_own_line(magic, line, body),
         options.ranks,
         options.timeout,
-        options.detach,
+        options.detach is not None,
         at_step=options.at_step,
         queue=options.queue,
     )
     _finish(options, body, results)
+
+
+def _parsed(magic: str, line: str) -> Any:
+    options = parse(PARSERS[magic](), line)
+    if options.detach and options.name:
+        raise UsageError("A detached cell gives a handle, not Results.", numbers=line, hint=f"--detach {options.name}")
+    return options
 
 
 def _with_own_line(magic: str, line: str, body: str) -> str:
@@ -62,13 +73,11 @@ def _with_own_line(magic: str, line: str, body: str) -> str:
 
 def _finish(options: Any, body: str, results: Any) -> None:
     shell = get_ipython()
-    if options.save:
-        shell.user_ns[options.save] = results
-    elif options.detach:
-        shell.user_ns["handle"] = results
+    if name := options.detach or options.name:
+        shell.user_ns[name] = results
     if options.detach:
         results.show()
-    if options.local:
+    if options.here:
         shell.run_cell(body, store_history=False).raise_error()
 
 
@@ -90,14 +99,14 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _run(self, magic: str, line: str, cell: str) -> None:
         try:
-            options = parse(_PARSERS[magic](), line)
+            options = _parsed(magic, line)
         except HelpShown:
             return
         results = current().run(
             _with_own_line(magic, line, cell),
             options.ranks,
             options.timeout,
-            options.detach,
+            options.detach is not None,
             at_step=options.at_step,
             queue=options.queue,
         )

@@ -1,4 +1,4 @@
-"""`%cluster`: start, attach, status, wait, stop, restart, list, clean."""
+"""`%cluster`: start, attach, status, stop, restart, list, clean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, cluster_parser, parse
+from magics.arguments import DETACHED, HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
@@ -37,14 +37,11 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
     def _attach(self, options: Any) -> Any:
         cluster = Cluster.attach(options.name, take=options.take)
         if (handle := handle_of(cluster.connection)) is not None:
-            get_ipython().user_ns["handle"] = handle
+            get_ipython().user_ns[DETACHED] = handle
         return cluster.status()
 
     def _status(self, options: Any) -> Any:
         return current().status()
-
-    def _wait(self, options: Any) -> Any:
-        current().wait()
 
     def _stop(self, options: Any) -> Any:
         if options.name and not is_current(options.name):

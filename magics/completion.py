@@ -1,12 +1,14 @@
-"""Tab in a `%%distributed` cell offers the names that live on a rank, which the notebook itself does not have."""
+"""Tab offers a magic's verbs and options, and in a `%%distributed` cell the names that live on a rank."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
+from magics.arguments import PARSERS
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.wire.cells import first_rank
@@ -17,8 +19,13 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*$")
 
 @context_matcher(identifier="nbkit.ranks")  # type: ignore[misc, untyped-decorator]
 def complete(context: CompletionContext) -> SimpleMatcherResult:
-    """The names of the first rank that runs the cell."""
+    """Of a line that begins with a magic its verbs and options; else the names of the first rank that runs the cell."""
     nothing: Any = {"completions": []}
+    words = context.text_until_cursor.rpartition("\n")[2].removesuffix(context.token).split()
+    if words and words[0] in PARSERS:
+        offered = _after(words[0], words[1:], "-" * context.token.startswith("-"))
+        offered = [word for word in offered if word.startswith(context.token)]
+        return {"completions": [SimpleCompletion(word, type="magic") for word in offered], "suppress": bool(offered)}
     first = context.full_text.lstrip().split("\n", 1)[0]
     word = _NAME.search(context.token)
     if not first.startswith(("%%distributed", "%%rank")) or context.cursor_line == 0 or word is None:
@@ -32,3 +39,16 @@ def complete(context: CompletionContext) -> SimpleMatcherResult:
     before = context.token[: word.start()]
     matches = answers.get(rank, {}).get("matches", ())
     return {"completions": [SimpleCompletion(before + match, type="on the ranks") for match in matches]}
+
+
+def _after(magic: str, words: list[str], dash: str) -> list[str]:
+    """What may follow `words`: after a dash options, else a verb, where the magic has some and none is there."""
+    parser: argparse.ArgumentParser = PARSERS[magic]()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            verb = next((word for word in words if word in action.choices), None)
+            if verb is None:
+                return [] if dash else list(action.choices)
+            parser = action.choices[verb]
+    options = (option for action in parser._actions for option in action.option_strings)
+    return [option for option in options if dash and option.startswith("--")]

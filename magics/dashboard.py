@@ -6,29 +6,11 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, MagicParser, parse
+from magics.arguments import HelpShown, dashboard_parser, nbkit_parser, parse
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.report import Written
-
-
-def dashboard_parser() -> MagicParser:
-    parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
-    parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
-    return parser
-
-
-def nbkit_parser() -> MagicParser:
-    parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    report = commands.add_parser("report", help="write one self-contained page with every chart")
-    report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
-    report.add_argument("--run", help="a recorded run's directory (the cluster's newest training)")
-    trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
-    trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
-    trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
-    return parser
 
 
 @magics_class

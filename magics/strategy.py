@@ -11,8 +11,6 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
-_ALONE = ("undo", "pause", "resume", "checkpoint")
-
 
 @magics_class
 class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
@@ -25,14 +23,13 @@ class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
         except HelpShown:
             return None
         wanted = " ".join(options.strategy)
-        asked = [name for name in _ALONE if getattr(options, name)]
-        if len(asked) + bool(wanted) > 1:
+        if options.undo and (wanted or options.steps is not None):
             raise UsageError("One thing at a time.", numbers=line, hint="%strategy zero3   or   %strategy --undo")
         if options.steps is not None and not wanted:
             raise UsageError("--try needs a strategy.", hint=f"%strategy --try {options.steps} zero3")
         training = current().training
-        if asked:
-            return getattr(training, asked[0])()
+        if options.undo:
+            return training.undo()
         if options.steps is not None:
             return training.try_out(wanted, options.steps)
         return training.switch(wanted) if wanted else StrategyPanel(current())

@@ -38,10 +38,10 @@ class ValueMagics(Magics):  # type: ignore[misc, untyped-decorator]
         cluster = current()
         if options.queue:
             cluster.wait()
-        value = cluster.pull(options.name, None if options.all else options.rank, force=options.force)
-        if options.name.isidentifier():
-            self.shell.user_ns[options.name] = value
-        return value
+        ranks = None if options.all else options.rank
+        values = {name: cluster.pull(name, ranks, force=options.force) for name in options.names}
+        self.shell.user_ns.update({name: value for name, value in values.items() if name.isidentifier()})
+        return tuple(values.values()) if len(values) > 1 else values[options.names[0]]
 
 
 ValueMagics.push.__doc__ = push_parser().format_help()

@@ -17,7 +17,7 @@ FAMILIES = {
 MODELS = ("gpt", "gpt2", "llama", "llama_tied", "encoder")
 _EIGHT_STAGES = FAMILIES["pipeline"][2:]
 
-EXTRAS = ("dropout", "clip", "accumulate", "tied", "ragged", "mask", "checkpoint")
+EXTRAS = ("dropout", "clip", "accumulate", "tied", "ragged", "mask", "recompute")
 """dropout of 0.1; clipping to a norm that is exceeded; micro-batches of two rows where there is no pipeline; weights
 shared between embedding and head; a last batch of three rows; a loss of (sum, weight), padding where the model takes a
 mask; activations recomputed."""
@@ -47,7 +47,7 @@ class Cell:
     @property
     def truth(self) -> Cell:
         """What one process trains to compare with: of its extras those that change the result."""
-        return replace(self, strategy="", extras=self.extras - {"accumulate", "checkpoint", "tied"})
+        return replace(self, strategy="", extras=self.extras - {"accumulate", "recompute", "tied"})
 
     def __str__(self) -> str:
         words = [self.subject, self.strategy, self.dtype, f"{self.steps} steps", *sorted(self.extras)]

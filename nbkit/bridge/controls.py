@@ -195,11 +195,11 @@ def _pause(owner: Any) -> dict[str, Any]:
 
 def _resume(owner: Any) -> dict[str, Any]:
     if not pause.let_go():
-        raise UsageError("The training is not paused.", hint="%strategy --pause")
+        raise UsageError("The training is not paused.", hint="%train pause")
     return {}
 
 
-def _checkpoint(owner: Any, path: str = "") -> dict[str, Any]:
+def _save(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
         raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
     to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint"
@@ -211,7 +211,7 @@ def _trace(owner: Any, steps: int) -> dict[str, Any]:
     if step_boundary.training() is None:
         raise UsageError("Nothing makes steps, so there is nothing to trace.", hint="trainer.fit(...)   with --detach")
     if pause.is_held():
-        raise UsageError("The training is paused, so there is nothing to trace.", hint="%strategy --resume")
+        raise UsageError("The training is paused, so there is nothing to trace.", hint="%train resume")
     job = getattr(owner, "job", owner)
     return dict(job.recorder.trace(steps, after=job.step))
 
@@ -222,7 +222,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "try": _try_out,
     "pause": _pause,
     "resume": _resume,
-    "checkpoint": _checkpoint,
+    "save": _save,
     "trace": _trace,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from nbkit.durations import text_of
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Entry
 
@@ -16,28 +17,21 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    entries = registry.entries()
-    if not entries:
-        print("No cluster. In a notebook: %load_ext nbkit, then %cluster start")
-        return 0
+    entries, unreadable = registry.entries(), registry.unreadable()
     rows = [_HEAD, *(_row(entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    for row in rows if entries else ():
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for said in unreadable:
+        print(said)
+    if not entries and not unreadable:
+        print("No cluster. In a notebook: %load_ext nbkit, then %cluster start")
     return 0
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     state = "ended: nbkit clean"
     if entry.is_alive():
-        state = "attached" if entry.is_attached() else f"no notebook, ttl {_duration(entry.ttl)}"
+        state = "attached" if entry.is_attached() else f"no notebook, ttl {text_of(entry.ttl)}"
     devices = ", ".join(dict.fromkeys(entry.labels))
-    return (entry.name, str(entry.n), entry.backend, state, _duration(time.time() - entry.born), entry.host, devices)
-
-
-def _duration(seconds: float) -> str:
-    """ "40 s", "12 min", "3 h", "2 d"."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return (entry.name, str(entry.n), entry.backend, state, text_of(time.time() - entry.born), entry.host, devices)

@@ -14,7 +14,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import Piece, lines_of, plain
-from nbkit.records.record_file import newest_run, written
+from nbkit.records.record_file import check_format, newest_run, written
 
 _EVERY_S = 1.0
 _STYLES = {
@@ -87,6 +87,7 @@ def _run_of(what: str) -> Path:
     found = newest_run(folder) if entry is None or folder.is_dir() else _run_of_cluster(entry)
     if found is None:
         raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
+    check_format(found)
     return found
 
 

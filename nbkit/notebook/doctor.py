@@ -1,6 +1,6 @@
 """What this machine offers, what nbkit would use of it, and what to type for what is missing.
 
-For `nbkit doctor` and `%nbkit doctor`. Versions come from the metadata of installed packages, GPUs from
+For `nbkit doctor`. Versions come from the metadata of installed packages, GPUs from
 nvidia-smi: neither torch nor a widget library is imported.
 """
 
@@ -18,9 +18,12 @@ from html import escape
 from importlib import metadata
 from typing import Literal
 
+from nbkit.durations import text_of
 from nbkit.errors import NbkitError
+from nbkit.notebook.cluster import site
 from nbkit.notebook.cluster.launch.gpus import Survey, show_mib, survey_gpus
-from nbkit.notebook.cluster.launch.pinning import cores_here, pins_here
+from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pinning import cores_here
 from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking, torch_version
 
 _DISTRIBUTION = "nbkit-train"
@@ -115,6 +118,7 @@ def doctor() -> Report:
             *_torch(torch_version(), survey),
             *_packages(),
             *_devices(survey),
+            *_settings(),
             *_cluster(survey),
         )
     )
@@ -208,9 +212,29 @@ def _devices(survey: Survey) -> Iterator[Finding]:
     yield Finding("Devices", "CPU cores", f"{len(cores_here())} usable of {os.cpu_count()}")
 
 
+def _settings() -> Iterator[Finding]:
+    """What the nbkit.toml of this machine, user and project say."""
+    try:
+        found = site.read()
+    except NbkitError as error:
+        yield Finding("Settings", "nbkit.toml", f"{error.what} {error.numbers}", "missing", error.hint)
+        return
+    for key, path in found.sources.items():
+        value = getattr(found, key)
+        yield Finding("Settings", key, f"{text_of(value) if isinstance(value, float) else value}  {path}")
+    for note in found.notes:
+        yield Finding("Settings", "note", note, "note")
+    if not found.sources:
+        yield Finding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site.files()))}")
+
+
 def _cluster(survey: Survey) -> Iterator[Finding]:
     """What `%cluster start` without options would do now."""
-    plan = pins_here(survey=replace(survey, problem=""))
+    try:
+        plan = pins_within(site.read(), survey=replace(survey, problem=""))
+    except NbkitError as error:
+        yield Finding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
+        return
     how = "forked from one parent" if starts_by_forking() else "spawned one by one"
     yield Finding("%cluster start would use", "ranks", f"{len(plan.pins)}, {plan.backend}, {how}")
     for pin in plan.pins:

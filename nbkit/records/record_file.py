@@ -5,12 +5,15 @@ A line that is still being written is left for the next time; a part that was be
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from nbkit.records.records import Header, Record, StepRecord, from_line
+from nbkit.errors import UsageError
+from nbkit.records.records import FORMAT, Header, Record, StepRecord, from_line
 
 __all__ = [
     "START",
+    "check_format",
     "cursor_near_end",
     "newest_run",
     "old_part",
@@ -38,6 +41,22 @@ def rank_files(run_dir: Path) -> dict[int, Path]:
         if number.isdecimal():
             found[int(number)] = path
     return dict(sorted(found.items()))
+
+
+def check_format(run_dir: Path) -> None:
+    """Raises UsageError for a run that another release has recorded in a format of its own."""
+    for path in rank_files(run_dir).values():
+        try:
+            with path.open("rb") as file:
+                written_in = json.loads(file.readline()).get("format", 1)
+        except (OSError, ValueError, AttributeError):  # not there yet, or not a header
+            continue
+        if written_in != FORMAT:
+            raise UsageError(
+                f"Another release of nbkit has recorded the run {run_dir.name!r}.",
+                numbers=f"its {path.name} is of format {written_in}; this release reads {FORMAT}",
+                hint=f"nbkit watch {run_dir}   with that release",
+            )
 
 
 def old_part(path: Path) -> Path:

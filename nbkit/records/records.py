@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "FORMAT",
     "LISTEN_EVERY",
     "Detail",
     "EventRecord",
@@ -30,6 +31,10 @@ __all__ = [
     "from_line",
     "to_line",
 ]
+
+FORMAT = 1
+"""Of a record file, in its Header; files without a number have this one, too. New fields and kinds do not count it up,
+since readers pass over what they do not know."""
 
 LISTEN_EVERY = 5
 """Asynchronous collectives tell when they end in one of so many steps, and in those that are kept moment by moment."""
@@ -62,6 +67,7 @@ class Header(Record):
     offset_ns: int = 0
     unix_s: float = 0.0
     base_bytes: int = 0
+    format: int = FORMAT
 
     def aligned(self, ns: int) -> int:
         """A time of this rank on rank 0's clock, in ns."""
@@ -270,10 +276,12 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """The record of a line; None for one that was cut short, or of a kind that a newer release writes."""
+    """The record of a line; None for one that was cut short, or of a kind or format that another release writes."""
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("kind")]
+        if kind is Header and values.get("format", 1) != FORMAT:
+            return None
         known = _FIELDS[kind]
         for name, row in _ROWS.items():
             if name in values:

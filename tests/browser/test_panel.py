@@ -172,7 +172,7 @@ def test_the_keys_that_run_and_edit_cells_switch_nothing(page: Any, panel: Panel
 
 def test_its_buttons_are_written_in_its_own_font(panel: PanelOnPage) -> None:
     own = panel.root.evaluate("panel => getComputedStyle(panel).fontFamily")
-    for label in ("Apply", "Undo", "Pause", "Checkpoint", "Stop"):
+    for label in ("Apply", "Undo", "Pause", "Save", "Stop"):
         button = panel.root.get_by_role("button", name=label, exact=True)
         assert button.evaluate("button => getComputedStyle(button).fontFamily") == own, label
 

@@ -82,7 +82,7 @@ def held(page: Any, key: str, times: int = 6) -> None:
 MODIFIED = [f"{modifier}+{key}" for modifier in ("Shift", "Control", "Alt", "Meta") for key in ("Enter", "Space")]
 
 
-@pytest.mark.parametrize("where", ["row", "line", "Apply", "Try 10 steps", "Undo", "Pause", "Checkpoint", "Stop"])
+@pytest.mark.parametrize("where", ["row", "line", "Apply", "Try 10 steps", "Undo", "Pause", "Save", "Stop"])
 def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any, where: str) -> None:
     row = page.locator("tr[data-strategy='tp=4']")
     row.click()

@@ -63,6 +63,11 @@ def test_tab_offers_the_names_on_the_ranks(kernel: Kernel) -> None:
     assert "learning_rate_of_ranks" not in kernel.complete("learning_rate_of")
 
 
+def test_tab_offers_the_verbs_and_options_of_a_magic(kernel: Kernel) -> None:
+    assert kernel.complete("%train ") == ["pause", "resume", "save", "stop", "wait"]
+    assert kernel.complete("x = 1\n%cluster start --g") == ["--gpus"]
+
+
 def test_tab_answers_while_the_ranks_are_busy(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nfound_while_busy = 1\nwhile found_while_busy: pass")
     assert "found_while_busy" in kernel.complete("%%distributed\nfound_while")

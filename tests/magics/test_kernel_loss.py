@@ -37,7 +37,7 @@ def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(tmp_path:
         cell = kernel.collect(message)
         assert cell.status == "ok", cell.text
         assert "running" in kernel.run("handle.status").text
-        waited = kernel.run("%cluster wait")
+        waited = kernel.run("%train wait")
         assert waited.status == "ok", waited.text
         text = cell.text + kernel.late(message, 0.5).text
         assert [f"[0-1] step {i}\n" in text or f"[0] step {i}\n" in text for i in range(60)] == [True] * 60

@@ -130,6 +130,8 @@ def test_pull_brings_an_array_without_torch(started: Kernel) -> None:
     cell = started.run("%pull weights --rank 1")
     assert "array([1., 2., 3.], dtype=float32)" in cell.text
     assert "[array([0., 1., 2.]" in started.run("%pull weights --all").text
+    assert "(array([0., 1., 2.], dtype=float32), 0)" in started.run("%pull weights rank").text
+    started.run("del rank")
     assert "False" in started.run("'torch' in sys.modules").text
 
 
@@ -141,8 +143,8 @@ def test_the_kernels_own_names_are_left_alone(started: Kernel) -> None:
     started.run("%%distributed\nrank = dist.get_rank()")
 
 
-def test_local_runs_the_cell_here_too_and_save_keeps_the_results(started: Kernel) -> None:
-    started.run("%%distributed --local --save outcome\nhere_too = 3\nhere_too * 2")
+def test_here_runs_the_cell_in_the_notebook_too_and_as_keeps_the_results(started: Kernel) -> None:
+    started.run("%%distributed --here --as outcome\nhere_too = 3\nhere_too * 2")
     assert "3" in started.run("here_too").text
     assert "{0: 6, 1: 6}" in started.run("dict(outcome.values)").text
 
@@ -161,18 +163,23 @@ def test_a_detached_cells_output_stays_with_it(started: Kernel) -> None:
     assert "ok" in cards[-1]  # the card that said "running" says how the cell ended
 
 
-def test_cluster_wait_makes_run_all_wait(started: Kernel) -> None:
+def test_a_detached_cell_gives_its_handle_the_name_that_is_asked_for(started: Kernel) -> None:
+    started.run("%%distributed --detach background --timeout 1min\n1 + 1")
+    assert "{0: 2, 1: 2}" in started.run("dict(background.wait().values)").text
+
+
+def test_train_wait_makes_run_all_wait(started: Kernel) -> None:
     started.run("%%distributed --detach\ntime.sleep(1); done = True")
-    assert started.run("%cluster wait").seconds > 0.5
+    assert started.run("%train wait").seconds > 0.5
     assert "Out[0-1]: True" in started.run("%%distributed\ndone").text
 
 
 def test_the_stop_button_ends_the_waiting_and_not_the_detached_cell(started: Kernel) -> None:
     started.run("%%distributed --detach\ntime.sleep(2); finished = True")
-    cell = started.run("%cluster wait", at={0.5: started.interrupt})
+    cell = started.run("%train wait", at={0.5: started.interrupt})
     assert cell.status == "error"
     assert "goes on" in cell.text
-    assert started.run("%cluster wait").status == "ok"
+    assert started.run("%train wait").status == "ok"
     assert "Out[0-1]: True" in started.run("%%distributed\nfinished").text
 
 
@@ -192,6 +199,12 @@ def test_inside_another_cell_magic_it_runs_as_a_plain_magic(started: Kernel, wra
     [
         ("%%distributed --ranks 9\n1", "There is no rank 9"),
         ("%%distributed --rnaks 0\n1", "unrecognized arguments"),
+        ("%%distributed --timeout soon\n1", "'soon' is no length of time"),
+        ("%%distributed --detach 7\n1", "not a name that a notebook variable can have"),
+        ("%%distributed --detach run --as run\n1", "--detach run"),
+        ("%%distributed --local\n1", "--here"),
+        ("%strategy --pause", "%train pause"),
+        ("%cluster wait", "%train wait"),
         ("%%distributed\nx = = 1", "SyntaxError"),
         ("%%distributed --at-step\n1", "No training is running"),
         ("%push not_defined_anywhere", "not_defined_anywhere is not defined"),

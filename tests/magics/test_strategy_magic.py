@@ -1,4 +1,4 @@
-"""`%strategy` in a real kernel: without widgets, while a training runs and while none does."""
+"""`%strategy` and `%train` in a real kernel: without widgets, while a training runs and while none does."""
 
 from __future__ import annotations
 
@@ -77,14 +77,17 @@ def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     assert "tp=2 → dp=2 zero=3 after step" in kernel.run("%strategy --undo").text
     assert "tried tp=2 for 4 steps" in kernel.run("%strategy --try 4 tp").text
 
-    assert "paused after step" in kernel.run("%strategy --pause").text
+    assert "paused after step" in kernel.run("%train pause").text
     assert "paused" in kernel.run("print(repr(get_ipython().run_line_magic('strategy', '')))").text
-    assert "going on" in kernel.run("%strategy --resume").text
-    not_paused = kernel.run("%strategy --resume")
+    assert "going on" in kernel.run("%train resume").text
+    not_paused = kernel.run("%train resume")
     assert "The training is not paused" in not_paused.text
     assert "running" in kernel.run("handle.status").text
-    kernel.run("%strategy --pause")
-    assert "interrupted" in kernel.run("handle.stop().status").text
+    assert "saved" in kernel.run("%train save kept").text
+    kernel.run("%train pause")
+    assert "stopped after step" in kernel.run("%train stop").text
+    assert "interrupted" in kernel.run("handle.status").text
+    assert "No cell runs" in kernel.run("%train stop").text
 
     history = kernel.run(
         "%%rank 0\nsteps = [r['step'] for r in trainer.history]\n"
@@ -158,7 +161,7 @@ def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
 
     assert refused.status == "error"
     assert "The ranks are busy" in refused.text
-    kernel.run("%cluster wait")
+    kernel.run("%train wait")
 
 
 def test_words_that_do_not_go_together(kernel: Kernel) -> None:

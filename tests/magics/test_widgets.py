@@ -142,7 +142,7 @@ def test_a_notebook_that_comes_later_has_the_bar_too(kernel: Kernel) -> None:
     message = kernel.send("%cluster attach shown")
     attached = kernel.collect(message)
     Path(kernel.environment["NBKIT_HOME"], "go on").write_text("")
-    kernel.run("%cluster wait")
+    kernel.run("%train wait")
     seen = Cell(messages=[*attached.messages, *kernel.late(message, 1.0).messages])
 
     bars = models(seen, "FloatProgressModel")

@@ -50,7 +50,7 @@ SCHEDULES = [
 
 HF = [
     _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
-    _with("llama_tied", "tp=2 pp=2", "mask", "clip", "checkpoint"),
+    _with("llama_tied", "tp=2 pp=2", "mask", "clip", "recompute"),
     _with("llama", "dp=2 cp=2", "dropout", "ragged"),
     _with("llama", "zero=3 dp=2 tp=2", "mask", "accumulate", dtype="float32"),
     _with("gpt", "dp=2 tp=2", "bf16", dtype="float32"),

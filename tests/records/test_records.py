@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nbkit.errors import UsageError
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile, mean_of
 from nbkit.records import record_file, records
 from nbkit.records.records import Group, Header, Record, StepRecord, Traffic
@@ -60,6 +61,17 @@ def test_lines_that_cannot_be_read_are_passed_over_and_new_fields_ignored() -> N
     assert records.from_line("[]") is None
     assert records.from_line("[" * 100_000) is None
     assert records.from_line('{"kind":"memory","step":1,"colour":2}') == records.MemoryRecord(1)
+
+
+def test_a_run_of_another_format_is_refused_by_name_and_read_by_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "telemetry" / "rank0.jsonl"
+    RecordFile(path, head).close()
+    record_file.check_format(tmp_path / "mine")
+    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+
+    with pytest.raises(UsageError, match=r"'mine'(.|\n)*rank0.jsonl is of format 2; this release reads 1"):
+        record_file.check_format(tmp_path / "mine")
+    assert record_file.read_since(path) == ([], record_file.START)
 
 
 def test_times_of_ranks_come_onto_one_axis() -> None:

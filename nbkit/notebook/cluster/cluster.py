@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import registry, site
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -24,7 +24,8 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import Verdict
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
-from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
+from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pinning import Pinning
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name
 from nbkit.notebook.cluster.output import display
@@ -35,7 +36,6 @@ from nbkit.notebook.cluster.transfer import pull, push
 from nbkit.notebook.tracing import Traced
 from nbkit.wire.cells import CellRequest
 
-TTL_SECONDS = 7200.0
 _current: Cluster | None = None
 _observers: list[Callable[[Cluster, Execution], object]] = []
 
@@ -91,7 +91,7 @@ class Cluster:
         global _current
         self.connection, self.pinning = started.connection, started.pinning
         self.started_in, self.notes = started.seconds, started.notes
-        self.training = Training(started.connection)  # switch, undo, try, pause, checkpoint
+        self.training = Training(started.connection)  # switch, undo, try, pause, save, stop
         _current = self
 
     @property
@@ -114,22 +114,24 @@ class Cluster:
         name: str | None = None,
         gpus: str | None = None,
         cpu: bool = False,
-        ttl: float = TTL_SECONDS,
+        ttl: float | None = None,
     ) -> Cluster:
         """Start a cluster on this machine and make it the notebook's.
 
-        n: ranks; default one per idle GPU, else two. gpus: "2,3" to choose. ttl: seconds without a notebook and
-        without a running cell after which it lets go of its devices. Returns when every rank has answered and
-        the process group has done an all-reduce. Raises ClusterError, ClusterExists or UsageError, with nothing
-        left running.
+        n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
+        seconds without a notebook and without a running cell after which it lets go of its devices (two hours, unless
+        nbkit.toml says otherwise). Returns when every rank has answered and the process group has done an all-reduce.
+        Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
+        settings = site.read()
+        ttl = settings.ttl_of(ttl)
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
-        if name is None and _current is not None and (again := _current.taken_again(options)):
+        if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
-        return cls(_launched(name or made_up_name(), pins_here(n, gpus, cpu=cpu), ttl, options))
+        return cls(_launched(name or made_up_name(), pins_within(settings, n, gpus, cpu=cpu), ttl, options))
 
-    def taken_again(self, options: dict[str, object]) -> Cluster | None:
+    def _taken_again(self, options: dict[str, object]) -> Cluster | None:
         """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.
 
         Raises ClusterExists if it was started with other options.
@@ -173,7 +175,7 @@ class Cluster:
     @staticmethod
     def list() -> ClusterList:
         """Every cluster of this user on this machine."""
-        return ClusterList(registry.entries())
+        return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
         """End the cluster: its ranks, its controller, and nothing else."""

@@ -10,7 +10,7 @@ from typing import Any
 from nbkit import errors
 from nbkit.errors import NbkitError
 
-_DONE = {"pause": "paused", "resume": "going on", "checkpoint": "saved", "stop": "stopped"}
+_DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stopped"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Verdict:
             return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
-        where = f" {self.result['path']}" if self.do == "checkpoint" else ""
+        where = f" {self.result['path']}" if self.do == "save" else ""
         return f"{_DONE[self.do]}{where} after step {self.step}"
 
     @property
@@ -83,6 +83,11 @@ class Verdict:
         )
         head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
         return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{proof(self.result)}</small>"
+
+
+def stopped(step: int) -> Verdict:
+    """Of a training that was stopped, after so many steps."""
+    return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
 
 
 def proof(switched: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def made_up_name() -> str:
     """A name that no cluster of this user has."""
     while True:
         name = f"{random.choice(_FIRST)}-{random.choice(_SECOND)}"
-        if registry.find(name) is None:
+        if not (registry.home() / name).exists():
             return name
 
 

@@ -1,6 +1,6 @@
 """What clusters there are: one folder each, private to the user, with everything that belongs to the cluster.
 
-    ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part)
+    ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part, and so does home in nbkit.toml)
       cluster.json       the Entry: who and where its processes are
       spec.json          what its ranks were started with
       profile/           ipyparallel's own: connection files (0600), pids
@@ -19,12 +19,18 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from nbkit.errors import ClusterNotFound
+from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.notebook.cluster.site import home_here
 from nbkit.wire.processes import Process as Process
 from nbkit.wire.processes import followers
+
+FORMAT = 1
+"""Of cluster.json. A release that writes fields which an older one must know counts it up."""
 
 
 @dataclass(frozen=True)
@@ -71,35 +77,69 @@ class Entry:
 
 def home() -> Path:
     """Where clusters live."""
-    base = os.environ.get("NBKIT_HOME")
+    if base := os.environ.get("NBKIT_HOME") or home_here():
+        return Path(base)
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) if base else Path(data) / "nbkit"
+    return Path(data) / "nbkit"
 
 
 def save(entry: Entry) -> None:
     """Write an entry in one step."""
     path = entry.folder / "cluster.json"
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(asdict(entry)))
+    scratch.write_text(json.dumps({"format": FORMAT, **asdict(entry)}))
     scratch.replace(path)
 
 
 def find(name: str) -> Entry | None:
-    """The entry called `name`, if there is one."""
+    """The entry called `name`, if there is one. Raises ClusterError for one that this release cannot read."""
     try:
-        fields = json.loads((home() / name / "cluster.json").read_text())
+        saved = json.loads((home() / name / "cluster.json").read_text())
     except (OSError, json.JSONDecodeError):
         return None
+    written_in = saved.get("format", "none") if isinstance(saved, dict) else "none"
+    try:
+        if written_in == FORMAT:
+            return _entry(saved)
+    except (TypeError, KeyError, AttributeError):
+        written_in = f"{FORMAT}, but not whole"
+    raise ClusterError(
+        f"Another release of nbkit has started the cluster {name!r}.",
+        numbers=f"its cluster.json is of format {written_in}; this release reads {FORMAT}",
+        hint=f"nbkit stop {name}   with that release; where none of it runs any more: rm -r {home() / name}",
+    )
+
+
+def _entry(saved: dict[str, Any]) -> Entry:
     for role in ("controller", "parent", "kernel"):
-        fields[role] = Process(**fields[role])
-    fields["ranks"] = tuple(Process(**rank) for rank in fields["ranks"])
-    return Entry(**{**fields, "labels": tuple(fields["labels"]), "reasons": tuple(fields["reasons"])})
+        saved[role] = Process(**saved[role])
+    saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
+    saved |= {"labels": tuple(saved["labels"]), "reasons": tuple(saved["reasons"])}
+    return Entry(**{known.name: saved[known.name] for known in fields(Entry)})
 
 
 def entries() -> list[Entry]:
-    """Every cluster of this user, by name."""
-    names = sorted(path.parent.name for path in home().glob("*/cluster.json"))
-    return [entry for name in names if (entry := find(name))]
+    """Every cluster of this user that this release can read, by name."""
+    found = []
+    for name in _names():
+        with suppress(ClusterError):
+            found.append(find(name))
+    return [entry for entry in found if entry is not None]
+
+
+def unreadable() -> list[str]:
+    """What is to be said of each cluster that `entries` leaves out."""
+    said = []
+    for name in _names():
+        try:
+            find(name)
+        except ClusterError as error:
+            said.append(str(error))
+    return said
+
+
+def _names() -> list[str]:
+    return sorted(path.parent.name for path in home().glob("*/cluster.json"))
 
 
 def running(name: str) -> Entry:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from nbkit.durations import text_of
 from nbkit.notebook.cluster.launch.gpus import find_gpus
 from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import Entry
@@ -65,9 +66,10 @@ class Status:
 
 @dataclass(frozen=True)
 class ClusterList:
-    """The clusters of this user."""
+    """The clusters of this user. unreadable: what is to be said of those that another release has started."""
 
     entries: Sequence[Entry]
+    unreadable: Sequence[str] = ()
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -79,7 +81,7 @@ class ClusterList:
                 if entry.is_attached()
                 else "no notebook"
             )
-            ttl = f"{entry.ttl / 3600:g} h without notebook and cell"
+            ttl = f"{text_of(entry.ttl)} without notebook and cell"
             rows.append(
                 (entry.name, str(entry.n), entry.host, state, f"{(time.time() - entry.born) / 60:.0f} min", ttl)
             )
@@ -94,10 +96,15 @@ class ClusterList:
         return len(self.entries)
 
     def __repr__(self) -> str:
-        return text_table(self._columns, self._rows()) if self.entries else "no clusters; %cluster start -n 2 makes one"
+        none = () if self.unreadable else ("no clusters; %cluster start -n 2 makes one",)
+        return "\n".join((*((text_table(self._columns, self._rows()),) if self.entries else none), *self.unreadable))
 
     def _repr_html_(self) -> str:
-        return html_table(self._columns, self._rows()) if self.entries else f"<code>{html.escape(repr(self))}</code>"
+        if not self.entries:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        return html_table(self._columns, self._rows()) + "".join(
+            f"<pre>{html.escape(said)}</pre>" for said in self.unreadable
+        )
 
 
 def rank_rows(entry: Entry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:

@@ -1,4 +1,4 @@
-"""Control a training from the notebook: switch, undo, try, pause, resume, checkpoint, trace; and estimate strategies.
+"""Control a training from the notebook: switch, undo, try, pause, resume, save, stop, trace; estimate strategies.
 
 While the ranks are between two steps, a control goes to all of them as a request, and they act at the step they agree
 on. Otherwise it runs at once, as a cell of its own, on the newest Trainer. Either way one result comes back.
@@ -12,11 +12,12 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
-from nbkit.notebook.cluster.cells.wait import wait_here
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.cells.wait import wait_for, wait_here
+from nbkit.notebook.cluster.control_result import Verdict, stopped
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced, trace
@@ -61,9 +62,21 @@ class Training:
         """Go on after `pause`."""
         return self.ask("resume")
 
-    def checkpoint(self, path: str = "") -> Verdict:
-        """Save at the next step boundary; default: checkpoint in the run's directory."""
-        return self.ask("checkpoint", path=path)
+    def save(self, path: str = "") -> Verdict:
+        """Write a checkpoint at the next step boundary; default: checkpoint in the run's directory."""
+        return self.ask("save", path=path)
+
+    def wait(self) -> None:
+        """Wait for the cell that runs: see Cluster.wait."""
+        if (execution := self._connection.busy()) is not None:
+            wait_for(execution)
+
+    def stop(self) -> Verdict:
+        """Stop the cell that runs, a training at its next step boundary, and wait for that: see CellHandle.stop."""
+        if (handle := handle_of(self._connection)) is None:
+            raise UsageError("No cell runs, so there is nothing to stop.", hint="%cluster status")
+        handle.stop()
+        return stopped(self.look().get("step", 0))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
         """Trace the next `steps` steps of all ranks into one file for Perfetto; returns when it is written.

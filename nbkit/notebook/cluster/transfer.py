@@ -38,7 +38,7 @@ def push(client: Client, values: dict[str, Any], ranks: Sequence[int], *, force:
             f"{names} could not be assigned on ranks {ranks_text(list(ranks))}.",
             numbers=str(error).strip().splitlines()[-1][:300],
             hint="an instance of a class that a notebook cell defines needs that class on the ranks too: "
-            "define it in a %%distributed cell (--local defines it in both places)",
+            "define it in a %%distributed cell (--here defines it in both places)",
         ) from None
     finally:
         Path(path).unlink(missing_ok=True)

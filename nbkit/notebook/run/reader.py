@@ -12,7 +12,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.step_picture import picture
-from nbkit.records.record_file import rank_files
+from nbkit.records.record_file import check_format, rank_files
 
 __all__ = ["RunReader", "read_run"]
 
@@ -22,7 +22,8 @@ _LIVE_S = 15.0
 def read_run(path: str | os.PathLike[str]) -> RunReader:
     """Read the records of a run: what a training measured on every rank, also while it goes on. Needs no cluster.
 
-    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records. The reader has
+    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records, or those of
+    another release. The reader has
 
     - `snapshot()`: everything as plain values (dicts, lists, numbers): "state", "strategies", "points", "events",
       "step". points: at most 4000 rows of 7 numbers, the oldest first: last step, number of steps that the row
@@ -40,6 +41,7 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
     folder = Path(path).expanduser().absolute()
     if not rank_files(folder):
         raise UsageError("There are no records of a run.", numbers=str(path), hint='nbkit.read_run("runs/NAME")')
+    check_format(folder)
     return RunReader(folder)
 
 

@@ -19,16 +19,16 @@ class Arithmetic:
     dp: int
 
     @classmethod
-    def of(cls, batch_size: int, strategy: Strategy, *, microbatch: int | None) -> Arithmetic:
+    def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> Arithmetic:
         """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest.
 
-        A pipeline cuts what a rank gets into `strategy.microbatches`, whatever `microbatch` says.
+        A pipeline cuts what a rank gets into `strategy.microbatches`, whatever `microbatch_size` says.
         """
         dp = strategy.dp
-        if batch_size < 1 or (microbatch is not None and microbatch < 1):
+        if batch_size < 1 or (microbatch_size is not None and microbatch_size < 1):
             raise TrainingError(
-                "batch_size and microbatch are at least 1.",
-                numbers=f"batch_size={batch_size}, microbatch={microbatch}",
+                "batch_size and microbatch_size are at least 1.",
+                numbers=f"batch_size={batch_size}, microbatch_size={microbatch_size}",
                 hint=f"batch_size={dp}",
             )
         if batch_size % dp:
@@ -43,14 +43,14 @@ class Arithmetic:
         rows = batch_size // dp
         if strategy.microbatches is not None:
             return cls._in_pipeline(batch_size, rows, strategy)
-        micro = rows if microbatch is None else microbatch
+        micro = rows if microbatch_size is None else microbatch_size
         if rows % micro:
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
             raise TrainingError(
                 "The micro-batch does not divide what a rank gets of the global batch.",
-                numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / microbatch {micro} = "
+                numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / microbatch_size {micro} = "
                 f"{rows / micro:g}",
-                hint=f"microbatch={min(fitting, key=lambda n: abs(n - micro))}   "
+                hint=f"microbatch_size={min(fitting, key=lambda n: abs(n - micro))}   "
                 f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
             )
         return cls(total=batch_size, micro=micro, dp=dp)

@@ -35,7 +35,7 @@ class FirstBatches:
 
     def __init__(self, blueprint: Blueprint, setup: Setup) -> None:
         self.blueprint, self.setup = blueprint, setup
-        self._parted = blueprint.world_size > 1 or setup.microbatch is not None
+        self._parted = blueprint.world_size > 1 or setup.microbatch_size is not None
         self._begun: int | None = None
         self._varied: frozenset[int] = frozenset()
 

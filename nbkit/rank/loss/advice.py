@@ -14,7 +14,7 @@ from nbkit.rank.loss.row_trial import Measured
 __all__ = ["advice"]
 
 _COUNTED = "(loss.sum(), mask.sum())"
-_WHOLE = "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', without microbatch="
+_WHOLE = "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no microbatch_size="
 
 _HINTS = {
     "sum": "divide it by the rows of the whole batch: return loss.sum(), len(target)",

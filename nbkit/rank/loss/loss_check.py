@@ -188,7 +188,7 @@ class _Look:
             f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
             numbers=mixed,
             hint="experts that choose their tokens, or drop them by a capacity, and statistics of a batch need whole "
-            "batches: one rank, or strategy='tp', without microbatch=; or let each token choose (top-k)",
+            "batches: one rank, or strategy='tp', without microbatch_size=; or let each token choose (top-k)",
         )
 
     def _first_to_mix(self, seen: RowPair) -> str:

@@ -72,7 +72,7 @@ def warn_of(model: nn.Module, strategy: Strategy, wishes: Wishes) -> None:
     """Warn of what runs and is good to know. Raises StrategyError, with the arithmetic, for what cannot run."""
     found = [*refuse(strategy, facts_of(model, strategy, wishes)), *_unproven(model, strategy, wishes)]
     if strategy.microbatches is not None and wishes.cut:
-        numbers = f"microbatch= has no effect under {strategy}: microbatches= says into how many parts a pipeline cuts"
+        numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
         found.append(Finding(False, "A setting has no effect.", numbers))
     found += warn_of_coupled(wishes, strategy)
     dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())

@@ -37,7 +37,7 @@ class Coupled:
 class Wishes:
     """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
 
-    tp_plan: see tensor.choose. checkpoint: recompute the blocks' activations in the backward pass.
+    tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass.
     experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
     was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
     compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
@@ -50,7 +50,7 @@ class Wishes:
     no_chain: str = ""
     costs: tuple[float, ...] = ()
     tp_plan: Mapping[str, str] | None = None
-    checkpoint: bool = False
+    recompute: bool = False
     experts: str = ""
     coupled: Coupled | None = None
     cut: bool = False
@@ -89,7 +89,7 @@ def need_rows(wishes: Wishes, strategy: Strategy) -> None:
             hint="strategy='ddp', or 'zero3', which splits its memory",
         )
     if (found := wishes.coupled) is not None and not found.trains and parts_rows(wishes, strategy):
-        cut = f"{strategy} with microbatch=" if wishes.cut and strategy.mesh.size == 1 else str(strategy)
+        cut = f"{strategy} with microbatch_size=" if wishes.cut and strategy.mesh.size == 1 else str(strategy)
         raise StrategyError(
             f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
         )

@@ -143,7 +143,7 @@ def cut(
         context = context_parallel(module, axes, every, held=blocks, tried=wishes.positionwise)
         partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
-    if wishes.checkpoint:
+    if wishes.recompute:
         recompute(module, blocks)
     if compiles(wishes, strategy):
         compile_blocks(module, blocks, wishes.compile)
@@ -152,7 +152,7 @@ def cut(
         blocks = [name for name in wishes.gathers.units if _holds(module, name)]
         notes += wishes.gathers.notes
     units = [module.get_submodule(name) for name in blocks]
-    split, gathers = not wishes.checkpoint, wishes.gathers
+    split, gathers = not wishes.recompute, wishes.gathers
     return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
 
 

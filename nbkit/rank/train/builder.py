@@ -92,9 +92,9 @@ class Blueprint:
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         self.wishes = Wishes(
             tp_plan=setup.tp_plan,
-            checkpoint=setup.checkpoint,
+            recompute=setup.recompute,
             experts=experts_in(self.skeleton),
-            cut=setup.microbatch is not None,
+            cut=setup.microbatch_size is not None,
             compile=setup.compile,
             **self._look(setup),
         )
@@ -247,7 +247,7 @@ class Blueprint:
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
-        if self.world_size > 1 or setup.microbatch is not None:
+        if self.world_size > 1 or setup.microbatch_size is not None:
             with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
                 sample = setup.sample() if setup.sample is not None else Sample(setup.example)
                 if sample is not None:

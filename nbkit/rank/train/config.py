@@ -30,11 +30,11 @@ class Setup:
     seed: int = 0
     inputs: Sequence[str] | None = None
     precision: str | None = None
-    microbatch: int | None = None
+    microbatch_size: int | None = None
     example: Any = None
     stages: Sequence[str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    checkpoint: bool = False
+    recompute: bool = False
     offload: str | None = None
     compile: bool | str = False
     sample: Callable[[], Sample | None] | None = None
@@ -52,7 +52,7 @@ class Setup:
                 numbers="None, 'cpu'",
                 hint="offload='cpu'",
             )
-        validation.check_counts(microbatch=self.microbatch)
+        validation.check_counts(microbatch_size=self.microbatch_size)
 
 
 def warn_without_effect(

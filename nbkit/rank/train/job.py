@@ -60,11 +60,11 @@ def prepare(
     seed: int = 0,
     inputs: Sequence[str] | None = None,
     precision: str | None = None,
-    microbatch: int | None = None,
+    microbatch_size: int | None = None,
     example: Any = None,
     stages: Sequence[str] | None = None,
     tp_plan: Mapping[str, str] | None = None,
-    checkpoint: bool = False,
+    recompute: bool = False,
     offload: str | None = None,
     compile: bool | str = False,
     log_dir: str | None = "runs",
@@ -72,14 +72,14 @@ def prepare(
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.
 
-    model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is
-    a module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the
-    names of what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16".
-    microbatch: rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines
-    and context parallelism need it, and tensor parallelism for all but well-known classes. All else: see Trainer.
+    model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
+    module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the names of
+    what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16". microbatch_size:
+    rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines and context
+    parallelism need it, and tensor parallelism for all but well-known classes. All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
-    setup = Setup(loss, seed, inputs, precision, microbatch, example, stages, tp_plan, checkpoint, offload, compile)
+    setup = Setup(loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile)
     job = Job(model, optimizer, setup, strategy=strategy)
     record_run(job, log_dir, name=name)
     return job
@@ -180,7 +180,7 @@ class Job(Switchable):
             raise TrainingError(
                 "backward() twice in one step: the gradients hold the sum over all ranks already.",
                 numbers=f"step {self.step + 1}",
-                hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch=)",
+                hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch_size=)",
             )
         if not self._running:
             self.ledger.settle(keep=1)

@@ -111,7 +111,9 @@ class Recorder:
                 hint="nbkit.Trainer(..., log_dir='runs'), without NBKIT_TELEMETRY=off",
             )
         if not isinstance(steps, int) or steps < 1:
-            raise UsageError("A trace has a whole number of steps, at least 1.", numbers=f"{steps!r}", hint="trace(3)")
+            raise UsageError(
+                "A trace has a whole number of steps, at least 1.", numbers=f"{steps!r}", hint="%nbkit trace 3"
+            )
         self._session.detail(steps)
         return {"first": after + 1, "last": after + steps}
 

@@ -45,19 +45,19 @@ class Trainer(Switchable):
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
     optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
-    names what the model takes and loss gets (output, batch). batch_size: global, over all ranks.
-    strategy: "ddp". seed: of weights, order and dropout. precision: None, or "bf16" or "fp16"
-    (forward and loss under autocast; with "fp16" a scale on the loss). clip_norm: largest gradient norm.
-    lr_schedule: finished steps -> factor of the optimizer's lr. microbatch: samples per rank and forward (default: all
-    of them). shuffle: each epoch anew (default, map-style data only). drop_last: leave out an epoch's last batch when
-    it is short. collate: samples -> batch. eval_data, eval_every: evaluate every so many steps, into `history` as
-    eval_loss. save_every, save_path: checkpoints (default: checkpoint in the run's directory). callbacks: called as
-    f(trainer, record) with each finished record, on every rank. log_every: steps between gradient norms when nothing
-    clips. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the
-    run's. progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline;
-    tp_plan: module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by
-    itself. example: a small batch to run the model on, for iterable data. checkpoint: recompute activations in the
-    backward pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
+    names what the model takes and loss gets (output, batch). batch_size: global, over all ranks. strategy: "ddp". seed:
+    of weights, order and dropout. precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a
+    scale on the loss). clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
+    microbatch_size: samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style
+    data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
+    eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints (default:
+    checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished record, on every
+    rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
+    records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
+    the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
+    splits it; both only where nbkit does not find out by itself. example: a small batch to run the model on, for
+    iterable data. recompute: compute activations again in the backward pass. offload: "cpu" keeps the optimizer's state
+    in host memory. compile: each block, where that is sound.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -76,7 +76,7 @@ class Trainer(Switchable):
         precision: str | None = None,
         clip_norm: float | None = None,
         lr_schedule: Callable[[int], float] | None = None,
-        microbatch: int | None = None,
+        microbatch_size: int | None = None,
         shuffle: bool | None = None,
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] = default_collate,
@@ -92,7 +92,7 @@ class Trainer(Switchable):
         stages: Sequence[str] | None = None,
         tp_plan: Mapping[str, str] | None = None,
         example: Any = None,
-        checkpoint: bool = False,
+        recompute: bool = False,
         offload: str | None = None,
         compile: bool | str = False,
     ) -> None:
@@ -104,10 +104,12 @@ class Trainer(Switchable):
             raise TrainingError(
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
-        settings = example_of(data, collate, example), stages, tp_plan, checkpoint, offload, compile
-        setup = Setup(loss, seed, inputs, precision, microbatch, *settings, sample=lambda: sample_of(data, collate))
+        settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile
+        setup = Setup(
+            loss, seed, inputs, precision, microbatch_size, *settings, sample=lambda: sample_of(data, collate)
+        )
         self.job = Job(model, optimizer, setup, strategy=strategy)
-        self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch=microbatch)
+        self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
         self._stream = open_stream(
             data,
             batch_size=batch_size,
@@ -165,16 +167,27 @@ class Trainer(Switchable):
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 
-    def fit(self, steps: int) -> list[dict[str, Any]]:
-        """Train for `steps` more steps; returns their records.
+    def fit(self, steps: int | None = None, *, until: int | None = None) -> list[dict[str, Any]]:
+        """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
+
+        `until` suits a script that is run again after `load`: it makes the steps that are left, or none.
 
         Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
         rank alike, and `fit` may be called again.
         """
-        check_counts(steps=steps)
+        check_counts(steps=steps, until=until)
+        if (steps is None) == (until is None):
+            raise TrainingError(
+                "fit() takes either steps or until.",
+                numbers=f"steps={steps}, until={until}",
+                hint="trainer.fit(500)   or   trainer.fit(until=2000)",
+            )
         first = self.step
-        with self.job.running(total=steps, owner=self, arithmetic=str(self.arithmetic)):
-            for _ in range(steps):
+        left = steps or max((until or 0) - first, 0)
+        if not left:
+            return Records()
+        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
+            for _ in range(left):
                 self._make_step()
                 self.job.at_boundary()
         return Records(record for record in self.history if record["step"] > first)
@@ -277,7 +290,7 @@ class Trainer(Switchable):
             raise
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self.arithmetic.total, strategy, microbatch=self.job.setup.microbatch)
+        return Arithmetic.of(self.arithmetic.total, strategy, microbatch_size=self.job.setup.microbatch_size)
 
     def _recut(self) -> None:
         axes = self.job.side.axes

@@ -74,7 +74,7 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         raise TrainingError(
             f"The ranks read different data in step {pending.step}.",
             numbers=f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} had another batch than rank 0",
-            hint="the same data, batch_size and seed on every rank: nbkit takes each rank's rows; seed what shuffles, "
+            hint="the same data, batch_size and seed on every rank, which takes its own rows; seed what shuffles, "
             "without the rank: torch.manual_seed(0)",
         )
 

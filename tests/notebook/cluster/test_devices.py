@@ -37,7 +37,7 @@ def test_without_a_number_every_idle_gpu_gets_a_rank() -> None:
 
 
 def test_a_gpu_in_use_by_somebody_else_is_named_and_left_alone() -> None:
-    plan = plan_pins(None, None, gpus(3, busy=(1,)), range(8), None)
+    plan = plan_pins(2, None, gpus(3, busy=(1,)), range(8), None)
 
     assert uuids(plan) == ["GPU-0000", "GPU-2000"]
     (note,) = plan.notes
@@ -45,6 +45,13 @@ def test_a_gpu_in_use_by_somebody_else_is_named_and_left_alone() -> None:
     assert "pid 48213" in note
     assert "30.0 GiB" in note
     assert "--gpus 1" in note
+
+
+def test_where_others_use_gpus_one_is_taken_unless_more_are_asked_for() -> None:
+    plan = plan_pins(None, None, gpus(4, busy=(1,)), range(8), None)
+
+    assert uuids(plan) == ["GPU-0000"]
+    assert "One GPU is taken, since others use GPUs here. 3 are idle: -n 3 takes them." in plan.notes
 
 
 def test_without_an_idle_gpu_two_ranks_run_on_the_cpu_and_the_reason_is_told() -> None:

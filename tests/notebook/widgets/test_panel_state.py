@@ -48,7 +48,7 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     idle, busy = pulse_view(state_of(looked)), pulse_view(state_of(looked, Asked("switching to tp …")))
 
     can = [name for name, yes in idle["can"].items() if yes]
-    assert can == ["apply", "try", "undo", "pause", "checkpoint", "stop"]
+    assert can == ["apply", "try", "undo", "pause", "save", "stop"]
     assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
     assert busy["asked"] == "switching to tp …"
     assert pulse_view(state_of(looked, Asked("…"), Told(verdict_of())))["can"]["apply"]

@@ -110,7 +110,7 @@ def trained(world: Any) -> dict[str, dict[str, Any]]:
         said = str(raised.value)
         line = said[said.index("loss=") + len("loss=") : said.index("   (")]
         found[name] = {"said": said, "looped": str(looped.value)}
-        for strategy, changed in (("ddp", {}), ("zero3", {"microbatch": 2})):
+        for strategy, changed in (("ddp", {}), ("zero3", {"microbatch_size": 2})):
             trainer = Trainer(loss=eval(line), inputs=INPUTS[:1], strategy=strategy, **asked, **changed)
             pairs = zip(trainer.fit(STEPS), losses, strict=True)
             found[name][strategy] = max(abs(record["loss"] - other) for record, other in pairs)

@@ -249,7 +249,7 @@ def alone(world: Any) -> dict[str, Any]:
     for name, (asked, _) in REFUSED.items():
         made(asked).fit(1)
         try:
-            made(asked, microbatch=2)
+            made(asked, microbatch_size=2)
         except NbkitError as error:
             found[name] = str(error)
     found["loop"] = looped({})
@@ -259,7 +259,7 @@ def alone(world: Any) -> dict[str, Any]:
 def test_one_rank_computes_whole_batches_unless_it_makes_micro_batches() -> None:
     (found,) = run_ranks(alone, 1)
 
-    assert [name for name in REFUSED if "with microbatch= computes parts" not in found.get(name, "")] == []
+    assert [name for name in REFUSED if "with microbatch_size= computes parts" not in found.get(name, "")] == []
     assert len(found["loop"]) == 2
 
 
@@ -287,7 +287,7 @@ def trained(world: Any) -> dict[tuple[str, str], float]:
         for how, changed in {
             "ddp": {},
             "zero3": {"strategy": "zero3"},
-            "microbatch": {"microbatch": 2},
+            "microbatch_size": {"microbatch_size": 2},
         }.items():
             trainer = made(asked, **changed)
             losses = [record["loss"] for record in trainer.fit(3)]

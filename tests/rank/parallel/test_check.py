@@ -83,7 +83,7 @@ def told(world: Any) -> dict[str, Any]:
     for name, strategy, changed in (
         ("heads", "tp", {"model": lambda: gpt(2, heads=3, width=24)}),
         ("few blocks", "pp schedule=interleaved", {}),
-        ("no effect", "pp microbatches=2", {"microbatch": 2}),
+        ("no effect", "pp microbatches=2", {"microbatch_size": 2}),
         ("fewer", "pp microbatches=1", {}),
     ):
         asked: dict[str, Any] = {
@@ -111,5 +111,5 @@ def test_a_job_refuses_and_warns_with_the_same_arithmetic() -> None:
     assert first == second
     assert "3 heads / tp 2 = 1.5" in first["heads"]
     assert "pp 2 x 2 stages a rank = 4 stages, 2 blocks" in first["few blocks"]
-    assert "microbatch= has no effect under pp=2" in " ".join(first["no effect"])
+    assert "microbatch_size= has no effect under pp=2" in " ".join(first["no effect"])
     assert "1 micro-batch, pp 2" in " ".join(first["fewer"])

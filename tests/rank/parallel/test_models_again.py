@@ -21,9 +21,9 @@ from nbkit.rank.train.trainer import Trainer
 
 BEFORE: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "ddp"},
-    "checkpoint": {"strategy": "zero1", "checkpoint": True},
+    "recompute": {"strategy": "zero1", "recompute": True},
     "compile": {"strategy": "zero2", "compile": "aot_eager"},
-    "switched": {"strategy": "tp", "checkpoint": True},
+    "switched": {"strategy": "tp", "recompute": True},
 }
 AFTER = ("ddp", "zero3", "pp microbatches=2")
 
@@ -106,7 +106,7 @@ def test_one_in_parts_is_refused_by_name() -> None:
 def copied(world: Any) -> list[Any]:
     """Of a copy of a model in training: whether its gradients are its own."""
     found = []
-    for how in (BEFORE["checkpoint"], BEFORE["compile"]):
+    for how in (BEFORE["recompute"], BEFORE["compile"]):
         job = trainer(lambda: net(0.0), **how)
         job.fit(2)
         twin = copy.deepcopy(job.model)

@@ -17,7 +17,7 @@ from nbkit.rank.train.job import prepare
 
 
 def looped(world: Any) -> dict[str, Any]:
-    job = prepare(net, Recording, loss=mean_loss, seed=SEED, microbatch=2)
+    job = prepare(net, Recording, loss=mean_loss, seed=SEED, microbatch_size=2)
     schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=2, gamma=0.5)
     running = []
     for epoch in range(2):

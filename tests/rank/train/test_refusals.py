@@ -50,7 +50,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "meta": ({"model": lambda: nn.Linear(2, 2, device="meta")}, ["meta device", "weight"]),
     "ranks do not divide": ({"batch_size": 7}, ["ranks do not divide", "7 / dp 2 = 3.5", "batch_size=8 or 6"]),
     "smaller than dp": ({"batch_size": 1}, ["smaller than the number of ranks", "1 / dp 2", "batch_size=2"]),
-    "micro-batch": ({"microbatch": 3}, ["does not divide", "8 / dp 2 = 4", "microbatch 3", "fitting: 1, 2, 4"]),
+    "micro-batch": ({"microbatch_size": 3}, ["not divide", "8 / dp 2 = 4", "microbatch_size 3", "fitting: 1, 2, 4"]),
     "dataset too small": ({"data": points(5)}, ["smaller than one global batch", "5 samples, batch_size 8"]),
     "no data": ({"data": 3}, ["neither map-style nor iterable", "int"]),
     "no optimizer": ({"optimizer": lambda model: None}, ["no torch optimizer", "NoneType"]),
@@ -73,7 +73,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({"model": lambda: fully_shard(net())}, ["FSDP", "before fully_shard"]),
     "a loader": ({"data": DataLoader(points(), batch_size=4)}, ["is a DataLoader", "data=loader.dataset"]),
     "no whole batch": ({"batch_size": 8.0}, ["batch_size is a whole number", "8.0"]),
-    "no rows": ({"microbatch": -1}, ["microbatch is a whole number", "-1"]),
+    "no rows": ({"microbatch_size": -1}, ["microbatch_size is a whole number", "-1"]),
 }  # fmt: skip
 IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no scalar": ({"loss": lambda out, target: out - 1}, ["not a scalar", "shape (4, 3), for 4 rows", "loss.mean()"]),
@@ -91,7 +91,7 @@ IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "model": lambda: nn.Embedding(8, 3, sparse=True),
             "data": [(torch.tensor(1), torch.tensor(0))] * 8,
-            "microbatch": 2,
+            "microbatch_size": 2,
         },
         ["sparse", "weight"],
     ),
@@ -199,5 +199,5 @@ def test_settings_without_effect_are_named() -> None:
 
 
 def test_the_arithmetic_is_said_in_one_line() -> None:
-    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch=8)) == "global 64 = micro 8 x accum 2 x dp 4"
-    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch=None)) == "global 64 = micro 16 x accum 1 x dp 4"
+    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=8)) == "global 64 = micro 8 x accum 2 x dp 4"
+    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=None)) == "global 64 = micro 16 x accum 1 x dp 4"

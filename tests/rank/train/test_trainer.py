@@ -14,6 +14,7 @@ from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from nbkit.errors import TrainingError
 from nbkit.rank.telemetry import emit
 from nbkit.rank.train.progress import progress_line
 from nbkit.records import tags
@@ -118,7 +119,7 @@ def evaluated(world: Any) -> list[float]:
     found = []
     for loss in (mean_loss, weighted_loss):
         for num in (21, 2, 8):
-            trainer = quiet(loss=loss, microbatch=1)
+            trainer = quiet(loss=loss, microbatch_size=1)
             before = flat(trainer.model)
             found += [trainer.evaluate(points(num)), trainer.evaluate(iter(points(num)), batch_size=5)]
             assert torch.equal(before, flat(trainer.model)) and trainer.model.training
@@ -137,6 +138,25 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_ranks() -> None:
     for ranks in (1, 4):
         for found in run_ranks(evaluated, ranks):
             assert found == pytest.approx([*expected, expected[0]], rel=1e-5)
+
+
+def until(world: Any) -> list[Any]:
+    trainer = quiet()
+    made = [[r["step"] for r in records] for records in (trainer.fit(2), trainer.fit(until=5), trainer.fit(until=5))]
+    refused = []
+    for asked in ({}, {"steps": 2, "until": 9}, {"until": 0}):
+        with pytest.raises(TrainingError) as error:
+            trainer.fit(**asked)
+        refused.append(error.value.what)
+    return [made, trainer.step, refused]
+
+
+def test_fit_makes_so_many_steps_or_those_that_are_left_until_one() -> None:
+    either = "fit() takes either steps or until."
+
+    assert run_ranks(until, 1) == [
+        [[[1, 2], [3, 4, 5], []], 5, [either, either, "until is a whole number, at least 1."]]
+    ]
 
 
 def scheduled(world: Any) -> list[Any]:

@@ -91,7 +91,10 @@ class Connection:
         """Why nothing can be sent to the cluster any more, or ""."""
         if self.ended or not self.entry.is_alive():
             return self.ended or "the cluster has ended"
-        found = registry.find(self.entry.name)
+        try:
+            found = registry.find(self.entry.name)
+        except ClusterError:  # a notebook with another release of nbkit has attached to it
+            return _TAKEN
         return _TAKEN if found and found.kernel != self.entry.kernel else ""
 
     def check_open(self) -> None:
@@ -108,7 +111,7 @@ class Connection:
             raise CellRunning(
                 f"The ranks are busy with {busy.describe()}.",
                 numbers=f"this {what} has to wait for it",
-                hint=f"%cluster wait   or   --queue to run after it{live}",
+                hint=f"%train wait   or   --queue to run after it{live}",
             )
 
     def check_alive(self, ranks: Sequence[int]) -> None:

@@ -200,7 +200,7 @@ class Stop:
         self.given_back = True
         raise CellStopped(
             f"stopped waiting; {self.execution.describe()} has not ended. "
-            "→ %cluster wait   or   %cluster restart (variables are lost)"
+            "→ %train wait   or   %cluster restart (variables are lost)"
         )
 
     def _tell(self, text: str, *, warning: bool = False) -> None:

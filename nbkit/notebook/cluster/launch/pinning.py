@@ -91,7 +91,7 @@ def plan_pins(
 ) -> Pinning:
     """Pin `n` ranks.
 
-    n: number of ranks; None is one per idle GPU, or two CPU ranks where no GPU is idle.
+    n: number of ranks; None is one per idle GPU, one in all where others use GPUs, two CPU ranks where none is idle.
     gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), taken as it is, busy or not.
     found: all GPUs of the machine. cores: those the job may use. visible: CUDA_VISIBLE_DEVICES, None if not set.
     cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
@@ -117,6 +117,7 @@ def plan_pins(
         reason = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of {len(found)} GPUs" if found else "no GPU found"
         return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else ())
     idle = [gpu for gpu in allowed if not gpu.in_use_by_others(own_pid)]
+    shared = len(idle) < len(allowed)
     notes = tuple(
         f"GPU {gpu.number} ({gpu.name}) is in use and left alone: {use}. To take it all the same: --gpus {gpu.number}"
         for gpu in allowed
@@ -128,6 +129,9 @@ def plan_pins(
         return _on_cores(n, cores, quota, f"none of {len(allowed)} GPUs is idle", notes)
     if n is not None and n > len(idle):
         raise _too_many(n, allowed, idle, notes)
+    if n is None and shared and len(idle) > 1:
+        notes += (f"One GPU is taken, since others use GPUs here. {len(idle)} are idle: -n {len(idle)} takes them.",)
+        n = 1
     return _on_gpus(idle[:n], cores, quota, "idle", own_pid, notes)
 
 

@@ -16,7 +16,7 @@ from nbkit.errors import CellStopped, ClusterError, NbkitError
 from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cells.wait import TICK_SECONDS
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import Verdict, stopped
 from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, News, State, Told, reduce
 
 __all__ = ["Cockpit", "cockpit_of"]
@@ -28,7 +28,7 @@ _WORDS = {
     "undo": "going back …",
     "pause": "pausing at the next step …",
     "resume": "going on …",
-    "checkpoint": "saving at the next step …",
+    "save": "saving at the next step …",
     "stop": "stopping at the next step …",
 }
 _cockpits: weakref.WeakKeyDictionary[Cluster, Cockpit] = weakref.WeakKeyDictionary()
@@ -108,7 +108,7 @@ class Cockpit:
             "undo": training.undo,
             "pause": training.pause,
             "resume": training.resume,
-            "checkpoint": training.checkpoint,
+            "save": training.save,
         }
         return acts[do](**args)
 
@@ -142,15 +142,14 @@ def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
         while not execution.done.done():
             try:
                 stop.tick()
-            except CellStopped as stopped:
-                raise ClusterError(str(stopped)) from None
+            except CellStopped as given_up:
+                raise ClusterError(str(given_up)) from None
             if stop.words != told:
                 told = stop.words
                 tell(told)
             wait_futures([execution.done], TICK_SECONDS)
         execution.done.result()
-    step = cluster.training.look().get("step", 0)
-    return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
+    return stopped(cluster.training.look().get("step", 0))
 
 
 def _failed(do: str, args: dict[str, Any], error: Exception) -> Verdict:

@@ -96,7 +96,7 @@ def _widget(cockpit: Cockpit) -> Any:
             cockpit.ask("switch", strategy=text)
         elif do == "try":
             cockpit.ask("try", strategy=text, steps=TRY_STEPS)
-        elif do in ("undo", "pause", "resume", "checkpoint", "stop"):
+        elif do in ("undo", "pause", "resume", "save", "stop"):
             cockpit.ask(do)
 
     widget.on_msg(heard)

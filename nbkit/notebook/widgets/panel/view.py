@@ -55,7 +55,7 @@ def pulse_view(state: State) -> dict[str, Any]:
             "undo": job and bool(state.table.get("previous")),
             "pause": job and state.phase == "training",
             "resume": state.phase == "held" and not busy,
-            "checkpoint": job,
+            "save": job,
             "stop": stepping,
         },
     }

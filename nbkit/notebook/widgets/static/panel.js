@@ -19,7 +19,7 @@ const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in 
 const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
 const APART = [
   ["pause", "Pause", "", "pause"],
-  ["checkpoint", "Checkpoint", "", "checkpoint"],
+  ["save", "Save", "", "save"],
   ["stop", "Stop", "stop", "stop"],
 ];
 
@@ -169,7 +169,7 @@ function render({ model, el }) {
     buttons.undo.disabled = !can.undo;
     buttons.undo.title = can.undo ? `back to ${job().previous}` : "";
     buttons.pause.disabled = !(can.pause || can.resume);
-    buttons.checkpoint.disabled = !can.checkpoint;
+    buttons.save.disabled = !can.save;
     buttons.stop.disabled = !can.stop;
   }
 

@@ -68,7 +68,7 @@ def block_rules(block: nn.Module, called: BlockCall, size: int, *, backward: boo
             failed = error
     said = " ".join(f"{type(failed).__name__}: {failed}".split()) if failed else "it gives NaN"
     recomputed = "Checkpoint" in type(failed).__name__
-    hint = "turn off the model's own activation checkpointing: checkpoint=True recomputes, too" if recomputed else ""
+    hint = "turn off the model's own activation checkpointing: recompute=True does the same" if recomputed else ""
     raise refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint)
 
 

@@ -198,7 +198,7 @@ class _Part:
                 raise refusal(
                     "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
                     "torch.utils.checkpoint with use_reentrant=True",
-                    "use_reentrant=False, or checkpoint=True of the Trainer",
+                    "use_reentrant=False, or recompute=True of the Trainer",
                 )
             if (name := self.params.get(id(getattr(node, "variable", None)))) is not None:
                 found.add(name)

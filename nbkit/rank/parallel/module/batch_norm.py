@@ -40,13 +40,13 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
     )
 
 
-def check_level(total: int, *, ranks: int, microbatch: int | None) -> None:
+def check_level(total: int, *, ranks: int, microbatch_size: int | None) -> None:
     """Raises TrainingError when ranks would make unequal numbers of forwards: SyncBatchNorm waits for all of them.
 
-    total: rows of the global batch; microbatch: rows per forward, None for all of a rank's.
+    total: rows of the global batch; microbatch_size: rows per forward, None for all of a rank's.
     """
     fewest, most = total // ranks, -(-total // ranks)
-    forwards = [-(-rows // (microbatch or max(rows, 1))) for rows in (fewest, most)]
+    forwards = [-(-rows // (microbatch_size or max(rows, 1))) for rows in (fewest, most)]
     if forwards[0] != forwards[1]:
         raise TrainingError(
             "The ranks would make unequal numbers of forwards, and BatchNorm waits for all of them in each.",

@@ -1,7 +1,7 @@
 """`compile=True`: each block of a model compiled by itself, where what runs inside of it is the user's code alone.
 
 So it is on the data axis with whole parameters (zero 0 to 2). Not where blocks hold collectives of ours (tp, cp), are
-gathered and let go (zero 3), stand still for stages (pp) or run twice (checkpoint=True): there they run as they are.
+gathered and let go (zero 3), stand still for stages (pp) or run twice (recompute=True): there they run as they are.
 Nor while dropout is keyed, which torch.compile would replace by its own: such a pass, and the first one of a job, which
 finds out whether there is any, runs as it is. So do evaluation and generation, whose shapes vary.
 """
@@ -24,7 +24,7 @@ __all__ = ["compile_blocks", "compiles"]
 
 def compiles(wishes: Wishes, strategy: Strategy) -> bool:
     """Whether `compile=` was asked for and is sound."""
-    return bool(wishes.compile) and not wishes.checkpoint and strategy.mesh.size == strategy.dp and strategy.zero < 3
+    return bool(wishes.compile) and not wishes.recompute and strategy.mesh.size == strategy.dp and strategy.zero < 3
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:

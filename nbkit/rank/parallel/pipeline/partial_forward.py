@@ -106,7 +106,7 @@ class Gates:
                 raise StrategyError(
                     f"{self.blocks[number]} is called outside of a stage's forward.",
                     numbers="by the model's own activation checkpointing, or by hand",
-                    hint="turn off the model's own and let nbkit recompute the blocks: checkpoint=True",
+                    hint="turn off the model's own; recompute=True of the Trainer does the same",
                 )
             return proceed(*args, **kwargs)
         if number is not None:

@@ -68,7 +68,7 @@ class InPlace:
         raise SwitchError(
             "A rank had no room for its part of the new strategy; all are back at the old one.",
             numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
-            hint="%nbkit plan shows what each strategy takes",
+            hint="%strategy shows what each strategy takes",
         )
 
     def run_back(

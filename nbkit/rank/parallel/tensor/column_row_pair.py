@@ -136,7 +136,7 @@ def positions() -> int:
     if here is None:
         raise TrainingError(
             "A block was called outside of the chain whose positions are split over the tensor axis.",
-            hint="sequence=False",
+            hint="a strategy without tp; or call the blocks in the model's forward alone",
         )
     return here[1]
 

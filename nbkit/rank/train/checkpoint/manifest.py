@@ -109,7 +109,10 @@ def read(path: Path) -> Manifest:
         values = decoded(file.read(length))
     if not isinstance(values, list) or values[:1] != [_FORMAT]:
         written_in = values[0] if isinstance(values, list) and values else values
-        raise ValueError(f"format {written_in!r:.20}, this release reads {_FORMAT}")
+        raise ValueError(
+            f"it is of format {written_in!r:.20}, and this release reads {_FORMAT}; with the release that saved it: "
+            "nbkit checkpoint export DIR FILE"
+        )
     _, order, files, rows, about = values
     if order != sys.byteorder:
         raise ValueError(f"written on a {order!r:.20}-endian machine, this one is {sys.byteorder}-endian")

@@ -104,7 +104,7 @@ class Foresight:
     def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
         sizes = {one["weight"] for one in self.kinds.values()}
         arithmetic = self.fits(strategy)
-        accumulation = getattr(arithmetic, "accum", 1 if self.setup.microbatch is None else None)
+        accumulation = getattr(arithmetic, "accum", 1 if self.setup.microbatch_size is None else None)
         if len(sizes) != 1 or accumulation is None or (self.wishes.chain is None and strategy.zero == 3):
             return []
         weights, facts, sequence = self._weights(strategy), Facts(), False
@@ -177,7 +177,7 @@ class Foresight:
     def _facts(self) -> Facts:
         """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
         chain, hidden = self.wishes.chain, self.wishes.hidden
-        alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.checkpoint
+        alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.recompute
         if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
             return Facts()
         plan = self.wishes.plan(self.skeleton, 1)

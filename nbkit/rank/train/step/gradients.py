@@ -51,7 +51,7 @@ class _Sums:
 
 
 class Gradients:
-    """Makes the gradients of a side. microbatch: rows per forward without a pipeline, None for all of them.
+    """Makes the gradients of a side. microbatch_size: rows per forward without a pipeline, None for all of them.
 
     first: looks at the first batches.
     """
@@ -60,7 +60,7 @@ class Gradients:
         self, side: Side, setup: Setup, precision: Precision, *, rank: int, first: FirstBatches | None = None
     ) -> None:
         self._first = first
-        self.side, self.loss, self.inputs, self.microbatch = side, setup.loss, setup.inputs, setup.microbatch
+        self.side, self.loss, self.inputs, self.microbatch_size = side, setup.loss, setup.inputs, setup.microbatch_size
         self.precision, self.rank = precision, rank
         self.world_size, self.device = precision.world_size, precision.device
         self._dropout = KeyedDropout(side.module, setup.seed)
@@ -84,13 +84,13 @@ class Gradients:
         self._drift_unknown = True
 
     def cut(self, shard: Shard) -> list[Micro]:
-        """The micro-batches of a shard: `strategy.microbatches` of them in a pipeline, else of `microbatch` rows."""
+        """A shard in micro-batches: `strategy.microbatches` of them in a pipeline, else of `microbatch_size` rows."""
         first, _ = bounds(shard.total, self.side.axes.size("dp"), self.side.axes.index("dp"))
         rows = shard.rows
         if (count := self.side.strategy.microbatches) is not None:
             cuts = [bounds(rows, min(count, rows), i) for i in range(min(count, rows))]
         else:
-            size = self.microbatch or max(rows, 1)
+            size = self.microbatch_size or max(rows, 1)
             cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         return [Micro(take(shard.data, start, stop, rows=rows), stop - start, first + start) for start, stop in cuts]
 
@@ -109,7 +109,7 @@ class Gradients:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         side.data.reset(passes=self._passes(shard))
         if self._coupled:
-            check_level(shard.total, ranks=side.axes.size("dp"), microbatch=self.microbatch)
+            check_level(shard.total, ranks=side.axes.size("dp"), microbatch_size=self.microbatch_size)
 
         def launch() -> None:
             counts = side.counts
@@ -192,7 +192,7 @@ class Gradients:
         _, most = bounds(shard.total, self.side.axes.size("dp"), 0)
         if (count := self.side.strategy.microbatches) is not None:
             return min(count, most)
-        return -(-most // (self.microbatch or max(most, 1)))
+        return -(-most // (self.microbatch_size or max(most, 1)))
 
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:

@@ -42,12 +42,12 @@ def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:
         synchronised(model, axes=ranks(1, pp=2), micros=4, device=CPU)
 
 
-@pytest.mark.parametrize(("total", "microbatch"), [(8, None), (8, 1), (5, None)])
-def test_the_same_number_of_forwards_passes(total: int, microbatch: int | None) -> None:
-    check_level(total, ranks=4, microbatch=microbatch)
+@pytest.mark.parametrize(("total", "microbatch_size"), [(8, None), (8, 1), (5, None)])
+def test_the_same_number_of_forwards_passes(total: int, microbatch_size: int | None) -> None:
+    check_level(total, ranks=4, microbatch_size=microbatch_size)
 
 
-@pytest.mark.parametrize(("total", "microbatch"), [(3, None), (5, 1), (9, 2)])
-def test_an_uneven_number_of_forwards_is_refused(total: int, microbatch: int | None) -> None:
+@pytest.mark.parametrize(("total", "microbatch_size"), [(3, None), (5, 1), (9, 2)])
+def test_an_uneven_number_of_forwards_is_refused(total: int, microbatch_size: int | None) -> None:
     with pytest.raises(TrainingError, match="drop_last=True"):
-        check_level(total, ranks=4, microbatch=microbatch)
+        check_level(total, ranks=4, microbatch_size=microbatch_size)

@@ -135,7 +135,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {}),
     ("zero1", {}),
     ("zero2", {}),
-    ("zero3", {"microbatch": 2}),
+    ("zero3", {"microbatch_size": 2}),
 ]
 
 

@@ -124,7 +124,7 @@ def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], lis
                 raise KeyboardInterrupt
             return mean_loss(output, target)
 
-        trainer = quiet(model=deep, optimizer=Interruptible, strategy=strategy, loss=loss, microbatch=2)
+        trainer = quiet(model=deep, optimizer=Interruptible, strategy=strategy, loss=loss, microbatch_size=2)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
         trainer.fit(5 - trainer.step)

@@ -34,13 +34,13 @@ def as_dicts(data: list[Any]) -> list[dict[str, Any]]:
 # 2 + 1 + 1 + 1; 18 leave 2, so that two of four ranks have no row at all.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "accumulated": ({"microbatch": 1}, {}),
+    "accumulated": ({"microbatch_size": 1}, {}),
     "ragged": ({"data": points(21)}, {"data": points(21)}),
-    "ranks without rows": ({"data": points(18), "microbatch": 2}, {"data": points(18)}),
+    "ranks without rows": ({"data": points(18), "microbatch_size": 2}, {"data": points(18)}),
     "dropped": ({"data": points(21), "drop_last": True}, {"data": points(21), "drop_last": True}),
     "weighted": ({"loss": weighted_loss}, {"loss": weighted_loss}),
     "weighted, accumulated, ragged": (
-        {"loss": weighted_loss, "data": points(21), "microbatch": 1},
+        {"loss": weighted_loss, "data": points(21), "microbatch_size": 1},
         {"loss": weighted_loss, "data": points(21)},
     ),
     "weighted, ranks without rows": (

@@ -1,0 +1,27 @@
+"""`%train`: what the training that runs is told to do, beside its strategy."""
+
+from __future__ import annotations
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from magics.arguments import HelpShown, parse, train_parser
+from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.cluster.control_result import Verdict
+
+
+@magics_class
+class TrainMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """One line magic with verbs."""
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def train(self, line: str) -> Verdict | None:
+        try:
+            options = vars(parse(train_parser(), line))
+        except HelpShown:
+            return None
+        act = getattr(current().training, options.pop("verb"))
+        verdict: Verdict | None = act(**options)
+        return verdict
+
+
+TrainMagics.train.__doc__ = train_parser().format_help()

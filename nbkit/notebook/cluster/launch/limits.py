@@ -1,0 +1,57 @@
+"""How much of a machine one user's clusters may take together: see nbkit.notebook.cluster.site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.launch.gpus import Survey, survey_gpus
+from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.site import Site
+
+__all__ = ["pins_within"]
+
+
+def pins_within(
+    site: Site, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, survey: Survey | None = None
+) -> Pinning:
+    """`pins_here`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
+
+    Raises UsageError as `pins_here` does, and when so much was asked for, or nothing is left.
+    """
+    survey = survey or survey_gpus()
+    plan = pins_here(n, gpus, cpu=cpu, survey=survey)
+    entries = [entry for entry in registry.entries() if entry.is_here and entry.is_alive()]
+    for key, most, noun, count, held in (
+        ("max_ranks", site.max_ranks, "ranks", len(plan.pins), sum(entry.n for entry in entries)),
+        ("max_gpus", site.max_gpus, "GPUs", _gpus(plan), len({label for e in entries for label in _labels(e)})),
+    ):
+        if most is None or count <= most - held:
+            continue
+        why = f"{key} is {most} in {site.sources[key]}"
+        if n is None and gpus is None and held < most:
+            fewer = pins_within(site, most - held, cpu=plan.pins[0].kind == "cpu", survey=survey)
+            return replace(fewer, notes=(*plan.notes, f"{most - held} of {count} {noun} are taken, since {why}."))
+        others = f"; {held} are taken by {', '.join(entry.name for entry in entries)}" if held else ""
+        raise UsageError(
+            f"One user may not have so many {noun} here.",
+            numbers=f"{count} {noun} asked for, {why}{others}",
+            hint=_ways_out(most - held, entries),
+        )
+    return plan
+
+
+def _gpus(plan: Pinning) -> int:
+    return len({pin.label for pin in plan.pins if pin.kind == "gpu"})
+
+
+def _labels(entry: Entry) -> list[str]:
+    return [label for label in entry.labels if label.startswith("GPU")]
+
+
+def _ways_out(left: int, entries: Sequence[Entry]) -> str:
+    ways = [f"-n {left}"] * (left > 0) + [f"%cluster stop {entry.name}" for entry in entries]
+    return "   or   ".join(ways)

@@ -1,0 +1,133 @@
+"""The settings of a machine, a user and a project: `nbkit.toml` in /etc, in ~/.config and in the notebook's folder.
+
+    max_ranks = 8       # ranks that one user's clusters have together
+    max_gpus = 4        # GPUs, likewise
+    max_ttl = "12h"     # longest time to live of a cluster without notebook and cell
+    ttl = "2h"          # the one that it gets without --ttl
+    home = "/scratch"   # where clusters have their folders, one below it for each user; not in a project
+
+A later file wins, but what begins with max_ can only be lowered by it. The limits keep people from taking too much by
+accident; who means to can get around them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nbkit.durations import seconds_of, text_of
+from nbkit.errors import UsageError
+
+__all__ = ["Site", "files", "home_here", "read"]
+
+_NAME = "nbkit.toml"
+
+
+@dataclass(frozen=True)
+class Site:
+    """ttl, max_ttl: seconds. sources: key -> the file that it is from. notes: what has no effect, and why."""
+
+    max_ranks: int | None = None
+    max_gpus: int | None = None
+    max_ttl: float | None = None
+    ttl: float = 7200.0
+    home: Path | None = None
+    sources: dict[str, Path] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def ttl_of(self, asked: float | None) -> float:
+        """The time to live of a cluster. Raises UsageError for one that is longer than it may be."""
+        if asked is None:
+            return self.ttl if self.max_ttl is None else min(self.ttl, self.max_ttl)
+        if self.max_ttl is not None and asked > self.max_ttl:
+            raise UsageError(
+                "So long a time to live is not allowed here.",
+                numbers=f"--ttl {asked:g}s, max_ttl is {text_of(self.max_ttl)} in {self.sources['max_ttl']}",
+                hint=f"--ttl {self.max_ttl:g}s",
+            )
+        return asked
+
+
+def files() -> tuple[Path, Path, Path]:
+    """Of the machine, of the user, of the project."""
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path("/etc") / _NAME, Path(config) / _NAME, Path.cwd() / _NAME
+
+
+def read(paths: Sequence[Path] | None = None) -> Site:
+    """The settings as they are now. Raises UsageError, naming file and key, for one that is not as it should be."""
+    machine, user, project = paths or files()
+    limits = {key: value for key, value in _load(machine).items() if key.startswith("max_")}
+    values: dict[str, Any] = {}
+    sources: dict[str, Path] = {}
+    notes = []
+    for path in (machine, user, project):
+        for key, value in _load(path).items():
+            if key == "home" and path == project:
+                raise _wrong(path, "home is set for a machine or a user: elsewhere its clusters would not be found")
+            if key in limits and value > limits[key]:
+                notes.append(f"{key} in {path} has no effect: {machine} allows less")
+            else:
+                values[key], sources[key] = value, path
+    return Site(**values, sources=sources, notes=tuple(notes))
+
+
+@cache
+def home_here() -> Path | None:
+    """The folder of clusters that a file names, as it was when it was first asked for: clusters do not move."""
+    home = read((*files()[:2], Path(os.devnull))).home
+    return home and home / getpass.getuser() / "nbkit"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise _wrong(path, str(error)) from None
+    for key, value in found.items():
+        if key not in _KEYS:
+            raise _wrong(path, f"it has no key {key!r}; keys: {', '.join(_KEYS)}")
+        try:
+            found[key] = _KEYS[key](value)
+        except ValueError:
+            raise _wrong(path, f"{key} = {value!r}") from None
+    return found
+
+
+def _wrong(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path} cannot be used.", numbers=what, hint='max_ranks = 8   or   ttl = "2h"')
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    return value
+
+
+def _folder(value: object) -> Path:
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        raise ValueError
+    return Path(value)
+
+
+def _time(value: object) -> float:
+    if isinstance(value, str | int | float):
+        return seconds_of(value)
+    raise ValueError
+
+
+_KEYS: dict[str, Callable[[object], Any]] = {
+    "max_ranks": _count,
+    "max_gpus": _count,
+    "max_ttl": _time,
+    "ttl": _time,
+    "home": _folder,
+}

@@ -1,0 +1,68 @@
+"""The registry beside entries that another release has written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nbkit.commands import main
+from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.processes import Process
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def saved(name: str, **changed: object) -> Entry:
+    """An entry of this process, with fields of its file changed or, where None, left out."""
+    here = Process.of(os.getpid())
+    made = (here, here, here, ("core 0",), ("CPU",), {"n": 1}, (here,))
+    entry = Entry(name, "elsewhere", 1, "gloo", 7200.0, 0.0, *made)
+    entry.folder.mkdir()
+    registry.save(entry)
+    path = entry.folder / "cluster.json"
+    fields = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
+    return entry
+
+
+def test_an_entry_is_read_as_it_was_written_and_what_a_newer_release_added_is_passed_over() -> None:
+    plain, more = saved("plain"), saved("more", colour="blue")
+
+    assert registry.find("none") is None
+    assert registry.find("plain") == plain
+    assert registry.find("more") == more
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [({"format": 2}, "format 2; this release reads 1"), ({"format": None}, "format none"), ({"n": None}, "not whole")],
+)
+def test_an_entry_of_another_format_is_refused_by_name_and_disturbs_no_other(
+    changed: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("mine")
+    saved("theirs", **changed)
+
+    assert [entry.name for entry in registry.entries()] == ["mine"]
+    with pytest.raises(ClusterError, match=says) as error:
+        registry.find("theirs")
+    assert "'theirs'" in error.value.what and "nbkit stop theirs" in error.value.hint
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert "mine" in listed and says in listed
+    assert says in repr(Cluster.list())
+    assert main(["stop", "theirs"]) == 1
+    assert says in capsys.readouterr().err
+    with pytest.raises(ClusterNotFound):
+        registry.running("nobody")
+    assert registry.clean() == []

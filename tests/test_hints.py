@@ -1,0 +1,153 @@
+"""What an error tells to type next exists: magics, their verbs and options, commands, functions, arguments, variables.
+
+Every `hint=` of the source is read, with the names that it is put together from; what is filled in later reads "…".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import nbkit
+from magics.arguments import PARSERS
+from nbkit.commands import prepare_parser, subcommands
+from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.planner.stage_partition import partition
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world.place import Place
+from nbkit.rank.world.world import World
+from nbkit.strategy import _KEYS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
+OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__]
+CALLED += [Cluster.start, Cluster.run, Trainer.fit, Trainer.evaluate, World.join, Place, partition]
+ARGUMENTS = {*_KEYS, *(name for called in CALLED for name in inspect.signature(called).parameters)}
+OF_OTHERS = {
+    *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
+    *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
+}
+"""Arguments and attributes of torch, transformers and peft."""
+
+
+def strings(node: ast.expr, module: ast.Module) -> list[str]:
+    """What a hint may come to."""
+    match node:
+        case ast.Constant(str(text)):
+            return [text]
+        case ast.JoinedStr(parts):
+            return ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)]
+        case ast.IfExp(_, first, second):
+            return strings(first, module) + strings(second, module)
+        case ast.BoolOp(_, values) | ast.List(values) | ast.Tuple(values) | ast.Dict(_, values):
+            return [text for value in values for text in strings(value, module)]
+        case ast.BinOp(first, ast.Add(), second):
+            return [a + b for a, b in product(strings(first, module) or ["…"], strings(second, module) or ["…"])]
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return [text for value in _assigned(name, module) for text in strings(value, module)]
+        case ast.Call(ast.Name(name)):
+            found = (each for each in ast.walk(module) if isinstance(each, ast.FunctionDef) and each.name == name)
+            returns = (each for one in found for each in ast.walk(one) if isinstance(each, ast.Return) and each.value)
+            return [text for each in returns for text in strings(each.value, module)]
+    return []
+
+
+def _assigned(name: str, module: ast.Module) -> Iterator[ast.expr]:
+    for each in ast.walk(module):
+        targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and each.value is not None:
+            yield each.value
+
+
+@cache
+def hints() -> list[tuple[str, str]]:
+    """(where, hint) for each."""
+    found = []
+    for path in SOURCES:
+        module = ast.parse(path.read_text())
+        for node in ast.walk(module):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                if keyword.arg == "hint":
+                    where = f"{path.relative_to(ROOT)}:{keyword.value.lineno}"
+                    found += [(where, text) for text in strings(keyword.value, module)]
+    return found
+
+
+def missing(hint: str) -> Iterator[str]:
+    """What a hint tells to type that is not there."""
+    typed = re.findall(r"(%%?)([a-z_]+)(?: +([a-z]+)\b)?", hint)
+    for sign, name, word in typed:
+        if name not in ("load_ext", "run") and sign + name not in PARSERS:
+            yield sign + name
+        elif word and (verbs := _verbs(PARSERS.get(sign + name))) and word not in verbs:
+            yield f"{sign}{name} {word}"
+    yield from (option for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", hint) if option not in OPTIONS)
+    yield from (f"nbkit {word}" for word in re.findall(r"(?<![\w.%])nbkit ([a-z]+)", hint) if word not in COMMANDS)
+    yield from (f"nbkit.{name}" for name in re.findall(r"\bnbkit\.(\w+)", hint) if name not in nbkit.__all__)
+    for name, attribute in re.findall(r"(?<![\w.])(\w+)\.([a-z_]+)", hint):
+        if name in OBJECTS and not hasattr(OBJECTS[name], attribute) and attribute not in ("model", "optimizer"):
+            yield f"{name}.{attribute}"
+    for name in re.findall(r"(?<![\w.-])([a-z_]+)=(?![=…])", hint):
+        if name not in ARGUMENTS | OF_OTHERS and not re.search(rf"\b{name} = ", hint):
+            yield f"{name}="
+    yield from (name for name in re.findall(r"\bNBKIT_\w+", hint) if f'"{name}"' not in ALL_SOURCE)
+
+
+def _verbs(parser: object) -> set[str]:
+    actions = parser()._actions if callable(parser) else ()
+    return {verb for action in actions if isinstance(action, argparse._SubParsersAction) for verb in action.choices}
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from _options(below)
+
+
+OPTIONS = {option for make in PARSERS.values() for option in _options(make())}
+OPTIONS |= {*_options(prepare_parser(subcommands())), "--upgrade", "--index-url", "--install"}  # of pip and wsl
+COMMANDS = {module.__name__.rpartition(".")[2] for module in subcommands()}
+ALL_SOURCE = "".join(path.read_text() for path in SOURCES)
+
+
+def test_every_hint_can_be_typed() -> None:
+    found = [f"{where}: {what} in {hint!r}" for where, hint in hints() for what in missing(hint)]
+
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("hint", "what"),
+    [
+        ("%nbkit plan shows what each strategy takes", "%nbkit plan"),
+        ("%clusters list", "%clusters"),
+        ("%cluster start --silent", "--silent"),
+        ("sequence=False", "sequence="),
+        ("trainer.train(5)", "trainer.train"),
+        ("nbkit.Train(...)", "nbkit.Train"),
+        ("nbkit doctors", "nbkit doctors"),
+        ("NBKIT_NOTHING=1", "NBKIT_NOTHING"),
+    ],
+)
+def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:
+    assert list(missing(hint)) == [what]
+
+
+def test_hints_are_read_from_where_they_are_put_together() -> None:
+    read = [hint for _, hint in hints()]
+
+    assert len(read) > 250
+    assert "%cluster attach … --take" in read  # an assignment with a condition
+    assert any(hint.startswith("strategy='zero2', which keeps weights whole") for hint in read)  # a constant
