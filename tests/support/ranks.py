@@ -1,4 +1,4 @@
-"""Runs a function in several real processes, one per rank, forked from a fresh process that has torch in memory.
+"""Runs a function in several real processes, one per rank, forked from a fresh process that has imported all they need.
 
 The test process itself may hold threads and sockets of anything; ranks never inherit from it.
 """
@@ -11,21 +11,15 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo",
-    "torch.distributed.pipelining",
-    "nbkit.rank.world.world",
-    "nbkit.rank.world.watchdog",
-]
+import pytest
 
 listeners: list[socket.socket] = []
 """In a rank: a bound, listening socket per generation, index == generation - 1. All ranks see the same ports."""
@@ -44,8 +38,7 @@ def run_ranks(
     Raises RankFailed with the traceback of the rank that failed first, or with who did not answer in time.
     All processes are gone when this returns.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _forking()
     with contextlib.ExitStack() as opened:
         bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(generations)]
         readers, processes = [], []
@@ -78,6 +71,16 @@ def next_generation(world: Any, timeout_s: float = 20.0) -> None:
     listen = listeners[generation - 1]
     address, port = listen.getsockname()
     world.reform(generation, listen=listen, address=address, port=port, timeout_s=timeout_s)
+
+
+def _forking() -> Any:
+    """The context whose ranks are forked from a process that has imported `rank_preload`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # that process does not take our sys.path over
+        forkserver.ensure_running()
+    return context
 
 
 def _collect(readers: list[Connection], timeout: float) -> list[Any]:
