@@ -33,7 +33,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
 
 
 def _cell_options(parser: MagicParser) -> None:
-    parser.add_argument("--timeout", type=float, metavar="S", help="stop the cell after S seconds; see Stop in README")
+    parser.add_argument("--timeout", type=float, metavar="S", help="stop the cell after S seconds; see Stop in docs/cells.md")
     parser.add_argument("--detach", action="store_true", help="give the prompt back at once; the output stays here")
     parser.add_argument(
         "--at-step", action="store_true", help="run at the next step boundary of the running training (a live cell)"
