@@ -3,7 +3,7 @@
 python -m bench                    everything, more than an hour; writes bench/results.json and .md
 python -m bench cells startup      some of it; written only with --out
 python -m bench --join A.json ...  put together what was measured apart, with --out
-python -m bench --readme           put the comparisons of bench/results.md into README
+python -m bench --docs             put the comparisons of bench/results.md into docs/measured.md
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="only these of the cluster sizes of `cells`")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
     parser.add_argument("--join", nargs="+", type=Path, metavar="A.json", help="write these into OUT; measure nothing")
-    parser.add_argument("--readme", action="store_true", help="write README's table; measure nothing")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/measured.md; measure nothing")
     asked = parser.parse_args(arguments)
     unknown = set(asked.names) - {*BENCHMARKS, *BY_NAME}
     if unknown:
         parser.error(
             f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join((*BENCHMARKS, *BY_NAME))}"
         )
-    if asked.readme:
-        table.quote(ROOT / "README.md", table.comparisons(RESULTS.with_suffix(".md").read_text()))
+    if asked.docs:
+        table.quote(ROOT / "docs" / "measured.md", table.comparisons(RESULTS.with_suffix(".md").read_text()))
         return 0
     if asked.join:
         table.write(*table.joined(asked.join), asked.out or RESULTS)

@@ -1,4 +1,4 @@
-"""The table: one row per figure, as markdown and as JSON, and its copy in README."""
+"""The table: one row per figure, as markdown and as JSON, and its copy in docs/measured.md."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def comparisons(table: str) -> str:
     )
 
 
-def quote(readme: Path, table: str) -> None:
-    """Put the table between README's markers. Raises ValueError when README has none."""
-    text = readme.read_text()
+def quote(page: Path, table: str) -> None:
+    """Put the table between the markers of a page. Raises ValueError when it has none."""
+    text = page.read_text()
     if START not in text or END not in text:
-        raise ValueError(f"{readme} has no {START} ... {END}")
+        raise ValueError(f"{page} has no {START} ... {END}")
     between = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
-    readme.write_text(between.sub(lambda _: f"{START}\n{table}{END}", text, count=1))
+    page.write_text(between.sub(lambda _: f"{START}\n{table}{END}", text, count=1))
 
 
 def _plain(value: float, unit: str) -> str:

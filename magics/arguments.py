@@ -62,7 +62,7 @@ def _variable(text: str) -> str:
 
 def _cell_options(parser: MagicParser) -> None:
     parser.add_argument(
-        "--timeout", type=_duration, metavar="TIME", help="stop the cell after so long: 30s, 10min; see Stop in README"
+        "--timeout", type=_duration, metavar="TIME", help="stop the cell after so long: 30s, 10min; see docs/cells.md"
     )
     parser.add_argument(
         "--detach",

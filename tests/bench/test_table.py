@@ -1,4 +1,4 @@
-"""The table: what stands in a row, and its copy in README."""
+"""The table: what stands in a row, and its copy in docs/measured.md."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def test_a_peer_that_could_not_run_is_named_with_the_reason() -> None:
     assert "| a cell |  | nbdistributed: not installed |" in markdown([row], "a machine")
 
 
-def test_readme_gets_the_table_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+def test_a_page_gets_the_table_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
 
-    quote(readme, "new \\1\n")
-    quote(readme, "new \\1\n")
+    quote(page, "new \\1\n")
+    quote(page, "new \\1\n")
 
-    assert readme.read_text() == "before\n<!-- bench -->\nnew \\1\n<!-- /bench -->\nafter\n"
+    assert page.read_text() == "before\n<!-- bench -->\nnew \\1\n<!-- /bench -->\nafter\n"
 
 
-def test_a_readme_without_markers_is_an_error(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here\n")
+def test_a_page_without_markers_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here\n")
 
     with pytest.raises(ValueError, match="<!-- bench -->"):
-        quote(readme, "new\n")
+        quote(page, "new\n")
 
 
-def test_runs_that_were_made_apart_are_joined_and_readme_shows_what_has_a_ratio(tmp_path: Path) -> None:
+def test_runs_that_were_made_apart_are_joined_and_page_shows_what_has_a_ratio(tmp_path: Path) -> None:
     apart = (
         compared("a cell", [0.005] * 4, "peer", [0.010] * 4, [0.005] * 4, 1.0, "ms"),
         absolute("start", [1.0], 2, "s"),

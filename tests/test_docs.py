@@ -1,0 +1,104 @@
+"""The pages say what is true: their cells run, their links lead somewhere, the errors they explain are in the source."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from nbkit.notebook.cluster import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SECONDS_PER_CELL = 120
+
+
+def cells(page: Path) -> list[str]:
+    """The fenced blocks marked python; each is one cell. What is not to be run is marked otherwise."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    manager, client = start_new_kernel(env=dict(os.environ), cwd=str(tmp_path))
+    try:
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        # A cell that failed half-way leaves its cluster behind.
+        for entry in registry.entries():
+            registry.end(entry)
+
+
+def run(client: Any, source: str) -> str:
+    """Run one cell; "" if it went well, else all that it showed."""
+    shown: list[str] = []
+
+    def show(message: dict[str, Any]) -> None:
+        content = message["content"]
+        shown.append(content.get("text") or "\n".join(content.get("traceback", ())) or "")
+
+    reply = client.execute_interactive(source, output_hook=show, timeout=SECONDS_PER_CELL)
+    return "" if reply["content"]["status"] == "ok" else "".join(shown) or str(reply["content"])
+
+
+@pytest.mark.timeout(600)
+def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
+    sources = [(README, source) for source in cells(README)]
+    assert sources, "README has no ```python block"
+    # README ends its cluster; the pages stand in a notebook that has one.
+    started = [(ROOT / "docs", "%cluster start -n 2")]
+    of_pages = [(page, source) for page in PAGES for source in cells(page)]
+
+    for page, source in [*sources, *started, *of_pages]:
+        problem = run(kernel, source)
+        assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
+
+
+def test_a_failing_cell_is_seen(kernel: Any) -> None:
+    assert run(kernel, "1 + 1") == ""
+    assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
+
+
+def test_every_link_leads_somewhere() -> None:
+    broken = []
+    for page in [README, ROOT / "CONTRIBUTING.md", *PAGES]:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link and not (page.parent / link).exists():
+                broken.append(f"{page.name}: {link}")
+
+    assert broken == []
+
+
+def test_every_page_is_named_and_readme_fits_in_150_lines() -> None:
+    text = README.read_text()
+    named = text + (ROOT / "CONTRIBUTING.md").read_text()
+
+    assert [page.name for page in PAGES if f"docs/{page.name}" not in named] == []
+    assert len(text.splitlines()) <= 150
+
+
+def test_every_error_text_of_the_faq_is_in_the_source() -> None:
+    spoken = "\n".join(
+        re.sub(r"\s+", " ", node.value)
+        for path in (ROOT / "nbkit").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    titles = re.findall(r"^### (.*)$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    unknown = [
+        title for title in titles if any(part.strip(" .") not in spoken for part in title.split("…") if part.strip(" ."))
+    ]
+
+    assert len(titles) > 10
+    assert unknown == []
