@@ -97,7 +97,9 @@ def test_every_error_text_of_the_faq_is_in_the_source() -> None:
     )
     titles = re.findall(r"^### (.*)$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
     unknown = [
-        title for title in titles if any(part.strip(" .") not in spoken for part in title.split("…") if part.strip(" ."))
+        title
+        for title in titles
+        if any(part.strip(" .") not in spoken for part in title.split("…") if part.strip(" ."))
     ]
 
     assert len(titles) > 10
