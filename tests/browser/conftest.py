@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from nbkit.notebook.cluster import registry
+from clusters import end_clusters
 
 PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+POLL_MS = 100  # each look into a page is work for the browser
 DONE = re.compile(r"\[\d+\]:?")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -40,7 +40,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium on the PATH: sudo apt-get install chromium")
@@ -51,9 +51,9 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A running server: url, token, root (its folder of notebooks)."""
+    """A running server: url, token, root (its folder of notebooks), clusters (the folder of its clusters)."""
     pytest.importorskip("jupyterlab", reason="pip install jupyterlab")
     home = tmp_path_factory.mktemp("lab")
     environment = {**os.environ, "IPYTHONDIR": str(home / "ipython"), "NBKIT_HOME": str(home / "clusters")}
@@ -77,7 +77,8 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
             start_new_session=True,
         )
     try:
-        yield {"url": _url_of(server, home), "token": "lesson", "root": str(home / "notebooks")}
+        url = _url_of(server, home)
+        yield {"url": url, "token": "lesson", "root": str(home / "notebooks"), "clusters": str(home / "clusters")}
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -85,10 +86,7 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NBKIT_HOME", str(home / "clusters"))
-            for entry in registry.entries():
-                registry.end(entry)
+        end_clusters(home / "clusters")
 
 
 def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
@@ -104,19 +102,22 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any, lab: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], LabPage]]:
-    """Put a notebook in front of a person: its JSON -> the page that shows it."""
-    contexts = []
+    """Show a notebook to a person: its JSON -> the page that shows it. Kernels and clusters end with the test file."""
+    contexts, pages = [], []
 
     def open_page(notebook: dict[str, Any], name: str = "lesson.ipynb", height: int = 1000) -> LabPage:
         (Path(lab["root"]) / name).write_text(json.dumps(notebook))
         contexts.append(browser.new_context(viewport={"width": 1400, "height": height}))
-        page = LabPage(contexts[-1].new_page(), lab)
-        page.open(name)
-        return page
+        pages.append(LabPage(contexts[-1].new_page(), lab))
+        pages[-1].open(name)
+        return pages[-1]
 
     yield open_page
+    for page in pages:
+        page.end_kernels()
     for context in contexts:
         context.close()
+    end_clusters(Path(lab["clusters"]))
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +163,7 @@ class LabPage:
         deadline = time.monotonic() + 30
         while stored.stat().st_mtime_ns == before:
             assert time.monotonic() < deadline, "Lab did not save the notebook"
-            self.page.wait_for_timeout(50)
+            self.page.wait_for_timeout(POLL_MS)
         self.page.reload()
         if idle:
             self.wait_for_idle()
@@ -170,11 +171,15 @@ class LabPage:
     def restart_kernel(self) -> None:
         """As the menu does it, and wait until the new one is idle."""
         kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
-        address = f"{self.server['url']}api/kernels/{kernel}/restart?token={self.server['token']}"
-        urllib.request.urlopen(urllib.request.Request(address, method="POST"), timeout=60).close()
+        self._request(f"api/kernels/{kernel}/restart", "POST", 60).close()
         self.wait_for_idle()
 
-    def wait_for_idle(self, seconds: float = 60) -> None:
+    def end_kernels(self) -> None:
+        """Shut down all kernels that the server has."""
+        for session in self.ask("api/sessions"):
+            self._request(f"api/sessions/{session['id']}", "DELETE", 60).close()
+
+    def wait_for_idle(self, seconds: float = 120) -> None:
         """Until no cell runs, and the kernel is connected; a page opened while one did shows nothing of it."""
         self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
         # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
@@ -189,8 +194,12 @@ class LabPage:
 
     def ask(self, what: str) -> Any:
         """What the server's API answers."""
-        with urllib.request.urlopen(f"{self.server['url']}{what}?token={self.server['token']}", timeout=10) as answer:
+        with self._request(what, "GET", 10) as answer:
             return json.load(answer)
+
+    def _request(self, what: str, method: str, seconds: float) -> Any:
+        address = f"{self.server['url']}{what}?token={self.server['token']}"
+        return urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=seconds)
 
     def cell(self, number: int) -> Any:
         return self.page.locator(f"{PANEL} .jp-Notebook .jp-Cell").nth(number)
@@ -214,7 +223,7 @@ class LabPage:
                 press_at = time.monotonic() + 10
                 self.cell(number).locator(".jp-InputArea-editor").click(timeout=20_000)
                 self.page.keyboard.press("Control+Enter")
-            self.page.wait_for_timeout(20)
+            self.page.wait_for_timeout(POLL_MS)
 
     def run(self, number: int, seconds: float = 60) -> str:
         """Run a cell, wait until it is over; returns what it shows."""
@@ -229,13 +238,13 @@ class LabPage:
         deadline = time.monotonic() + seconds
         while not self.is_done(number):
             assert time.monotonic() < deadline, f"cell {number} is not over: {self.output(number)[-500:]}"
-            self.page.wait_for_timeout(50)
+            self.page.wait_for_timeout(POLL_MS)
 
     def wait_for_output(self, number: int, text: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.output(number):
             assert time.monotonic() < deadline, f"{text!r} is not in cell {number}: {self.output(number)[-500:]!r}"
-            self.page.wait_for_timeout(50)
+            self.page.wait_for_timeout(POLL_MS)
 
     def interrupt(self) -> None:
         """Press the stop button of the notebook's toolbar."""

@@ -19,13 +19,14 @@ CELLS = {
     "start": "%cluster start -n 2 --cpu --ttl 30 --name shown",
     "dashboard": "%dashboard",
     "trainer": (
-        "%%distributed\n"
+        "%%distributed\nimport time\n"
         "trainer = nbkit.Trainer(\n"
         "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=2, width=32)),\n"
         "    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),\n"
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
         "    batch_size=4 * world_size,\n"
+        "    callbacks=[lambda *_: time.sleep(0.03)],\n"  # leaves the browser some of the machine
         ")"
     ),
     "fit": "%%distributed\ntrainer.fit(100_000)",

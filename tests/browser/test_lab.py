@@ -17,7 +17,7 @@ CELLS = {
     "ticks": "%%distributed\nimport time\nfor tick in range(600):\n    print('tick', tick)\n    time.sleep(0.05)",
     "kept": "%%distributed\ntick > 3",
     "trainer": (
-        "%%distributed\n"
+        "%%distributed\nimport time\n"
         "train = nbkit.TextDataset(block=32, limit=100_000)\n"
         "trainer = nbkit.Trainer(\n"
         "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=1, width=32)),\n"
@@ -25,6 +25,7 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=train,\n"
         "    batch_size=4 * world_size,\n"
+        "    callbacks=[lambda *_: time.sleep(0.03)],\n"  # leaves the browser some of the machine
         ")"
     ),
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",

@@ -14,14 +14,15 @@ CELLS = {
     "load": "%load_ext nbkit",
     "start": "%cluster start -n 4 --cpu --ttl 30",
     "trainer": (
-        "%%distributed\n"
+        "%%distributed\nimport time\n"
         "torch.set_num_threads(1)\n"
         "trainer = nbkit.Trainer(\n"
         "    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=32, layers=4, heads=4, width=32)),\n"
         "    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),\n"
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
-        "    batch_size=16, log_dir=None)\n"
+        "    batch_size=16, log_dir=None,\n"
+        "    callbacks=[lambda *_: time.sleep(0.03)])\n"  # leaves the browser some of the machine
     ),
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
@@ -64,7 +65,7 @@ class PanelOnPage:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"{why}; the panel shows:\n{self.root.inner_text()}"
-            self.page.page.wait_for_timeout(30)
+            self.page.page.wait_for_timeout(100)
 
     @property
     def strategy(self) -> str:
@@ -186,11 +187,16 @@ def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: P
 
 
 def test_the_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
-    for name in ("Settings", "Theme", "JupyterLab Dark"):
-        page.page.locator(f".lm-Menu-itemLabel:text-is('{name}'), .lm-MenuBar-itemLabel:text-is('{name}')").last.click()
-    page.page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
+    choose_theme(page, "Dark")
     panel.choose("dp=2 tp=2")
     page.picture(tmp_path / "dark.png")
+    choose_theme(page, "Light")  # the server remembers it for the other files
+
+
+def choose_theme(page: Any, theme: str) -> None:
+    for name in ("Settings", "Theme", f"JupyterLab {theme}"):
+        page.page.locator(f".lm-Menu-itemLabel:text-is('{name}'), .lm-MenuBar-itemLabel:text-is('{name}')").last.click()
+    page.page.wait_for_selector(f"body[data-jp-theme-light='{str(theme == 'Light').lower()}']", state="attached")
 
 
 def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) -> None:

@@ -104,7 +104,7 @@ def test_bars_of_rich_move_each_in_its_own_place(page: Any, go: Path, tmp_path: 
     deadline = time.monotonic() + 40
     while page.output(number).count("50%") < 4:
         assert time.monotonic() < deadline, page.output(number)
-        page.page.wait_for_timeout(50)
+        page.page.wait_for_timeout(100)
     assert page.prompt(number) == "[*]:"
     page.picture(tmp_path / "half.png")
 
@@ -134,4 +134,4 @@ def wait_for_bars(page: Any, number: int, *, half: bool) -> None:
         if half and page.output(number).count("/40") == 4 and "0/40" not in page.output(number).replace("20/40", ""):
             return  # tqdm itself draws ten times a second: some stand a little before the middle
         assert time.monotonic() < deadline, page.output(number)
-        page.page.wait_for_timeout(50)
+        page.page.wait_for_timeout(100)

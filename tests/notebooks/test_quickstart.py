@@ -10,6 +10,7 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
+from clusters import end_clusters
 
 from nbkit.notebook.cluster import registry
 
@@ -48,8 +49,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             yield notebook
         finally:
             # A cell that failed half-way leaves its cluster behind.
-            for entry in registry.entries():
-                registry.end(entry)
+            end_clusters(folder / "NBKIT_HOME")
 
 
 def test_no_cell_fails(executed: Any) -> None:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+from clusters import end_clusters
 from jupyter_client.manager import KernelManager
-
-from nbkit.notebook.cluster import registry
 
 
 @dataclass
@@ -68,10 +66,7 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         # A test that failed half-way has left its cluster running.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NBKIT_HOME", self.environment["NBKIT_HOME"])
-            for entry in registry.entries():
-                registry.end(entry)
+        end_clusters(Path(self.environment["NBKIT_HOME"]))
 
     def restart(self, *, kill: bool) -> None:
         """What the restart button does; kill: what happens to a kernel that runs out of memory."""

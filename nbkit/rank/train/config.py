@@ -56,7 +56,12 @@ class Setup:
 
 
 def warn_without_effect(
-    data: Any, shuffle: bool | None, eval_data: Any, eval_every: int | None, save_every: int | None, save_path: Any
+    data: Any,
+    shuffle: bool | None,
+    eval_data: Any,
+    eval_every: int | None,
+    save_every: int | str | None,
+    save_path: Any,
 ) -> None:
     """Name every setting of a Trainer that means nothing beside the others."""
     without = [

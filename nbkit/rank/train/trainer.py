@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from nbkit.durations import seconds_of
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
@@ -50,14 +51,14 @@ class Trainer(Switchable):
     scale on the loss). clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
     microbatch_size: samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style
     data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
-    eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: checkpoints (default:
-    checkpoint in the run's directory). callbacks: called as f(trainer, record) with each finished record, on every
-    rank. log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
-    records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
-    the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
-    splits it; both only where nbkit does not find out by itself. example: a small batch to run the model on, for
-    iterable data. recompute: compute activations again in the backward pass. offload: "cpu" keeps the optimizer's state
-    in host memory. compile: each block, where that is sound.
+    eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so
+    many steps, or "10min" of training (default: checkpoint in the run's directory). callbacks: called as f(trainer,
+    record) with each finished record, on every rank. log_every: steps between gradient norms when nothing clips.
+    log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the run's.
+    progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan:
+    module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
+    example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
+    pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -82,7 +83,7 @@ class Trainer(Switchable):
         collate: Callable[[list[Any]], Any] = default_collate,
         eval_data: Any = None,
         eval_every: int | None = None,
-        save_every: int | None = None,
+        save_every: int | str | None = None,
         save_path: str | Path | None = None,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
         log_every: int = 10,
@@ -96,7 +97,9 @@ class Trainer(Switchable):
         offload: str | None = None,
         compile: bool | str = False,
     ) -> None:
-        check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_every)
+        self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
+        save_steps = save_every if self._save_seconds is None else None
+        check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
@@ -123,7 +126,8 @@ class Trainer(Switchable):
         self._rate = Rate(self.job.optimizer, lr_schedule)
         self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
         self._eval_data, self._eval_every = eval_data, eval_every
-        self._save_every, self._save_path, self._callbacks = save_every, save_path, tuple(callbacks)
+        self._save_every, self._save_path, self._callbacks = save_steps, save_path, tuple(callbacks)
+        self._saved_step, self._unsaved_s = 0, 0.0
         self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
@@ -187,6 +191,8 @@ class Trainer(Switchable):
         if not left:
             return Records()
         with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
+            if self._save_seconds is not None:
+                self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
             for _ in range(left):
                 self._make_step()
                 self.job.at_boundary()
@@ -236,6 +242,7 @@ class Trainer(Switchable):
             ensure_one(self.job)
             self.job.ledger.settle()
             checkpoint.save(self.job, path)
+        self._saved_step, self._unsaved_s = self.step, 0.0
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
     def load(self, path: str | Path) -> None:
@@ -248,6 +255,7 @@ class Trainer(Switchable):
         checkpoint.restore(self.job, saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
+        self._saved_step, self._unsaved_s = self.step, 0.0
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -260,7 +268,9 @@ class Trainer(Switchable):
         job = self.job
         if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
             job.log(eval_loss=self.evaluate())
-        if self._save_every and job.step % self._save_every == 0:
+        # The seconds in the records are the same on every rank, and so is what is done by them.
+        late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
+        if late or (self._save_every and job.step % self._save_every == 0):
             self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
 
     def _update(self) -> None:
@@ -307,6 +317,7 @@ class Trainer(Switchable):
     def _call_back(self, event: Event) -> None:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.broken_off:
+            self._unsaved_s += event.record["seconds"]
             for callback in self._callbacks:
                 callback(self, event.record)
 

@@ -73,6 +73,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({"model": lambda: fully_shard(net())}, ["FSDP", "before fully_shard"]),
     "a loader": ({"data": DataLoader(points(), batch_size=4)}, ["is a DataLoader", "data=loader.dataset"]),
     "no whole batch": ({"batch_size": 8.0}, ["batch_size is a whole number", "8.0"]),
+    "no time": ({"save_every": "soon"}, ["'soon' is no length of time", "10min"]),
     "no rows": ({"microbatch_size": -1}, ["microbatch_size is a whole number", "-1"]),
 }  # fmt: skip
 IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,36 @@ def test_fit_makes_so_many_steps_or_those_that_are_left_until_one() -> None:
     assert run_ranks(until, 1) == [
         [[[1, 2], [3, 4, 5], []], 5, [either, either, "until is a whole number, at least 1."]]
     ]
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.rows = points(64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return self.rows[index]
+
+
+def saved_by_time(world: Any, folder: Path) -> list[Any]:
+    saved: list[int] = []
+    emit.listeners.append(lambda event: saved.append(event.step) if event.kind == "checkpoint" else None)
+    trainer = quiet(data=Slow(), save_every="0.05s", save_path=folder)
+    for _ in range(3):
+        trainer.fit(6)
+    return [saved, [record["seconds"] for record in trainer.history]]
+
+
+def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
+    (saved, seconds), other = run_ranks(saved_by_time, 2, tmp_path / "kept")
+
+    assert other == [saved, seconds]
+    assert len(saved) >= 2
+    for before, step in zip([0, *saved], saved, strict=False):
+        assert sum(seconds[before:step]) >= 0.05
 
 
 def scheduled(world: Any) -> list[Any]:

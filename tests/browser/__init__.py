@@ -1,0 +1,1 @@
+"""A package, so that the browser and the server of its tests end with the last of them."""
