@@ -14,7 +14,6 @@ from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from nbkit.rank.telemetry import emit
 from nbkit.rank.train.progress import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
@@ -22,7 +21,6 @@ from nbkit.records.events import Event
 
 def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
     events: list[Event] = []
-    emit.listeners.append(events.append)
     printed = io.StringIO()
     records: list[int] = []
     trainer = quiet(
@@ -34,6 +32,7 @@ def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
         clip_norm=1.0,
         callbacks=[lambda trainer, record: records.append(record["step"])],
     )
+    trainer.job.ledger.listeners.append(events.append)
     with contextlib.redirect_stdout(printed):
         trainer.fit(3)
         trainer.lr = 0.05
