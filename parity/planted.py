@@ -30,8 +30,8 @@ from nbkit.rank.parallel.tensor.apply import _Surgery
 from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
 from nbkit.rank.parallel.tensor.column_row_pair import Link
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
-from nbkit.rank.train.step import gradients
-from nbkit.rank.train.step.gradients import Gradients
+from nbkit.rank.train.step import step as training_step
+from nbkit.rank.train.step.step import TrainingStep
 from parity.cells import Cell
 from parity.figures import BARS, compared
 from parity.rounds import truths
@@ -109,8 +109,8 @@ def _mean_of_means(weigh: Any) -> Any:
 
 
 def _rows_of_equal_ranks(backward: Any) -> Any:
-    def wrong(self: Gradients, shard: Any, **kwargs: Any) -> Any:
-        return backward(self, replace(shard, total=max(1, shard.rows * self.side.axes.size("dp"))), **kwargs)
+    def wrong(self: TrainingStep, shard: Any) -> Any:
+        return backward(self, replace(shard, total=max(1, shard.rows * self.side.axes.size("dp"))))
 
     return wrong
 
@@ -186,9 +186,9 @@ BUGS = (
     Bug("the gradient of a tied weight is not summed over its stages", _cell("pp", subject="gpt_tied"),
         _around(Side, "_sum_partial", _without("ties"))),
     Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _cell("dp=2", "mask"),
-        _around(gradients, "weigh", _mean_of_means)),
+        _around(training_step, "weigh", _mean_of_means)),
     Bug("a short last batch is averaged over ranks as if each had as many rows", _cell("dp=2", "ragged"),
-        _around(Gradients, "backward", _rows_of_equal_ranks)),
+        _around(TrainingStep, "backward", _rows_of_equal_ranks)),
     Bug("the norms between split positions are not summed over the tensor axis", _cell("tp"),
         _around(Side, "_sum_partial", _without("partial"))),
     Bug("the parameters of blocks are not summed over the context axis", _cell("cp=2"),
@@ -214,7 +214,7 @@ BUGS = (
     Bug("the norm counts what several ranks hold several times", _cell("tp", "clip"),
         _around(Side, "grad_norm", _without("replication"))),
     Bug("the causal mask is off by one on later ranks", _cell("cp=2"), _around(_Attention, "_attend", _mask_too_early)),
-    Bug("the last micro-batch is dropped", _cell("pp"), _around(Gradients, "cut", lambda cut: lambda self, shard: (
+    Bug("the last micro-batch is dropped", _cell("pp"), _around(TrainingStep, "cut", lambda cut: lambda self, shard: (
         cut(self, shard)[:-1]))),
     Bug("the replicas of sharding groups are not summed", _cell("hsdp"), _around(Reduction, "cross", lambda _: (
         lambda self: None))),

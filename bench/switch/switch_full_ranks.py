@@ -37,7 +37,8 @@ class Worker:
         gc.collect()
         trim(CPU)
         now, old, job = bytes_held()[0], self._held(), self.job.job
-        new = side_bytes(job, Strategy.parse(strategy, job.world_size), job.rank)
+        to = Strategy.parse(strategy, job.world_size)
+        new = side_bytes(job.blueprint, job.bytes_per_element(), to, job.rank)
         os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
         reset_peak()
         said: dict[str, Any] = {"place": None, "identical": None, "pause": None}

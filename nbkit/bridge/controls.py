@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,17 @@ class Controls:
                 raise
             return
         goes_on = step_boundary.training() is not None and not pause.is_held()
-        if control.do in ("switch", "undo") and goes_on and getattr(job, "fallback", None) is not None:
+        if control.do in ("switch", "undo") and goes_on and job.pending is not None and not job.pending.done():
             # The first step under the new strategy says what came of it: nothing else acts before that.
-            job.fallback.listeners.append(lambda event, error: self._proven(control, owner, event, error))
+            job.pending.add_done_callback(lambda pending: self._proven(control, owner, pending))
             return
         self._tell(control, owner, result=result)
         if control.do == "pause":
             pause.hold(job.device)
 
-    def _proven(self, control: Control, owner: Any, event: Switched | None, error: BaseException | None) -> None:
-        self._tell(control, owner, result=asdict(event) if event is not None else None, error=error)
+    def _proven(self, control: Control, owner: Any, pending: Future[Switched]) -> None:
+        error = pending.exception()
+        self._tell(control, owner, result=asdict(pending.result()) if error is None else None, error=error)
 
     def unserved(self, control: Control) -> None:
         """The training ended before it came to `control`."""
@@ -156,9 +158,10 @@ class Controls:
 def _torn(owner: Any) -> bool:
     """Whether the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off, which
     it may have done on this rank alone while the others wait in it."""
-    job = getattr(owner, "job", owner)
-    broken_off = step_boundary.training() is not None and getattr(job, "broken_off", False)
-    return bool(broken_off or getattr(job, "half_way", False))
+    integrity = getattr(getattr(owner, "job", owner), "integrity", None)
+    if integrity is None:
+        return False
+    return bool(integrity.half_way or (step_boundary.training() is not None and integrity.broken_off))
 
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:

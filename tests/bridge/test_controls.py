@@ -11,6 +11,7 @@ import pytest
 from nbkit.bridge.controls import VERDICTS_KEPT, Control, Controls
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
+from nbkit.rank.train.control.integrity import Integrity
 
 
 class Refusing:
@@ -20,7 +21,7 @@ class Refusing:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-        self.job = SimpleNamespace(step=7, strategy="dp=2")
+        self.job = SimpleNamespace(step=7, strategy="dp=2", pending=None, integrity=Integrity())
 
     def switch(self, strategy: str, *, beside: bool) -> Any:
         raise self.error
@@ -63,7 +64,7 @@ def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
 ) -> None:
     """It may be this rank's alone, while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
-    owner.job.broken_off = True
+    owner.job.integrity.broken_off = True
     monkeypatch.setattr(step_boundary, "_training", owner)
     with pytest.raises(TrainingError):
         served(controls, owner, strategy="pp")

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint.checkpoint import state_of
 from nbkit.rank.train.checkpoint.export_safetensors import export
+from nbkit.rank.train.checkpoint.job_state import state
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -23,7 +23,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def state_now(trainer: Any) -> dict[str, Any]:
-    tensors = {key: tensor.clone() for key, (tensor, _) in state_of(trainer.job).items()}
+    tensors = {key: tensor.clone() for key, (tensor, _) in state(trainer.job.side, trainer.job.optimizer.inner).items()}
     return {"tensors": tensors, "step": trainer.step, "lr": trainer.lr, "history": [*trainer.history]}
 
 

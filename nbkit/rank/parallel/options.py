@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.context.positionwise import Positionwise
+from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.choose import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan

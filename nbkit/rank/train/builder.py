@@ -14,20 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
-from nbkit.rank.data.batch import call, on_device, pair, rows_of
+from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import coupled
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.models.pretrained import Pretrained, Shell
-from nbkit.rank.parallel.check_findings import warn_of
+from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
-from nbkit.rank.parallel.options import Coupled, Wishes
+from nbkit.rank.parallel.options import Wishes, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
@@ -46,7 +47,6 @@ from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, Plans
-from nbkit.rank.train.switch.rank_reports import told
 from nbkit.strategy import Strategy
 
 __all__ = ["Blueprint", "Model", "Optimizer"]
@@ -72,7 +72,7 @@ class Blueprint:
         device: torch.device,
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device, self.setup = rank, world_size, device, setup
         self.offload = setup.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
@@ -107,7 +107,14 @@ class Blueprint:
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self.link = link_of(device)
-        self.first_batches = FirstBatches(self, setup)
+        self._first_batches = FirstBatches(
+            setup.loss,
+            setup.inputs,
+            parted=setup.microbatch_size is not None,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+        )
 
     def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
         """The side that a job starts with, and its optimizer. The whole model is let go of."""
@@ -149,7 +156,8 @@ class Blueprint:
         return side, optimizer
 
     def _alike(self, strategy: Strategy) -> bool:
-        stamps = told(self.groups_made(strategy), world_size=self.world_size, device=self.device)
+        own = self.groups_made(strategy)
+        stamps = all_gather_objects(own, world_size=self.world_size, device=self.device)
         return len(set(stamps)) == 1
 
     def groups_made(self, strategy: Strategy) -> int:
@@ -214,9 +222,18 @@ class Blueprint:
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
-    def couple(self, found: Coupled) -> None:
-        """From now on strategies that part rows are refused, or warned of, for what was found."""
+    def look_at_first(self, side: Side, shard: Shard, step: int) -> None:
+        """Look at the batch of `step`, if it is one of the first, for rows that are coupled. Collective in those.
+
+        From then on strategies that part rows are refused, or warned of. Raises StrategyError, on every rank alike,
+        where the one in force does.
+        """
+        if (found := self._first_batches.look(side, shard, step)) is None:
+            return
         self.wishes = self.outlines.wishes = replace(self.wishes, coupled=found)
+        need_rows(self.wishes, side.strategy)
+        for finding in warn_of_coupled(self.wishes, side.strategy):
+            warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
     def took(self, side: Side) -> None:
         """The job computes with `side` now."""

@@ -26,7 +26,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
     with job.side.evaluating(), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
         for shard in every:
-            sums += job.gradients.evaluate(shard)
+            sums += job.training_step.evaluate(shard)
     if job.world_size > 1:
         dist.all_reduce(sums)
     total, count = sums.tolist()

@@ -8,11 +8,13 @@ NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.planner import forecast
@@ -23,13 +25,11 @@ from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, new_run_dir
-from nbkit.rank.train.estimate.cost_model import foresee
+from nbkit.rank.train.estimate.cost_model import Foresight
 from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
-
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
+from nbkit.strategy import Strategy
 
 __all__ = ["Recorder", "record_run"]
 
@@ -49,11 +49,11 @@ class Recorder:
         self._session: Session | None = None
         self._run_dir = Path()
         self._due = self._since = self._marked = 0
-        self._foreseen = ""
+        self._foreseen, self._forecasts = "", False
 
-    def begin(self, session: Session, run_dir: Path) -> None:
-        """Record from here on."""
-        self._session, self._run_dir = session, run_dir
+    def begin(self, session: Session, run_dir: Path, *, forecasts: bool) -> None:
+        """Record from here on. forecasts: this is the rank that writes what the formulas say."""
+        self._session, self._run_dir, self._forecasts = session, run_dir, forecasts
 
     @property
     def recent(self) -> list[StepRecord]:
@@ -72,27 +72,35 @@ class Recorder:
         if isinstance(event, RunStarted):
             self._marked = event.step
 
-    def after_step(self, job: Job) -> None:
-        """The optimizer has made its step, and the gradients are still there."""
-        step, training = job.step, clock.laps is not None and clock.state != OUTSIDE
+    def after_step(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        held: Iterable[nn.Parameter],
+        strategy: Strategy,
+        foresight: Callable[[], Foresight],
+    ) -> None:
+        """The optimizer has made step number `step`, and the gradients are still there. held: see ShardedModel."""
+        training = clock.laps is not None and clock.state != OUTSIDE
         # A trial's steps are none of the training's.
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
             return
         with phase(OTHER):
-            held = job.side.held.values()
-            self._session.memory(memory_of(job.model, job.optimizer.inner, step=step, held=held, device=job.device))
+            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device))
             if step == self._due:
                 self._peak = self.peak_bytes
                 reset_peak(self._device)  # the next count says what this strategy takes
-            if job.rank == 0 and self._foreseen != str(job.strategy):
-                self._foreseen = str(job.strategy)
+            if self._forecasts and self._foreseen != str(strategy):
+                self._foreseen = str(strategy)
                 # No formula is worth a training, and the other ranks make none and would wait.
                 try:
-                    forecast.append(self._run_dir, foresee(job, since=self._since))
+                    forecast.append(self._run_dir, foresight().forecast(strategy, since=self._since))
                 except (NbkitError, OSError):
                     pass
                 except Exception as error:
-                    warnings.warn(f"no formula for {job.strategy}: {type(error).__name__}: {error}", stacklevel=2)
+                    warnings.warn(f"no formula for {strategy}: {type(error).__name__}: {error}", stacklevel=2)
 
     def look_closely(self) -> None:
         """Keep the first steps from here on moment by moment, as after every switch."""
@@ -124,51 +132,59 @@ class Recorder:
             clock.step(step)
 
 
-def record_run(job: Job, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> Path | None:
-    """Have everything recorded that `job` does, in a new directory under `log_dir`; None: nothing. Collective.
+def record_run(
+    recorder: Recorder,
+    listeners: list[Callable[[Event], None]],
+    log_dir: str,
+    *,
+    name: str | None,
+    batch: int | None,
+    strategy: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> Path:
+    """Have everything recorded that a job does, in a new directory under `log_dir`. Collective.
 
-    Returns that directory, `job.run_dir`, the same on every rank. Raises TrainingError, on every rank, when rank 0
-    cannot make it; a rank on a host that cannot write there warns, and trains without records.
+    Returns that directory, the same on every rank; adds to `listeners` who writes there. Raises TrainingError, on every
+    rank, when rank 0 cannot make it; a rank on a host that cannot write there warns, and trains without records.
     """
-    if log_dir is None:
-        return None
-    told = [_made(job, log_dir, name, batch) if job.rank == 0 else ("", "")]
-    if job.world_size > 1:
-        dist.broadcast_object_list(told, src=0, device=job.device)
+    told = [_made(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
+    if world_size > 1:
+        dist.broadcast_object_list(told, src=0, device=device)
     folder, problem = told[0]
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
-    job.run_dir = run_dir = Path(folder)
-    listeners = job.ledger.listeners
-    if job.rank == 0:
+    run_dir = Path(folder)
+    if rank == 0:
         listeners.append(BoardWriter(run_dir))
     if mode() == "off":
         return run_dir
-    offset, here = clock_offset(device=job.device), world.current()
+    offset, here = clock_offset(device=device), world.current()
     try:
         session = Session(
             run_dir,
-            rank=job.rank,
-            world_size=job.world_size,
-            device=job.device,
-            strategy=str(job.strategy),
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            strategy=strategy,
             offset_ns=offset,
-            base_bytes=job.recorder.base_bytes,
-            first_of_host=here is None or job.rank % here.place.local_world_size == 0,
+            base_bytes=recorder.base_bytes,
+            first_of_host=here is None or rank % here.place.local_world_size == 0,
         )
     except OSError as error:
-        warnings.warn(f"rank {job.rank} records nothing: {type(error).__name__}: {error}", stacklevel=3)
+        warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
         return run_dir
-    job.recorder.begin(session, run_dir)
+    recorder.begin(session, run_dir, forecasts=rank == 0)
     # In this order: the scalars are read from what the session has written.
-    listeners += [session, job.recorder, ScalarWriter(run_dir, job.rank)]
+    listeners += [session, recorder, ScalarWriter(run_dir, rank)]
     return run_dir
 
 
-def _made(job: Job, log_dir: str, name: str | None, batch: int | None) -> tuple[str, str]:
+def _made(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
     """(the new directory, "") or ("", what is wrong)."""
     try:
-        made = new_run_dir(log_dir, name=name, strategy=str(job.strategy), batch=batch)
+        made = new_run_dir(log_dir, name=name, strategy=strategy, batch=batch)
     except OSError as error:
         return "", f"{type(error).__name__}: {error}"
     # Absolute: a cell may change the working directory of one rank.

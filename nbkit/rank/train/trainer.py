@@ -21,27 +21,22 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.checkpoint import checkpoint
 from nbkit.rank.train.config import Setup, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
-from nbkit.rank.train.control.recovery import ensure_one
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.recorder import record_run
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
-from nbkit.rank.train.switch.fallback import first_step
-from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.train.switch.trial import try_out
 from nbkit.rank.train.validation import check_counts
-from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone
+from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
 __all__ = ["Trainer"]
 
 
-class Trainer(Switchable):
+class Trainer:
     """Trains `model` on `data`; collective: every rank makes the same calls.
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
@@ -98,7 +93,7 @@ class Trainer(Switchable):
         compile: bool | str = False,
     ) -> None:
         self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
-        save_steps = save_every if self._save_seconds is None else None
+        save_steps = None if isinstance(save_every, str) else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
@@ -128,11 +123,12 @@ class Trainer(Switchable):
         self._eval_data, self._eval_every = eval_data, eval_every
         self._save_every, self._save_path, self._callbacks = save_steps, save_path, tuple(callbacks)
         self._saved_step, self._unsaved_s = 0, 0.0
-        self.run_dir = record_run(self.job, log_dir, name=name, batch=batch_size)
+        self.job.record(log_dir, name=name, batch=batch_size)
+        self.run_dir = self.job.run_dir
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
+        self.job.read_from(Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back))
         note(self)
 
     @property
@@ -198,6 +194,14 @@ class Trainer(Switchable):
                 self.job.at_boundary()
         return Records(record for record in self.history if record["step"] > first)
 
+    def switch(self, strategy: str, *, beside: bool = False) -> Switched:
+        """Train on under another strategy: see Job.switch. Collective, between two steps."""
+        return self.job.switch(strategy, beside=beside)
+
+    def undo(self, *, beside: bool = False) -> Switched:
+        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        return self.job.undo(beside=beside)
+
     def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
         """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective.
 
@@ -213,7 +217,7 @@ class Trainer(Switchable):
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
         with self.job.ledger.clock.stopped():
-            ensure_one(self.job)
+            self.job.level()
             return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
 
     def generate(
@@ -222,7 +226,7 @@ class Trainer(Switchable):
         """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.models.generate."""
         check_counts(tokens=tokens)
         with self.job.ledger.clock.stopped():
-            ensure_one(self.job)
+            self.job.level()
             return generate(
                 self.job.side,
                 prompt,
@@ -239,9 +243,9 @@ class Trainer(Switchable):
         Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands.
         """
         with self.job.ledger.clock.stopped():
-            ensure_one(self.job)
+            self.job.level()
             self.job.ledger.settle()
-            checkpoint.save(self.job, path)
+            self.job.save(path)
         self._saved_step, self._unsaved_s = self.step, 0.0
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
@@ -249,10 +253,10 @@ class Trainer(Switchable):
         """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.
-        saved, before = checkpoint.opened(self.job, path), self.step
+        saved, before = self.job.opened(path), self.step
         position = saved.about["position"]
         self._stream.seek(position["epoch"], position["offset"])
-        checkpoint.restore(self.job, saved)
+        self.job.load(saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
         self._saved_step, self._unsaved_s = self.step, 0.0
@@ -260,8 +264,7 @@ class Trainer(Switchable):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
-        ensure_one(self.job)
-        return checkpoint.full_state_dict(self.job)
+        return self.job.full_state_dict()
 
     def _make_step(self) -> None:
         self._update()
@@ -276,22 +279,23 @@ class Trainer(Switchable):
     def _update(self) -> None:
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
-            with first_step(job) as first:
-                with phase("optimizer"):
-                    self._rate.prepare(step)
-                with phase("data"):
-                    job.seed_data(own=self._stream.own)
-                    shard = self._stream.next()
-                job.backward(shard)
-                if self._clip_norm is not None:
-                    job.clip(self._clip_norm)
-                elif (step + 1) % self._log_every == 0:
-                    job.grad_norm()
-                first.prove()
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-            if first.taken_back:
-                self._update()
+            taken_back = True
+            while taken_back:
+                with job.first_step() as first:
+                    with phase("optimizer"):
+                        self._rate.prepare(step)
+                    with phase("data"):
+                        job.seed_data(own=self._stream.own)
+                        shard = self._stream.next()
+                    job.backward(shard)
+                    if self._clip_norm is not None:
+                        job.clip(self._clip_norm)
+                    elif (step + 1) % self._log_every == 0:
+                        job.grad_norm()
+                    first.prove()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                taken_back = first.taken_back
         except BaseException as error:
             # A batch whose loss is not finite is passed over; any other that made no step is read again.
             if job.step == step and not isinstance(error, NotFinite):
@@ -316,7 +320,7 @@ class Trainer(Switchable):
 
     def _call_back(self, event: Event) -> None:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
-        if isinstance(event, StepDone) and not self.job.broken_off:
+        if isinstance(event, StepDone) and not self.job.integrity.broken_off:
             self._unsaved_s += event.record["seconds"]
             for callback in self._callbacks:
                 callback(self, event.record)

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from nbkit.errors import TrainingError
 from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.train import recorder
+from nbkit.rank.train.estimate.cost_model import Foresight
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step import step_stats
 from nbkit.records.readings import bars, members_of, table
@@ -50,7 +50,7 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a number that the formulas did not expect")
 
-    recorder.foresee = broken
+    Foresight.forecast = broken
     trainer = quiet(log_dir=folder)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -76,7 +76,7 @@ def placed(world: Any, folder: str) -> list[tuple[str, str]]:
     watch(trainer._rate, "prepare")
     watch(trainer.job, "seed_data")
     watch(trainer._stream, "next")
-    watch(trainer.job, "_backward")
+    watch(trainer.job.training_step, "backward")
     watch(trainer.job.ledger, "check")
     watch(step_stats.StepReduction, "_read")
     trainer.fit(1)
@@ -162,7 +162,7 @@ def test_what_is_done_for_a_part_of_a_step_counts_as_that_part_and_its_numbers_a
         ("prepare", "optimizer"),
         ("seed_data", "data"),
         ("next", "data"),
-        ("_backward", "backward"),
+        ("backward", "backward"),
         ("check", "backward"),
         ("_read", "backward"),
         ("check", "other"),  # for the record, at the end of the run

@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.telemetry import emit
 from nbkit.rank.train.progress import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
@@ -24,7 +23,6 @@ from nbkit.records.events import Event
 
 def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
     events: list[Event] = []
-    emit.listeners.append(events.append)
     printed = io.StringIO()
     records: list[int] = []
     trainer = quiet(
@@ -36,6 +34,7 @@ def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
         clip_norm=1.0,
         callbacks=[lambda trainer, record: records.append(record["step"])],
     )
+    trainer.job.ledger.listeners.append(events.append)
     with contextlib.redirect_stdout(printed):
         trainer.fit(3)
         trainer.lr = 0.05
@@ -174,8 +173,8 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 def saved_by_time(world: Any, folder: Path) -> list[Any]:
     saved: list[int] = []
-    emit.listeners.append(lambda event: saved.append(event.step) if event.kind == "checkpoint" else None)
     trainer = quiet(data=Slow(), save_every="0.05s", save_path=folder)
+    trainer.job.ledger.listeners.append(lambda event: saved.append(event.step) if event.kind == "checkpoint" else None)
     for _ in range(3):
         trainer.fit(6)
     return [saved, [record["seconds"] for record in trainer.history]]

@@ -11,11 +11,11 @@ every rank.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,25 @@ from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
 
-if TYPE_CHECKING:
-    from nbkit.rank.parallel.context.positionwise import Positionwise
-
-__all__ = ["ContextSplit", "Spread", "context_parallel", "dim_of_positions"]
+__all__ = ["ContextSplit", "Positionwise", "Spread", "context_parallel", "dim_of_positions"]
 
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 
 _MASKS = ("mask", "bias", "padding")
+
+
+@dataclass(frozen=True)
+class Positionwise:
+    """Plain data, the same on every rank that gets it.
+
+    refused: why context parallelism would not train as one process does. between: names of parameters outside of the
+    blocks that work on a part of the positions. in_parts: block -> its arguments that are computed from a part.
+    """
+
+    refused: StrategyError | None = None
+    between: frozenset[str] = frozenset()
+    in_parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

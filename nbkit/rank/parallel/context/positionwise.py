@@ -10,9 +10,8 @@ Context parallelism is right for such models alone, and which they are cannot be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.block_proof import BlockCall, block_rules, refusal
+from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.context.model_proof import Between, replaced, run_between
 from nbkit.rank.parallel.context.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
@@ -34,23 +34,10 @@ from nbkit.rank.parallel.pipeline.dataflow import SHAPE_ONLY, tensors_in
 from nbkit.rank.parallel.pipeline.layer_chain import unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
 
-__all__ = ["Positionwise", "try_in_parts"]
+__all__ = ["try_in_parts"]
 
 _SIZES = (3, 2, 5, 7, 4)
 """Numbers of parts to try with; better parts of other lengths, so that what goes by windows shows."""
-
-
-@dataclass(frozen=True)
-class Positionwise:
-    """Plain data, the same on every rank that gets it.
-
-    refused: why context parallelism would not train as one process does. between: names of parameters outside of the
-    blocks that work on a part of the positions. in_parts: block -> its arguments that are computed from a part.
-    """
-
-    refused: StrategyError | None = None
-    between: frozenset[str] = frozenset()
-    in_parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def try_in_parts(

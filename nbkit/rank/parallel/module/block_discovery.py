@@ -8,14 +8,10 @@ A model without such a list offers its direct children.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from nbkit.rank.parallel.pipeline.layer_chain import Chain
-
-__all__ = ["structural_blocks", "units"]
+__all__ = ["structural_blocks"]
 
 
 def structural_blocks(module: nn.Module) -> list[str]:
@@ -24,13 +20,6 @@ def structural_blocks(module: nn.Module) -> list[str]:
     composite = [group for group in groups if 2 * sum(_has_parts(module, name) for name in group) >= len(group)]
     found = [name for group in composite or groups for name in group]
     return found or _direct(module, "")
-
-
-def units(module: nn.Module, chain: Chain | None = None) -> list[tuple[str, nn.Module]]:
-    """(name, block) of every block of which this rank holds something: those of `chain`, else by structure alone."""
-    names = chain.units if chain is not None else structural_blocks(module)
-    parts = [(name, module.get_submodule(name)) for name in names]
-    return [(name, part) for name, part in parts if _holds(part)]
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[list[str]]:
@@ -72,7 +61,3 @@ def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 def _has_parts(module: nn.Module, name: str) -> bool:
     return any(True for _ in module.get_submodule(name).children())
-
-
-def _holds(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

@@ -7,7 +7,7 @@ it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,26 +20,23 @@ from nbkit.errors import NbkitError, TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.sharded_model import Side
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.fit_check import check_fits, check_tensors
-from nbkit.rank.train.checkpoint.job_state import Held
 from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
-    from nbkit.rank.train.job import Job
 
 __all__ = [
     "Saved",
     "agree",
     "full_state_dict",
-    "names_of",
     "opened",
     "restore",
     "save",
     "settings_of",
-    "state_of",
     "take_settings",
 ]
 
@@ -56,12 +53,26 @@ class Saved:
 
     path: Path
     reader: Reader
-    about: Mapping[str, Any]
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return self.reader.about
 
 
-def save(job: Job, path: str | Path) -> None:
-    """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+def save(
+    path: str | Path,
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    *,
+    skeleton: nn.Module,
+    groups: Sequence[Sequence[str]],
+    about: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Write what `side` and `optimizer` hold, and `about`, to the directory `path`. Collective.
 
+    groups: the names of the parameters in each of the optimizer's groups.
     Raises TrainingError on every rank when one could not write: what was at `path` before stands.
     """
     # Its import takes a while, which only those who save wait for.
@@ -70,43 +81,38 @@ def save(job: Job, path: str | Path) -> None:
 
     from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
 
-    side, inner = job.side, job.optimizer.inner
-    held = state_of(job)
-    every = everyone(held, job_state.scalars(side, inner), world_size=job.world_size)
-    about = [""]
+    held = job_state.state(side, optimizer)
+    every = everyone(held, job_state.scalars(side, optimizer), world_size=world_size)
+    written = [""]
 
     def describe() -> None:
-        about[0] = encoded(
-            {
-                "names": names_of(job.blueprint.skeleton),
-                "groups": _groups(job),
-                "settings": settings_of(inner),
-                "numbers": dict(every.numbers),
-                "step": job.step,
-                "position": job.feed.position(),
-                "history": list(job.ledger.records),
-                "seed": job.seed,
-                "precision": job.precision.state_dict(),
-                "strategy": str(job.strategy),
-            }
-        )
+        of_model = {"names": _names_of(skeleton), "groups": groups}
+        of_optimizer = {"settings": settings_of(optimizer), "numbers": dict(every.numbers)}
+        written[0] = encoded({**of_model, **of_optimizer, **about})
 
     what = f"The checkpoint {str(path)!r} could not be written."
-    agree(describe if job.rank == 0 else lambda: None, what=what)
-    writer = Writer(Path(path), about[0])
+    agree(describe if rank == 0 else lambda: None, what=what)
+    writer = Writer(Path(path), written[0])
     try:
-        state_dict_saver.save({}, storage_writer=writer, planner=Saving(held, shares(every, job.rank)))
+        state_dict_saver.save({}, storage_writer=writer, planner=Saving(held, shares(every, rank)))
     except BaseException as error:
         writer.discard()
         if not isinstance(error, CheckpointException):
             raise
         failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
-        if isinstance(own := failures.get(job.rank), KeyboardInterrupt):
+        if isinstance(own := failures.get(rank), KeyboardInterrupt):
             raise own from None
         raise _failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
 
 
-def opened(job: Job, path: str | Path) -> Saved:
+def opened(
+    path: str | Path,
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    *,
+    skeleton: nn.Module,
+    groups: Sequence[Sequence[str]],
+) -> Saved:
     """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
     Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit. Each rank reads what it
@@ -118,43 +124,35 @@ def opened(job: Job, path: str | Path) -> Saved:
         from nbkit.rank.train.checkpoint.dcp_io import Reader
 
         reader = Reader(Path(path))
-        found.append(Saved(Path(path), reader, about_of(reader)))
+        found.append(Saved(Path(path), reader))
         return reader.digest
 
     what = f"The checkpoint {str(path)!r} could not be read."
     agree(open_it, what=what, hint=_WHOLE)
     saved = found[0]
-    own = settings_of(job.optimizer.inner)
+    own = settings_of(optimizer)
     settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
 
     def look_through() -> None:
-        check_fits(saved.about, names=names_of(job.blueprint.skeleton), groups=_groups(job), settings=settings)
-        check_tensors(saved.reader, job.side)
+        check_fits(saved.about, names=_names_of(skeleton), groups=groups, settings=settings)
+        check_tensors(saved.reader, side)
 
     agree(look_through, what=what, hint=_WHOLE)
     return saved
 
 
-def about_of(reader: Reader) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors, in the form that `save` gives it."""
-    return reader.about
-
-
-def restore(job: Job, saved: Saved) -> None:
-    """Weights, optimizer, step, seed and history as they were saved, whatever the strategy was. Collective.
+def restore(saved: Saved, side: Side, optimizer: torch.optim.Optimizer) -> None:
+    """Fill weights and optimizer as they were saved, whatever the strategy was. Collective.
 
     In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
     """
     from nbkit.rank.train.checkpoint.dcp_io import fill
 
-    side, inner, about = job.side, job.optimizer.inner, saved.about
-    job.half_way = True
-
     def read() -> None:
-        take_settings(inner, about["settings"])
-        inner.state.clear()
-        job_state.allocate(side, inner, by_name(saved.reader.kinds), about["numbers"])
-        fill(saved.reader, state_of(job))
+        take_settings(optimizer, saved.about["settings"])
+        optimizer.state.clear()
+        job_state.allocate(side, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
+        fill(saved.reader, job_state.state(side, optimizer))
 
     agree(
         read,
@@ -162,30 +160,26 @@ def restore(job: Job, saved: Saved) -> None:
         hint=_WHOLE,
     )
     side.data.refresh()
-    before, job.step, job.seed = job.step, about["step"], about["seed"]
-    job.ledger.moved(before)
-    job.gradients.reseed(job.seed)
-    job.ledger.records[:] = about["history"]
-    job.precision.load_state_dict(about.get("precision", {}))
-    job.whole_again()
 
 
-def full_state_dict(job: Job) -> dict[str, Tensor]:
+def full_state_dict(
+    side: Side, *, skeleton: nn.Module, rank: int, world_size: int, device: torch.device
+) -> dict[str, Tensor]:
     """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
 
     Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """
-    own = job_state.weights(job.side) | job_state.buffers(job.side)
-    every = everyone(own, {}, world_size=job.world_size)
-    names = names_of(job.blueprint.skeleton)
+    own = job_state.weights(side) | job_state.buffers(side)
+    every = everyone(own, {}, world_size=world_size)
+    names = _names_of(skeleton)
     wanted = {key: Layout.whole(shape) for _, key, shape in names}
-    plan = Plan.of(every.layouts, [wanted] * job.world_size, {key: kind.itemsize for key, kind in every.kinds.items()})
+    plan = Plan.of(every.layouts, [wanted] * world_size, {key: kind.itemsize for key, kind in every.kinds.items()})
     whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}
-    Exchange(plan, job.rank).run(own, whole, device=job.device)
+    Exchange(plan, rank).run(own, whole, device=device)
     return {name: whole[key][0] for name, key, _ in names}
 
 
-def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
+def _names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name in the model's state dict, key of what holds it, shape); a tied weight's names share one key."""
     keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
@@ -244,17 +238,3 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
 def _failed(what: str, failures: list[tuple[int, str]], hint: str = _HINT) -> TrainingError:
     more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
-
-
-def state_of(job: Job) -> Held:
-    """All that this rank holds of weights, buffers and what the optimizer keeps per element."""
-    side = job.side
-    return job_state.weights(side) | job_state.buffers(side) | job_state.per_element(side, job.optimizer.inner)
-
-
-def _groups(job: Job) -> list[list[str]]:
-    """Names of the parameters in each of the optimizer's groups, those added since included."""
-    names = {id(p): name for name, p in job.side.held.items()}
-    first = [list(group) for group in job.blueprint.template.groups]
-    added = job.optimizer.param_groups[len(first) :]
-    return first + [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]

@@ -13,7 +13,6 @@ import torch
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.layout import Layout
-from nbkit.rank.train.checkpoint.checkpoint import about_of
 from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
 
 __all__ = ["export"]
@@ -37,7 +36,7 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
     beside = Path(target).with_name(f"{Path(target).name}.tmp")
     try:
         reader = Reader(Path(folder))
-        about = about_of(reader)
+        about = reader.about
         header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(about["step"])}}
         end = 0
         for name, key, shape in about["names"]:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,6 @@ import torch.distributed as dist
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
-
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
 
 __all__ = ["Failures", "Guard", "let_go"]
 
@@ -50,18 +46,18 @@ class Failures:
 class Guard:
     """From when it is made until `end`. name: the same on every rank, and another one for every step."""
 
-    def __init__(self, job: Job, name: str) -> None:
-        self._job, self.alarm, self._ended = job, Alarm(name), not Alarm.possible()
+    def __init__(self, name: str, *, world_size: int, device: torch.device) -> None:
+        self._world_size, self._device = world_size, device
+        self.alarm, self._ended = Alarm(name), not Alarm.possible()
         if not self._ended:
             self.alarm.begin()
 
     def agree(self) -> None:
         """All ranks have come here without a failure. Collective: one small all-reduce."""
-        job = self._job
-        if job.world_size > 1:
-            here = torch.ones((), device=job.device)
+        if self._world_size > 1:
+            here = torch.ones((), device=self._device)
             dist.all_reduce(here)
-            all_here = int(here) == job.world_size  # waits: what was broken off on a GPU raises nothing
+            all_here = int(here) == self._world_size  # waits: what was broken off on a GPU raises nothing
             self.alarm.check()
             if not all_here:
                 raise Heard("another rank has failed")
@@ -91,7 +87,7 @@ class Guard:
         try:
             if not _waited(error):
                 alarm.ring()
-            said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._job)]))]
+            said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._device)]))]
             alarm.mend()
         except BaseException:
             # Whatever it was, others may have been woken, and their groups are broken.
@@ -121,12 +117,12 @@ def _spoken(error: BaseException) -> str:
     return "" if _waited(error) else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _unfit(job: Job) -> str:
+def _unfit(device: torch.device) -> str:
     """Why the device of this rank cannot go on, as after an assert in a kernel; "" where it can."""
-    if job.device.type != "cuda":
+    if device.type != "cuda":
         return ""
     try:
-        torch.cuda.synchronize(job.device)
+        torch.cuda.synchronize(device)
     except Exception as error:
         return _spoken(error)
     return ""

@@ -1,4 +1,4 @@
-"""After a training was broken off in mid-step, ranks may differ by a step: here they become one again, or say so.
+"""After a training was broken off in mid-step, ranks may differ by a step: here they are levelled again, or say so.
 
 An interrupt reaches each rank where it stands: one has updated its weights, another has not. The next training begins
 by comparing; only when something was broken off is anything moved: to the ranks that are behind, or torn, from those
@@ -8,10 +8,9 @@ that are whole at the furthest step of which they hold everything together.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,64 +18,67 @@ import torch.distributed as dist
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.sharded_model import Side
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.checkpoint import settings_of, state_of, take_settings
+from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name
 
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
-
-__all__ = ["become_one", "ensure_one"]
+__all__ = ["Progress", "Standing", "compare", "level", "whole_ranks"]
 
 
-def ensure_one(job: Job) -> None:
-    """`become_one`, unless a training runs: its beginning has seen to it. Collective."""
-    if not job._running:
-        become_one(job)
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank is, in numbers. broken_off, half_way: see Integrity. strategy: a number that stands for it.
 
-
-def become_one(job: Job) -> None:
-    """Compare how far the ranks are; level them if a step was broken off. Collective.
-
-    Raises TrainingError, on every rank, when no step is whole on the ranks that finished it: all of them were
-    interrupted within it, or a part of the state is nowhere else; or when they are under different strategies.
+    leads_back: no step has been made under the strategy, so that its first step may lead back to the one before.
     """
-    mine = [job.step, job.broken_off, job.half_way, zlib.crc32(str(job.strategy).encode()), job.fallback is not None]
-    everyone = [mine]
-    if job.world_size > 1:
-        told = torch.tensor(mine, dtype=torch.int64, device=job.device)
-        gathered = [torch.empty_like(told) for _ in range(job.world_size)]
-        dist.all_gather(gathered, told)
-        everyone = [one.tolist() for one in gathered]
-    if len({strategy for *_, strategy, _ in everyone}) > 1:
-        raise TrainingError(
-            "An interrupted switch left the ranks under different strategies.",
-            numbers=f"rank {job.rank}: {job.strategy}",
-            hint="build the Trainer again, and trainer.load(path) of a checkpoint",
-        )
-    if not all(way_back for *_, way_back in everyone):
-        job.fallback = None  # some have made the first step under this strategy, or do not know of it
-    steps = [step for step, *_ in everyone]
-    if len(set(steps)) == 1 and not any(broken or half for _, broken, half, *_ in everyone):
-        return
-    whole = [rank for rank, (_, _, half, *_) in enumerate(everyone) if not half]
+
+    step: int
+    broken_off: bool
+    half_way: bool
+    strategy: int
+    leads_back: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank that is behind takes, beside tensors: loss scale, step, history and position in the data."""
+
+    precision: dict[str, Any]
+    step: int
+    records: list[dict[str, Any]]
+    position: Any
+
+
+def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
+    """How far all ranks are, by rank. Collective: one all-gather of five numbers."""
+    if world_size == 1:
+        return [own]
+    mine = torch.tensor([int(each) for each in vars(own).values()], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine)
+    rows = [one.tolist() for one in gathered]
+    return [Standing(step, bool(off), bool(half), kind, bool(back)) for step, off, half, kind, back in rows]
+
+
+def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
+    """The ranks with whole weights, or [] where nothing was broken off and no rank needs anything.
+
+    Raises TrainingError, on every rank, when none has whole weights.
+    """
+    steps = [each.step for each in everyone]
+    if len(set(steps)) == 1 and not any(each.broken_off or each.half_way for each in everyone):
+        return []
+    whole = [rank for rank, each in enumerate(everyone) if not each.half_way]
     if not whole:
         raise TrainingError(
             "Every rank was interrupted within a step: no rank has whole weights.",
             numbers=f"finished steps: {', '.join(map(str, steps))}",
             hint="trainer.load(path) of a checkpoint, or build the Trainer again",
         )
-    source = whole[0]
-    if job.world_size > 1:
-        source = _level(job, steps, whole)
-    job.whole_again()
-    if len(set(steps)) > 1 and job.rank == 0:
-        warnings.warn(
-            f"the last training was broken off in mid-step: finished steps of ranks 0-{len(steps) - 1} were "
-            f"{', '.join(map(str, steps))}; all go on from rank {source}'s step {steps[source]}",
-            stacklevel=2,
-        )
+    return whole
 
 
 @dataclass(frozen=True)
@@ -90,33 +92,71 @@ class _Held:
     numbers: Mapping[str, Mapping[str, Any]]
 
 
-def _level(job: Job, steps: Sequence[int], whole: Sequence[int]) -> int:
-    """Every rank at one step, whole; returns the rank whose history and position they took."""
-    side, inner = job.side, job.optimizer.inner
-    own = state_of(job)
+def level(
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    own: Progress,
+    steps: Sequence[int],
+    whole: Sequence[int],
+    *,
+    rank: int,
+    device: torch.device,
+) -> Progress:
+    """Move weights and optimizer state of the furthest whole step to the ranks that lack them. Collective.
+
+    Returns the progress that every rank is to go on with. Raises TrainingError, on every rank, when no step is whole.
+    """
+    sources = [0]
+    if len(steps) > 1:
+        sources = _move(side, optimizer, steps, whole, rank=rank, device=device)
+        held: list[Any] = [(settings_of(optimizer), own) if rank == sources[0] else None]
+        dist.broadcast_object_list(held, src=sources[0], device=device)
+        settings, taken = held[0]
+        if rank != sources[0]:
+            take_settings(optimizer, settings)
+            own = taken
+    if len(set(steps)) > 1 and rank == 0:
+        warnings.warn(
+            f"the last training was broken off in mid-step: finished steps of ranks 0-{len(steps) - 1} were "
+            f"{', '.join(map(str, steps))}; all go on from rank {sources[0]}'s step {steps[sources[0]]}",
+            stacklevel=4,
+        )
+    return own
+
+
+def _move(
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[int],
+    whole: Sequence[int],
+    *,
+    rank: int,
+    device: torch.device,
+) -> list[int]:
+    """Every rank at one step, whole; the ranks that everything was taken from."""
+    own = job_state.state(side, optimizer)
     weights = job_state.weights(side) | job_state.buffers(side)
-    everyone: list[Any] = [None] * job.world_size
-    dist.all_gather_object(
-        everyone,
+    everyone = all_gather_objects(
         _Held(
             {key: layout for key, (_, layout) in weights.items()},
             {key: layout for key, (_, layout) in own.items() if key not in weights},
             dict(side.data.layouts),
             {key: tensor.dtype for key, (tensor, _) in own.items()},
-            job_state.scalars(side, inner),
+            job_state.scalars(side, optimizer),
         ),
+        world_size=len(steps),
+        device=device,
     )
     plan, sources = _furthest(everyone, steps, whole)
-    if job.rank not in sources:
-        kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
-        numbers = {name: values for rank in sources for name, values in everyone[rank].numbers.items()}
-        inner.state.clear()
-        job_state.allocate(side, inner, by_name(kinds), numbers)
-        own = state_of(job)
-    Exchange(plan, job.rank).run({key: own[key] for key in plan.old[job.rank]}, own, device=job.device)
+    if rank not in sources:
+        kinds = {key: kind for source in sources for key, kind in everyone[source].kinds.items()}
+        numbers = {name: dict(values) for one in sources for name, values in everyone[one].numbers.items()}
+        optimizer.state.clear()
+        job_state.allocate(side, optimizer, by_name(kinds), numbers)
+        own = job_state.state(side, optimizer)
+    Exchange(plan, rank).run({key: own[key] for key in plan.old[rank]}, own, device=device)
     side.data.refresh()
-    _carry(job, sources[0])
-    return sources[0]
+    return sources
 
 
 def _furthest(everyone: Sequence[_Held], steps: Sequence[int], whole: Sequence[int]) -> tuple[Plan, list[int]]:
@@ -156,17 +196,3 @@ def _plan(everyone: Sequence[_Held], sources: Sequence[int]) -> Plan:
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
     return Plan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
-
-
-def _carry(job: Job, source: int) -> None:
-    """Settings of the optimizer, loss scale, step, history and position of `source`, to every rank."""
-    held: list[Any] = [None]
-    if job.rank == source:
-        settings, scale = settings_of(job.optimizer.inner), job.precision.state_dict()
-        held = [(settings, scale, job.step, list(job.ledger.records), job.feed.position())]
-    dist.broadcast_object_list(held, src=source, device=job.device)
-    if job.rank != source:
-        settings, scale, job.step, job.ledger.records[:], position = held[0]
-        take_settings(job.optimizer.inner, settings)
-        job.precision.load_state_dict(scale)
-        job.feed.go_to(position)

@@ -6,11 +6,10 @@ states, and is known of a chain of transformer blocks (an attention and an MLP e
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
@@ -26,64 +25,48 @@ from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import Block
-from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
+__all__ = ["Foresight"]
 
-__all__ = ["Foresight", "foresee", "foresight_of", "settled"]
-
-_seen: weakref.WeakKeyDictionary[Job, Foresight] = weakref.WeakKeyDictionary()
-
-
-def foresee(job: Job, *, since: int) -> Forecast:
-    """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
-    seen = Foresight(job)
-    return Forecast(since, str(job.strategy), tuple(seen.census.at_rest(job.strategy)), seen.of_all_ranks(job.strategy))
-
-
-def foresight_of(job: Job) -> Foresight:
-    """The one that is kept, or a new one: the optimizer's first step, or another precision, changes what is held."""
-    kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
-    trained = {name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad}
-    seen = _seen.get(job)
-    if seen is None or seen.kinds != kinds or seen.trained != trained:
-        seen = _seen[job] = Foresight(job)
-    return seen
-
-
-def settled(job: Job, strategy: Strategy) -> Strategy:
-    """`strategy` with its ranks in the order that the job has or would have them in; see planner/reshard/placement.py.
-
-    Raises StrategyError for what cannot be split.
-    """
-    now, link = job.strategy, job.blueprint.link
-    if str(strategy) == str(now):
-        return now
-    return placed(
-        strategy,
-        lambda order: foresight_of(job).census.flow(now, order).total,
-        one_node=link is None or len(set(link.node_of)) == 1,
-    )
+Kinds = Mapping[str, Mapping[str, int]]
+"""Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""
 
 
 class Foresight:
-    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}.
+    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see Feed."""
 
-    kinds: see holdings.bytes_per_element; where they, or what is trained, have changed, this one is out of date.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.kinds = bytes_per_element(job.side, job.optimizer.inner, job.blueprint.skeleton)
-        self.setup, self.fits = job.setup, job.feed.fits
-        self.skeleton, self.wishes = job.blueprint.skeleton, job.blueprint.wishes
-        self.trained = {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
+    def __init__(self, blueprint: Blueprint, kinds: Kinds, fits: Callable[[Strategy], Any]) -> None:
+        self.kinds, self.fits, self.setup = kinds, fits, blueprint.setup
+        self.skeleton, self.wishes, self._link = blueprint.skeleton, blueprint.wishes, blueprint.link
+        self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.wishes.chain)
-        self.census = Census(job.blueprint.outlines, self.kinds, self.trained, list(self.blocks.values()))
+        self.census = Census(blueprint.outlines, self.kinds, self.trained, list(self.blocks.values()))
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
+
+    def holds(self, kinds: Kinds) -> bool:
+        """Whether it still holds: the optimizer's first step, or another precision, changes what is kept."""
+        return self.kinds == kinds and self.trained == self._trained()
+
+    def _trained(self) -> set[str]:
+        return {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
+
+    def forecast(self, strategy: Strategy, *, since: int) -> Forecast:
+        """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
+        return Forecast(since, str(strategy), tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy))
+
+    def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
+        """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/reshard/placement.py.
+
+        Raises StrategyError for what cannot be split.
+        """
+        if str(strategy) == str(now):
+            return now
+        one_node = self._link is None or len(set(self._link.node_of)) == 1
+        return placed(strategy, lambda order: self.census.flow(now, order).total, one_node=one_node)
 
     def terms(self, strategy: Strategy) -> list[list[Traffic]]:
         """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +19,9 @@ from nbkit.errors import UsageError
 from nbkit.planner.switch_cost import fits
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
-from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
-
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
 
 __all__ = ["crowded", "left", "of_cgroups", "of_machine", "roomy", "side_bytes", "trim"]
 
@@ -36,36 +32,34 @@ _UNLIMITED = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
 
 
-def crowded(job: Job, new: Strategy) -> bool:
-    """Whether this rank lacks room for a side of `new` beside the one in force.
+def crowded(num_bytes: int, device: torch.device) -> bool:
+    """Whether this rank lacks room for a sharded model of `num_bytes` beside the one in force.
 
-    Raises StrategyError for what cannot be split, UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
     """
-    size = side_bytes(job, new, job.rank)
-    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
-    return not fits(size, buffers=2 * min(ROUND_BYTES, size), left=free)
+    free = left(device, ranks=World.join_from_env().place.local_world_size)
+    return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=free)
 
 
-def roomy(job: Job) -> bool:
-    """Whether this rank can make a step beside all that it holds now: it is left as much as it has ever held."""
-    free = left(job.device, ranks=World.join_from_env().place.local_world_size)
-    return free is None or free >= job.recorder.peak_bytes
+def roomy(device: torch.device, peak_bytes: int) -> bool:
+    """Whether this rank can make a step beside all that it holds now: as much is free as it has ever held."""
+    free = left(device, ranks=World.join_from_env().place.local_world_size)
+    return free is None or free >= peak_bytes
 
 
-def side_bytes(job: Job, strategy: Strategy, rank: int) -> int:
+def side_bytes(blueprint: Blueprint, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
     """What `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
 
-    Raises StrategyError for what cannot be split.
+    kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """
-    skeleton, outline = job.blueprint.skeleton, job.blueprint.outlines.of(strategy)
-    kinds = bytes_per_element(job.side, job.optimizer.inner, skeleton)
+    skeleton, outline = blueprint.skeleton, blueprint.outlines.of(strategy)
     weights, held = outline.weights[rank], outline.held[rank]
     total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
     if strategy.dp > 1:
         grads = held if strategy.zero > 1 else weights
         trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
         total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
-    if not job.blueprint.offload:
+    if not blueprint.offload:
         total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
     return total
 

@@ -12,7 +12,7 @@ from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.estimate.cost_model import Foresight, foresight_of, settled
+from nbkit.rank.train.estimate.cost_model import Foresight
 from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
@@ -32,7 +32,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
     predicted. Each is None where nothing is known.
     """
-    now, seen = job.strategy, foresight_of(job)
+    now, seen = job.strategy, job.foresight()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
     holds = [rest.total for rest in ends]
     link = job.blueprint.link
@@ -61,7 +61,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
-    flow = foresight_of(job).census.flow(job.strategy, settled(job, new))
+    seen = job.foresight()
+    flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
     return flow.total, max(flow.received, default=0)
 
 
@@ -83,7 +84,7 @@ def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int],
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
         job.blueprint.outlines.check(strategy)
-        strategy = settled(job, strategy)
+        strategy = seen.placed(strategy, now=job.strategy)
         flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
         found["why"] = " ".join(line for line in (error.what, error.numbers) if line)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nbkit.errors import Stopped
-from nbkit.rank.telemetry.emit import emit
+from torch import Tensor
+
+from nbkit.errors import Stopped, TrainingError
 from nbkit.rank.train import validation
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
@@ -52,14 +53,21 @@ class History:
         step_boundary.report(step=self.step, goal=self._goal)
         self.clock.restart()
 
-    def moved(self, before: int) -> None:
-        """A checkpoint was loaded at step `before`: a run that is under way has as many steps to make as it had."""
-        self._first += self.step - before
+    def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
+        """Stand at `step` with `records`. loaded: of a checkpoint; a run has as many steps left to make as it had."""
+        self._first += (step - self.step) * loaded
+        self.step, self.records[:] = step, records
 
     @property
     def _goal(self) -> int:
         """The step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0
+
+    def log(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """Add numbers to the record of the newest step; `loss` is there already."""
+        if not self.pending:
+            raise TrainingError("log() before the first backward().", hint="job.backward(batch), then job.log(...)")
+        self.pending[-1].add({name: number for name, number in numbers.items() if name != "loss"})
 
     def made(self) -> None:
         """The optimizer has taken the newest step."""
@@ -142,12 +150,10 @@ class History:
             self._silent = outer
 
     def emit(self, event: Event) -> None:
-        """Tell the job's own listeners, then everyone on this rank."""
-        if self._silent:
-            return
-        for listener in self.listeners:
-            listener(event)
-        emit(event)
+        """Tell the job's listeners. They return at once; they must not wait or communicate."""
+        if not self._silent:
+            for listener in self.listeners:
+                listener(event)
 
     def ended_by(self, error: BaseException) -> str:
         """Why a run ends, in a word; of a failure everyone is told what it was."""

@@ -15,7 +15,7 @@ __all__ = ["OptimizerHandle"]
 class OptimizerHandle(torch.optim.Optimizer):
     """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
 
-    before_step: says whether there is anything to update with.
+    update: makes the step. forgotten: hears that the gradients are gone.
     """
 
     inner: torch.optim.Optimizer
@@ -25,26 +25,23 @@ class OptimizerHandle(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        before_step: Callable[[], bool],
-        after_step: Callable[[], None],
-        after_zero: Callable[[], None],
+        update: Callable[[], None],
+        forgotten: Callable[[], None],
     ) -> None:
-        self.__dict__.update(inner=inner, _before_step=before_step, _after_step=after_step, _after_zero=after_zero)
+        self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten)
 
     def step(self, closure: Any = None) -> Any:
         """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
         with phase("optimizer"):
-            if self._before_step():
-                self.inner.step()
-            self._after_step()
+            self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         with phase("optimizer"):
             self.inner.zero_grad(set_to_none=set_to_none)
-            self._after_zero()
+            self._forgotten()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.inner.state_dict()

@@ -61,6 +61,13 @@ class Template:
         params = [[held[name] for name in names if name in held] for names in self.groups]
         return _clone(source, source.param_groups, params)
 
+    def groups_of(self, optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> list[list[str]]:
+        """Names of the parameters in each of the groups of `optimizer`, those added since included."""
+        names = {id(p): name for name, p in held.items()}
+        added = optimizer.param_groups[len(self.groups) :]
+        found = [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
+        return [list(group) for group in self.groups] + found
+
     def follow(self, held: Mapping[str, nn.Parameter]) -> None:
         """Point the groups of the optimizer that was given at `held`, and clear its state, which the job has.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train.step.async_copy import Underway
 
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
-
-__all__ = ["PRECISIONS", "Precision", "begin_update"]
+__all__ = ["PRECISIONS", "Precision"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What may be asked for, beside None."""
@@ -127,19 +124,3 @@ class Precision:
         """Go on as `state` says; one of another precision says nothing."""
         if self.scale is not None and state.get("scale") is not None:
             self.scale, self.finite = float(state["scale"]), int(state["finite"])
-
-
-def begin_update(job: Job) -> bool:
-    """Whether the optimizer may update: not where a scaled gradient is not finite, on any rank. Into the history, too.
-
-    loss_scale: that of this step. skipped: 1 when nothing is updated.
-    """
-    precision = job.precision
-    if precision.pending:
-        scale = precision.scale or 1.0
-        made = precision.may_step()
-        job.log(loss_scale=scale, skipped=float(not made))
-        if not made:
-            return False
-    job.half_way = True
-    return True

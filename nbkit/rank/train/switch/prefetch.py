@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +18,8 @@ from nbkit.errors import NbkitError
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.estimate.cost_model import settled
+from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy
-
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
 
 __all__ = ["Ahead", "begin", "make_ready"]
 
@@ -33,7 +29,7 @@ GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds
 class Ahead(step_boundary.Preparation):
     """For a switch of `job` to `text`."""
 
-    def __init__(self, job: Job, text: str) -> None:
+    def __init__(self, job: Training, text: str) -> None:
         self._job, self._text = job, text
         self._new: Strategy | None = None  # not before it is known, and that it fits
         self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
@@ -73,22 +69,22 @@ class Ahead(step_boundary.Preparation):
             print(f"nothing made ready for {self._text}: {type(error).__name__}: {error}", file=sys.__stderr__)
 
 
-def begin(job: Job | None, text: str | None) -> step_boundary.Preparation:
+def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
     """Make ready for a switch of `job` to `text`, in a thread."""
     return step_boundary.Preparation() if job is None or text is None else Ahead(job, text)
 
 
-def make_ready(job: Job, text: str) -> Strategy:
+def make_ready(job: Training, text: str) -> Strategy:
     """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # a thread begins with the first one
     blueprint = job.blueprint
-    new = settled(job, Strategy.parse(text, job.world_size))
+    new = job.foresight().placed(Strategy.parse(text, job.world_size), now=job.strategy)
     blueprint.make_ready(job.strategy, new, blueprint.plans.kinds(_expected(job)))
     return new
 
 
-def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
+def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:
     """name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
     own: dict[str, dict[str, torch.dtype]] = {}
     for key, (tensor, _) in job_state.per_element(job.side, job.optimizer.inner).items():

@@ -1,28 +1,31 @@
-"""What ranks tell each other before a switch, in few bytes: what none of them can know of the others.
+"""What the optimizer of each rank keeps of each parameter, in few bytes, for all ranks to gather before a switch.
 
-Who holds which part follows from the strategies (see Outlines), so it is not told. What an optimizer keeps of a
-parameter, and what the user has changed on the model, only who holds it knows. Most of it is alike for all parameters:
-it is told once for each run of them.
+Who holds which part follows from the strategies (see Outlines), so that is not gathered. What an optimizer keeps of a
+parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run of
+them.
 """
 
 from __future__ import annotations
 
-import pickle
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.errors import StrategyError
 from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
+from nbkit.rank.train.switch.consensus import Consensus
+from nbkit.rank.train.switch.model_edits import changes_of
+from nbkit.strategy import Strategy
 
-__all__ = ["USUAL_BYTES", "Memory", "Run", "memory_of", "told", "unpacked"]
-
-
-USUAL_BYTES, _COUNT = 1016, 8
+__all__ = ["Gathered", "Memory", "Run", "gather"]
 
 
 class _Scalar(NamedTuple):
@@ -46,29 +49,56 @@ class Memory(NamedTuple):
     numbers: dict[str, dict[str, Any]]
 
 
-def told(own: Any, *, world_size: int, device: torch.device) -> list[Any]:
-    """What every rank tells, by rank. Collective: one all-gather, and another where somebody tells more than usual."""
-    if world_size == 1:
-        return [own]
-    parcel = zlib.compress(pickle.dumps(own), level=1)
-    found = _gathered(parcel, USUAL_BYTES, world_size, device)
-    longest = max(int.from_bytes(each[:_COUNT], "little") for each in found)
-    if longest > USUAL_BYTES:
-        found = _gathered(parcel, longest, world_size, device)
-    # What follows the end of a stream is padding.
-    return [pickle.loads(zlib.decompressobj().decompress(each[_COUNT:])) for each in found]
+@dataclass(frozen=True)
+class Gathered:
+    """What ranks know of each other before a switch.
+
+    strategy: the one to go to, its ranks in an order that suits all. memory: what their optimizers keep. crowded: a
+    rank lacks room for the new sharded model beside the old one. alike: all have made the same groups so far.
+    """
+
+    strategy: Strategy
+    memory: Memory
+    crowded: bool
+    alike: bool
 
 
-def _gathered(parcel: bytes, room: int, world_size: int, device: torch.device) -> list[bytes]:
-    """Of every rank the number of bytes that it has to tell, and as many of them as there is room for."""
-    framed = len(parcel).to_bytes(_COUNT, "little") + parcel[:room].ljust(room, b"\0")
-    sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(device)
-    taken = [torch.empty_like(sent) for _ in range(world_size)]
-    dist.all_gather(taken, sent)
-    return [bytes(each.cpu().numpy()) for each in taken]
+def gather(
+    side: Side,
+    optimizer: torch.optim.Optimizer,
+    blueprint: Blueprint,
+    foresight: Callable[[], Foresight],
+    new: Strategy,
+    ranks: Consensus,
+) -> Gathered:
+    """What ranks know of each other; what users changed on the model counts from now on. One all-gather.
+
+    Raises StrategyError, on every rank, for what cannot be split, and SwitchError when a rank failed to look.
+    """
+    own: tuple[Any, ...] = ()
+    failure: Exception | None = None
+    try:
+        new = foresight().placed(new, now=side.strategy)
+        kinds = bytes_per_element(side, optimizer, blueprint.skeleton)
+        own = (
+            changes_of(side, blueprint.skeleton),
+            _memory_of(side, optimizer, blueprint.names),
+            crowded(side_bytes(blueprint, kinds, new, blueprint.rank), ranks.device),
+            (new.tp_slowest, blueprint.groups_made(new)),
+        )
+    except StrategyError:
+        raise
+    except Exception as error:
+        failure = error
+    everyone = ranks.gather(own, "looking at what there is", failure)
+    changes, runs, lacking, groups = zip(*everyone, strict=True)
+    blueprint.follow(changes)
+    if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
+        new = replace(new, tp_slowest=False)
+    return Gathered(new, _unpacked(runs, blueprint.names), any(lacking), len(set(groups)) == 1)
 
 
-def memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
+def _memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
     """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
     kinds: dict[str, dict[str, torch.dtype]] = {}
     for key, (tensor, _) in job_state.per_element(side, optimizer).items():
@@ -88,7 +118,7 @@ def memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]
     return runs
 
 
-def unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
+def _unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
     """What the optimizers of all ranks remember, together."""
     memory = Memory({}, {})
     for run in (run for runs in everyone for run in runs):

@@ -1,225 +1,449 @@
-"""Changing the strategy of a live job: the new side is built and filled beside the old one, or nothing has happened.
+"""The switch: another strategy for a live training, from the request to the proof, in the order of this file.
 
-Between two steps: tell each other the little that does not follow from the strategies, build the new side (groups,
-module, memory), move exactly the boxes that are missing, check that every box is filled, and only then compute with it.
-An error on any rank before that lets go of the new side on all of them, and the old strategy trains on; one in the
-first step under the new one leads back: see fallback.py. What needs no message is made beside the training, where there
-is one: see ahead.py. Where memory does not hold both sides, see inplace.py.
+1. Request: `switch`, between two steps (`_between_steps`). What needs no message is made beside the training by then,
+   where there is one: see prefetch.py.
+2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in rank_reports.py).
+3. Prepared: groups, module, memory and the exchange that fills it (`prepare`, in beside.py), a value.
+4. Exchanged: exactly the boxes that are missing, and every one is checked to be filled. Where memory does not hold both
+   sharded models, tensor by tensor: `_switch_in_place`, and in_place.py.
+5. Adopted: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
+   before that lets go of the new one on all of them, and the old strategy trains on.
+6. Proven or taken back: in the first step under the new strategy (`first_step`). Beside its forward and backward
+   passes threads compare the two states (see verify.py); where they differ the old one, which was kept, is in force
+   again, and the switch is made once more, compared at once: a model that changes its weights in its forward passes
+   looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old state, which
+   is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by another
+   switch. The step is made again from the same batch and the same random numbers, whatever is in force then: the losses
+   are those of a run that was never switched. What fails there too is raised as ever.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.layout import Layout
-from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes
-from nbkit.rank.parallel.sharded_model import Side
-from nbkit.rank.train.checkpoint import job_state as holdings
-from nbkit.rank.train.checkpoint.job_state import Held
+from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import pause, step_boundary
-from nbkit.rank.train.control.collective_guard import let_go
+from nbkit.rank.train.control.collective_guard import Guard, let_go
 from nbkit.rank.train.control.deferred_interrupt import held_back
-from nbkit.rank.train.control.recovery import ensure_one
 from nbkit.rank.train.estimate.free_memory import roomy
-from nbkit.rank.train.switch.consensus import News, agreed, all_or_none, news, planned, refused
-from nbkit.rank.train.switch.fallback import took_up
-from nbkit.rank.train.switch.in_place import switch_in_place
-from nbkit.rank.train.switch.previous_strategy import Left
-from nbkit.rank.train.switch.verify import Comparison, Proof, settled
-from nbkit.records.events import Switched
+from nbkit.rank.train.switch.beside import prepare
+from nbkit.rank.train.switch.consensus import Consensus
+from nbkit.rank.train.switch.in_place import exchange_in_place, in_pieces, prepare_in_place, without_gradients
+from nbkit.rank.train.switch.pending_switch import PendingSwitch, free
+from nbkit.rank.train.switch.rank_reports import Gathered, gather
+from nbkit.rank.train.switch.verify import Comparison
+from nbkit.rank.train.training import Training
+from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.world.failure_alarm import Alarm
+from nbkit.records.events import Failed, Switched
 from nbkit.strategy import Strategy
 
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
-
-__all__ = ["Prepared", "Switchable", "between_steps", "switch"]
+__all__ = ["FirstStep", "Switchable"]
 
 
-class Switchable:
-    """What a Job and a Trainer offer alike: another strategy from the next step on."""
+class Switchable(Training):
+    """A training that changes its strategy between two steps."""
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Train on under another strategy: see nbkit.rank.train.switch.switch. Collective, between two steps.
+        """Train on under another strategy; the global batch stays what it is. Collective, between two steps.
 
-        Where the first step under it fails, the old one is in force again: see nbkit.rank.train.switch.fallback.
-        beside: find the proof beside the next step where the Trainer makes it: what is returned is not proven then.
-        Only for who touches no weight before that step. A switch that waits for its proof is proven first.
+        Where the first step under it fails, the old one is in force again. beside: compare the states beside the next
+        step, where a Trainer makes it and memory holds both: what is returned is not proven then. Only for who touches
+        no weight before that step. A switch that waits for its proof is proven first.
+        Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank:
+        either way the old strategy is in force, and nothing has changed.
         """
-        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
-        with job.ledger.clock.stopped():
-            between_steps(job)
-            job.ledger.settle(keep=1)
+        with self.ledger.clock.stopped():
+            self._between_steps()
+            self.ledger.settle(keep=1)
             # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
-            own_steps = step_boundary.training() is self and job.feed.remakes and not pause.is_held()
-            return switch(job, strategy, beside=beside and own_steps)
+            owner = step_boundary.training()
+            own_steps = getattr(owner, "job", owner) is self and self.feed.remakes and not pause.is_held()
+            return self._switch(Strategy.parse(strategy, self.world_size), beside=beside and own_steps)
 
     def undo(self, *, beside: bool = False) -> Switched:
-        """Back to the strategy before the last switch; the weights stay as they are now. Collective.
-
-        beside: see `switch`.
-        """
-        job: Job = getattr(self, "job", self)  # type: ignore[arg-type]
-        if job.previous is None:
+        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        if self.previous is None:
             raise SwitchError(
                 "There is no switch to undo.",
-                numbers=f"strategy {job.strategy} since step 0",
+                numbers=f"strategy {self.strategy} since step 0",
                 hint="trainer.switch('zero3')   or   %strategy zero3",
             )
-        return self.switch(job.previous, beside=beside)
+        return self.switch(self.previous, beside=beside)
 
+    def _between_steps(self) -> None:
+        """The ranks stand between the same two steps, under a strategy that is proven. Collective.
 
-@dataclass
-class Prepared:
-    """A side that could take over, with its optimizer, and the exchange that fills it."""
-
-    side: Side
-    inner: torch.optim.Optimizer
-    exchange: Exchange
-    target: Held
-
-
-def switch(
-    job: Job, text: str | Strategy, *, verify: bool = True, keep: bool = False, beside: bool = False
-) -> Switched:
-    """Train on under another strategy. Collective, between two steps; the global batch stays what it is.
-
-    verify: compare a digest of weights and optimizer state before and after; its time is told apart from the pause.
-    keep: somebody keeps the old side, to take it up again. beside: compare beside the next step, whose maker asks
-    proof.settled, where memory holds both sides and a step: see nbkit.rank.train.switch.verify.
-    Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank: either
-    way the old strategy is in force, and nothing has changed.
-    """
-    old = job.strategy
-    new = Strategy.parse(text, job.world_size)
-    job.feed.fits(new)
-    if str(new) == str(old) and not keep:
-        return Switched(job.step, old=str(old), new=str(new), identical=True)
-    try:
-        return _switched(job, new, verify=verify, keep=keep, beside=beside)
-    except SwitchError as error:
-        let_go(error)
-        raise
-
-
-def _switched(job: Job, new: Strategy, *, verify: bool, keep: bool, beside: bool) -> Switched:
-    began, old = time.perf_counter(), job.strategy
-    known = news(job, new)
-    new = known.strategy
-    if known.crowded:
-        if keep:
-            raise SwitchError(
-                f"A trial of {new} keeps {old} beside it, and memory does not hold both.",
-                numbers="a switch would go in place",
-                hint=f"%strategy {new}, and %strategy --undo",
+        Raises TrainingError where gradients wait for the optimizer: another sharded model would not have them.
+        """
+        self.level()
+        if self.training_step.reduced and self.ledger.pending and not self.ledger.pending[-1].made:
+            raise TrainingError(
+                "A switch between backward() and optimizer.step() would drop the update.",
+                numbers=f"step {self.step + 1}",
+                hint="switch after job.optimizer.step()",
             )
-        return switch_in_place(job, new, known, verify=verify, began=began)
-    beside_s, left = job.blueprint.beside(new), Left.of(job)
-    before = holdings.state(job.side, job.optimizer.inner)
-    prepared = prepare_switch(job, new, known, before)
-    ready = time.perf_counter()
-    # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
-    prepared.exchange.run(before, prepared.target, device=job.device)
-    with all_or_none(job, "moving the state", numbers=1) as said:
-        prepared.side.data.refresh()
-        said.numbers = [int(not roomy(job))]
-    proof = time.perf_counter()
-    plan = prepared.exchange.plan
-    at_once = verify and (keep or not beside or bool(said.largest[0]))
-    identical = _digest(job, before, plan.old) == _digest(job, prepared.target, plan.new) if at_once else None
-    proven = time.perf_counter()
-    if identical is False:
-        error = SwitchError(
-            f"The state under {new} is not the one under {old}.",
-            numbers="the digests of weights and optimizer state differ",
-            hint=f"{old} goes on; please report this",
-        )
-        raise refused(job, error)
-    with held_back():
-        job.adopt(prepared.side, prepared.inner)
-        job.feed.recut()
-        event = Switched(
-            job.step,
-            old=str(old),
-            new=str(new),
-            moved_bytes=plan.total_bytes,
-            beside_s=beside_s,
-            prepare_s=ready - began,
-            pause_s=time.perf_counter() - began - (proven - proof),
-            proof_s=proven - proof,
-            identical=identical,
-        )
-        if not keep:
-            took_up(job, event, old)
-        if verify and not at_once:
-            comparison = Comparison(before, prepared.target, plan, rank=job.rank, device=job.device)
-            job.proof = Proof(event, left, comparison, again=lambda: switch(job, new))
-            # Listeners hear of the switch after the first step under it, which is one of those looked at closely.
-            job.recorder.look_closely()
-            return event
-        del before, prepared
-        if not keep:
-            left.let_go()
-        job.switches.append(event)
-    job.ledger.emit(event)
-    return event
+        # Two comparisons at a time would need two states to go back to. No step was begun, so none begins again.
+        self._prove()
+
+    def _switch(self, new: Strategy, *, keep: bool = False, beside: bool = False) -> Switched:
+        """keep: somebody keeps the old state, to restore it. The time of the comparison is no part of the pause."""
+        old = self.strategy
+        self.feed.fits(new)
+        if str(new) == str(old) and not keep:
+            return Switched(self.step, old=str(old), new=str(new), identical=True)
+        began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
+        try:
+            gathered = gather(self.side, self.optimizer.inner, self.blueprint, self.foresight, new, ranks)
+            if gathered.crowded and keep:
+                raise SwitchError(
+                    f"A trial of {new} keeps {old} beside it, and memory does not hold both.",
+                    numbers="a switch would go in place",
+                    hint=f"%strategy {new}, and %strategy --undo",
+                )
+            if gathered.crowded:
+                event = self._switch_in_place(gathered, ranks, began)
+            else:
+                event = self._switch_beside(gathered, ranks, began, keep=keep, beside=beside)
+        except SwitchError as error:
+            # All ranks raise it alike.
+            self.ledger.emit(Failed(self.step, error="SwitchError", what=f"{error.what} {error.numbers}"))
+            let_go(error)
+            raise
+        if self.pending is None or self.pending.previous is None:
+            self.ledger.emit(event)  # else listeners hear of it after the first step
+        return event
+
+    def _switch_beside(
+        self, gathered: Gathered, ranks: Consensus, began: float, *, keep: bool, beside: bool
+    ) -> Switched:
+        """With the new sharded model beside the old one."""
+        old, new, beside_s = self.strategy, gathered.strategy, self.blueprint.beside(gathered.strategy)
+        left = self.state
+        connections = self.blueprint.connect(new, alike=gathered.alike)
+        prepared = prepare(left, new, connections, gathered.memory, self.blueprint, ranks)
+        ready = time.perf_counter()
+        # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
+        prepared.exchange.run(prepared.before, prepared.target, device=self.device)
+        with ranks.all_or_none("moving the state", numbers=1) as said:
+            prepared.state.side.data.refresh()
+            said.numbers = [int(not roomy(self.device, self.recorder.peak_bytes))]
+        moved = time.perf_counter()
+        plan, before, target = prepared.exchange.plan, prepared.before, prepared.target
+        # Who goes back to the strategy of the last step has no first step that could prove it.
+        first = self.pending.old if self.pending is not None else None
+        beside = beside and not keep and Alarm.possible() and not said.largest[0] and str(first) != str(new)
+        here: Any = {"rank": self.rank, "device": self.device}
+        if not beside and digest(before, plan.old, **here) != digest(target, plan.new, **here):
+            raise SwitchError(
+                f"The state under {new} is not the one under {old}.",
+                numbers="the digests of weights and optimizer state differ",
+                hint=f"{old} goes on; please report this",
+            )
+        proven = time.perf_counter()
+        with held_back():
+            self.adopt(prepared.state)
+            event = Switched(
+                self.step,
+                old=str(old),
+                new=str(new),
+                moved_bytes=plan.total_bytes,
+                beside_s=beside_s,
+                prepare_s=ready - began,
+                pause_s=time.perf_counter() - began - (proven - moved),
+                proof_s=proven - moved,
+                identical=None if beside else True,
+            )
+            if beside:
+                comparison = Comparison(before, target, plan, rank=self.rank, device=self.device)
+                self._adopted(event, old, previous=left, comparison=comparison)
+                # Listeners hear of the switch after the first step under it, which is one of those looked at closely.
+                self.recorder.look_closely()
+                return event
+            del before, target, prepared
+            if keep:
+                self.switches.append(event)
+                return event
+            self._adopted(event, old)
+            kept = [left]
+            del left
+            free(kept)
+            self.switches.append(event)
+        return event
+
+    def _switch_in_place(self, gathered: Gathered, ranks: Consensus, began: float) -> Switched:
+        """Within the memory of the larger sharded model. Where it fails, gradients are gone too: no step needs them.
+
+        Raises TrainingError when the way back failed, and MemoryError, on every rank too, when the old strategy has no
+        memory for gradients any more.
+        """
+        old, new, beside_s = self.strategy, gathered.strategy, self.blueprint.beside(gathered.strategy)
+        connections, left = self.blueprint.connect(new, alike=gathered.alike), self.state
+        try:
+            with without_gradients(left.side, ranks):
+                move = prepare_in_place(left, new, connections, gathered.memory, self.blueprint, ranks)
+                ready = time.perf_counter()
+                before = move.digest(move.old)
+                proof_s = time.perf_counter() - ready
+                with held_back():
+                    with in_pieces(move, self.integrity):
+                        proof_s += exchange_in_place(move, before, ranks, self.adopt)
+                    left.side.close()
+                    event = Switched(
+                        self.step,
+                        old=str(old),
+                        new=str(new),
+                        moved_bytes=move.exchange.plan.total_bytes,
+                        beside_s=beside_s,
+                        prepare_s=ready - began,
+                        pause_s=time.perf_counter() - began - proof_s,
+                        proof_s=proof_s,
+                        identical=True,
+                        in_place=True,
+                    )
+                    # With the state, or an undo leads ranks to different strategies.
+                    self._adopted(event, old)
+                    self.switches.append(event)
+        except BaseException as error:
+            # An interrupt finds one rank without memory for gradients, and another not: both are levelled.
+            self.integrity.broken_off |= not isinstance(error, SwitchError)
+            raise
+        del move, left
+        gc.collect()
+        return event
+
+    def _adopted(
+        self,
+        event: Switched,
+        old: Strategy,
+        *,
+        previous: TrainingState | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
+        """Until a step is made under the strategy in force now, there is a way back."""
+        before, self.pending = self.pending, None
+        first, switches = (before.old, before.switches) if before is not None else (old, len(self.switches))
+        if str(first) != str(self.strategy):
+            self.pending = PendingSwitch(event, first, switches, previous=previous, comparison=comparison)
+
+    def first_step(self) -> FirstStep:
+        """Around everything that makes one step; does something in the first one under a strategy."""
+        pending = self.pending if Alarm.possible() else None
+        return FirstStep(self, pending if pending is None or pending.guard is None else None)
+
+    def _prove(self) -> None:
+        """Between two steps: nothing waits for a comparison any more, and the switch stays. Collective."""
+        if self.pending is not None and self._compare():
+            self._stays()
+
+    def _compare(self) -> bool:
+        """Whether the step that was begun goes on; else it begins again. Collective, before the optimizer steps."""
+        pending = self.pending
+        if pending is None or pending.comparison is None:
+            return True
+        if self.device.type == "cuda":
+            # The host is ahead of it: what is left of the step would count as time of the proof, and not of the step.
+            torch.cuda.current_stream(self.device).synchronize()
+        began = time.perf_counter()
+        with self.ledger.clock.stopped():
+            identical = pending.comparison.identical()
+            if pending.guard is not None:
+                pending.guard.alarm.check()
+            if identical:
+                pending.comparison = None
+                pending.event = replace(pending.event, identical=True, proof_s=time.perf_counter() - began)
+                return True
+            new = self.strategy
+            with held_back():
+                self._take_up_previous()
+            gc.collect()
+            try:
+                self._switch(new)
+            except BaseException as error:
+                pending.resolve(error)
+                if not isinstance(error, SwitchError):
+                    raise
+            else:
+                if self.pending is not None:
+                    self.pending.add_done_callback(pending.follow)
+        return False
+
+    def _take_up_previous(self) -> None:
+        """The state that was kept is in force again."""
+        pending, self.pending = self.pending, None
+        assert pending is not None and pending.previous is not None
+        if pending.comparison is not None:
+            pending.comparison.drop()
+        previous, pending.previous, pending.comparison = pending.previous, None, None
+        self.restore(previous)
+
+    def go_back(self, pending: PendingSwitch, buffers: Mapping[str, Tensor], position: Any) -> None:
+        """The old strategy is in force again, with the weights, steps and gradients of before the step. Collective.
+
+        buffers, position: in the data; those of before the step, for where the old state was not kept.
+        """
+        if pending.previous is not None:
+            tensors = [weakref.ref(tensor) for tensor in self.side.data.tensors()]
+            ranks = Consensus(self.strategy, self.world_size, self.device)
+            with ranks.all_or_none(f"going back to {pending.old}"), held_back():
+                self._take_up_previous()
+            if any(tensor() is not None for tensor in tensors):
+                gc.collect()  # the step wants the memory
+            meet(self.side.connections.edges, self.device)
+        else:
+            with torch.no_grad():
+                for key, (tensor, _) in job_state.buffers(self.side).items():
+                    tensor.copy_(buffers[key])
+            self.optimizer.zero_grad()
+            self.ledger.forget(self.step)
+            self.pending = None
+            self._whole_again()
+            self.switch(str(pending.old))
+            self.feed.go_to(position)
+        self.ledger.forget(self.step)
+        self.pending = None
+        self.integrity.restored(ranks_agree=True)
+        del self.switches[pending.switches :]
+
+    def _stays(self, *, step_made: bool = False) -> None:
+        """What is not compared will not be: the last switch stays, and who asked for it knows. Not collective."""
+        pending = self.pending
+        if pending is None:
+            return
+        if pending.previous is not None:
+            with held_back():
+                kept = [pending.previous]
+                pending.previous = pending.comparison = None
+                free(kept)
+                self.switches.append(pending.event)
+            self.ledger.emit(pending.event)
+        pending.resolve()
+        if step_made or self.integrity.broken_off:
+            self.pending = None
+
+    @contextmanager
+    def on_trial(self, new: Strategy) -> Iterator[tuple[TrainingState, Switched]]:
+        """Under `new` inside; afterwards state, records and switches are those of before. Gives (that state, event)."""
+        self._between_steps()
+        self.ledger.settle()
+        state, records, switches, drawn = self.state, len(self.ledger.records), len(self.switches), Drawn.so_far()
+        pending, self.pending = self.pending, None  # of an earlier switch: these steps are none of its
+        with self.ledger.silent():
+            try:
+                yield state, self._switch(new, keep=True)
+            finally:
+                with held_back():
+                    self.ledger.drop()
+                    self.restore(state)
+                    drawn.restore()
+                    self.pending = pending
+                    del self.ledger.records[records:], self.switches[switches:]
+                gc.collect()
 
 
-def between_steps(job: Job) -> None:
-    """The ranks stand between the same two steps, whatever was broken off before, under a strategy that is proven.
+class FirstStep:
+    """taken_back: it failed, and is to be begun again, under the old strategy.
 
-    Collective outside a training, or where a switch waits for its proof. Raises TrainingError where gradients wait for
-    the optimizer: another side would not have them.
+    pending: the switch whose first step this is; without one it does nothing.
     """
-    ensure_one(job)
-    if job._reduced and job.ledger.pending and not job.ledger.pending[-1].made:
-        raise TrainingError(
-            "A switch between backward() and optimizer.step() would drop the update.",
-            numbers=f"step {job.step + 1}",
-            hint="switch after job.optimizer.step()",
-        )
-    # Two proofs at a time would need two sides to go back to. No step was begun, so none begins again.
-    settled(job)
+
+    taken_back = False
+
+    def __init__(self, job: Switchable, pending: PendingSwitch | None) -> None:
+        self._job, self._pending, self._proven = job, pending, False
+
+    def __enter__(self) -> FirstStep:
+        job, pending = self._job, self._pending
+        if pending is None:
+            return self
+        self._drawn, self._buffers = Drawn.so_far(), dict[str, Tensor]()
+        if pending.previous is None:
+            self._buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.side).items()}
+        self._position = job.feed.position()
+        name = f"{job.step} {pending.old} {job.strategy}"
+        pending.guard = Guard(name, world_size=job.world_size, device=job.device)
+        return self
+
+    def prove(self) -> None:
+        """Before the optimizer steps: all ranks have come so far, and the switch has kept the state. Collective."""
+        pending = self._pending
+        if self._proven or pending is None or pending.guard is None:
+            return
+        if pending.previous is None:
+            # The optimizer changes the only weights that there are.
+            pending.guard.agree()
+            pending.guard.end()
+        elif not self._job._compare():
+            raise _Differs
+        self._proven = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        job, pending = self._job, self._pending
+        if pending is None or (guard := pending.guard) is None:
+            return False
+        found = error if error is not None else self._end(pending, guard)
+        pending.guard = None
+        if isinstance(found, _Differs):
+            self.taken_back = True
+        elif isinstance(found, Exception) and guard.concerns(found):
+            self._go_back(found, pending, guard)
+        elif isinstance(found, Exception) and self._proven and pending.previous is None:
+            found.add_note(f"There is no way back to {pending.old}: the optimizer had begun to change the weights.")
+        guard.end()
+        if found is None:
+            with job.ledger.clock.stopped():
+                job._stays(step_made=True)
+        if found is not None and found is not error and not self.taken_back:
+            raise found
+        return self.taken_back
+
+    def _end(self, pending: PendingSwitch, guard: Guard) -> BaseException | None:
+        """What fails when all ranks are to agree that they have made the step."""
+        try:
+            self.prove()
+            if pending.previous is not None:
+                guard.agree()
+        except BaseException as error:
+            return error
+        return None
+
+    def _go_back(self, error: Exception, pending: PendingSwitch, guard: Guard) -> None:
+        """All ranks, to the old strategy; where that fails, `error` is raised, because of what failed then."""
+        job = self._job
+        try:
+            why = guard.failures(error)
+            with job.ledger.clock.stopped():
+                job.go_back(pending, self._buffers, self._position)
+        except Exception as second:
+            error.__cause__ = second
+            error.add_note(f"There was no way back to {pending.old}: {type(second).__name__}: {second}")
+            return
+        self._drawn.restore()
+        self.taken_back = True
+        refusal = pending.refusal(job.step, why.words)
+        job.ledger.remarks["taken_back"] = f"{pending.event.new}: {why.words}"
+        job.ledger.emit(Failed(job.step, rank=why.rank, error="SwitchError", what=f"{refusal.what} {why.words}"))
+        if job.rank == 0:
+            warnings.warn(f"{refusal.what} {why.words}", stacklevel=4)
+        pending.resolve(refusal)
 
 
-def prepare_switch(job: Job, new: Strategy, known: News, before: Held) -> Prepared:
-    """The new side with empty weights and state, and the exchange that fills it. Collective."""
-    connections = job.blueprint.connect(new, alike=known.alike)
-    exchange: Exchange | None = None
-    try:
-        with all_or_none(job, "building the new side", numbers=3) as said:
-            side, inner = job.blueprint.side(new, connections, like=job.optimizer.inner)
-            said.doing = "making room for the new side"
-            holdings.allocate(side, inner, known.memory.kinds, known.memory.numbers)
-            target = holdings.state(side, inner)
-            said.doing = "planning the exchange"
-            exchange, said.numbers = planned(job, new, before, target, known.memory)
-            said.doing = "making room for the exchange"
-            if not said.numbers[0]:
-                _make_room(job, exchange, before, target)
-        if (other := agreed(job, exchange, said.largest, before, target)) is not exchange:
-            exchange.give_back()
-            exchange = other
-            with all_or_none(job, "making room for the exchange"):
-                _make_room(job, exchange, before, target)
-    except BaseException:
-        if exchange is not None:
-            exchange.give_back()  # plans are kept, and with them what they hold
-        raise
-    return Prepared(side, inner, exchange, target)
-
-
-def _make_room(job: Job, exchange: Exchange, before: Held, target: Held) -> None:
-    # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
-    torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=job.device)
-    exchange.make_room(before, target, device=job.device)
-
-
-def _digest(job: Job, held: Held, holdings: Sequence[Mapping[str, Layout]]) -> str:
-    return digest(held, holdings, rank=job.rank, device=job.device)
+class _Differs(Exception):
+    """The old state, or the one of a switch that was made again, is in force, and the step begins again."""

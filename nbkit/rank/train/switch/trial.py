@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.data_rng import own_draws
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
-from nbkit.rank.rng.seeding import Drawn
 from nbkit.rank.train.control.collective_guard import Guard
-from nbkit.rank.train.control.deferred_interrupt import held_back
-from nbkit.rank.train.switch.previous_strategy import Left
-from nbkit.rank.train.switch.switch import between_steps, switch
-
-if TYPE_CHECKING:
-    from nbkit.rank.train.job import Job
+from nbkit.rank.train.switch.switch import Switchable
+from nbkit.rank.train.training_state import TrainingState
+from nbkit.strategy import Strategy
 
 __all__ = ["try_out"]
 
 
-def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
+def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
 
-    make_step: makes one step of the training, and nothing beside it; nobody is told of it. again: whether the data can
-    be read again. Takes the memory of both sides, and raises SwitchError where there is none. Returns strategy, steps,
-    and the median seconds of a step there (the first left out, which makes what later ones reuse) and here before.
-    Raises TrainingError for data that cannot be read again, and SwitchError, on every rank alike, when the first step
-    fails on any.
+    make_step: makes one step of the training, and nothing beside it; no listener hears of it. again: whether the data
+    can be read again. Takes the memory of both states, and raises SwitchError where there is none. Returns strategy,
+    steps, and the median seconds of a step there (the first left out, which makes what later ones reuse) and here
+    before. Raises TrainingError for data that cannot be read again, and SwitchError, on every rank alike, when the
+    first step fails on any.
     """
     if not again:
         raise TrainingError(
             "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
-    between_steps(job)
-    job.ledger.settle()
-    left, records, switches, drawn = Left.of(job), len(job.ledger.records), len(job.switches), Drawn.so_far()
-    back, job.fallback = job.fallback, None  # of an earlier switch: these steps are none of its
-    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(job.strategy)]
-    with job.ledger.silent(), own_draws():
-        try:
-            event = switch(job, text, keep=True)
-            job.ledger.clock.restart()
-            _first(job, left, make_step)
-            for _ in range(steps - 1):
-                make_step()
-            job.ledger.settle()
-            seconds = [record["seconds"] for record in job.ledger.records[records:]]
-        finally:
-            with held_back():
-                job.ledger.drop()
-                left.take_up(job)
-                drawn.restore()
-                job.fallback = back
-                del job.ledger.records[records:], job.switches[switches:]
-            gc.collect()
+    old, new = job.strategy, Strategy.parse(text, job.world_size)
+    with own_draws(), job.on_trial(new) as (state, event):
+        records = job.ledger.records
+        before = [record["seconds"] for record in records[-steps:] if record["strategy"] == str(old)]
+        made = len(records)
+        job.ledger.clock.restart()
+        _first(job, state, make_step)
+        for _ in range(steps - 1):
+            make_step()
+        job.ledger.settle()
+        seconds = [record["seconds"] for record in records[made:]]
     return {
         "strategy": event.new,
         "steps": steps,
@@ -67,9 +51,9 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
     }
 
 
-def _first(job: Job, left: Left, make_step: Callable[[], None]) -> None:
+def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) -> None:
     """The step that may well fail: then it does so on all ranks."""
-    guard = Guard(job, f"{job.step} trial {job.strategy}")
+    guard = Guard(f"{job.step} trial {job.strategy}", world_size=job.world_size, device=job.device)
     try:
         make_step()
         guard.agree()
@@ -77,7 +61,7 @@ def _first(job: Job, left: Left, make_step: Callable[[], None]) -> None:
         if not guard.concerns(error):
             raise
         failures = guard.failures(error)
-        job.broken_off = False  # what there was before is whole, and is taken up again
+        job.integrity.restored(ranks_agree=True)  # what there was before is whole, and is taken up again
         meet(left.side.connections.edges, job.device)
         raise SwitchError(
             f"{job.strategy} was not measured: its first step failed, and training goes on under {left.side.strategy}.",

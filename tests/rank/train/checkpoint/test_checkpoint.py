@@ -15,7 +15,6 @@ from jobs import flat, net, points, quiet
 from ranks import RankFailed, run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint.checkpoint import about_of
 from nbkit.rank.train.checkpoint.dcp_io import Reader
 
 
@@ -228,7 +227,7 @@ def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
     first.fit(1)
     first.lr = np.float64(0.03)
     first.save(path)
-    settings = about_of(Reader(path))["settings"]
+    settings = Reader(path).about["settings"]
     second = quiet(optimizer=optimizer)
     second.load(path)
     same = [r["loss"] for r in first.fit(2)] == [r["loss"] for r in second.fit(2)]

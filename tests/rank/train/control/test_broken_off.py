@@ -138,8 +138,8 @@ def apart_in_the_first_step(world: Any) -> list[float]:
     trainer.fit(1)
     if world.place.rank == 1:
         # Interrupted before it followed rank 0's order of gradients; rank 0 had done so.
-        trainer.job.gradients.begin_again()
-        trainer.job.broken_off = True
+        trainer.job.training_step.begin_again()
+        trainer.job.integrity.broken_off = True
     trainer.fit(3)
     return [r["loss"] for r in trainer.history]
 

@@ -90,7 +90,7 @@ def room_beside(job: Any, spare: int) -> bool:
         for one in ("of_machine", "of_cgroups"):
             patch.setattr(free_memory, one, lambda: None)
         patch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + spare))
-        return free_memory.roomy(job)
+        return free_memory.roomy(job.device, job.recorder.peak_bytes)
 
 
 def with_limits(world: object) -> list[bool]:

@@ -23,8 +23,7 @@ from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.job import Job, prepare
-from nbkit.rank.train.switch import consensus as joining
-from nbkit.rank.train.switch import fallback
+from nbkit.rank.train.switch import rank_reports as joining
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import watchdog, world
@@ -112,7 +111,7 @@ def losses_of(owner: Trainer | Job) -> list[float]:
 
 def memory(patch: pytest.MonkeyPatch, room: str) -> None:
     """room: for "both" sides and a step, for both "sides" alone, or for "one"."""
-    patch.setattr(switching, "roomy", lambda _: room == "both")
+    patch.setattr(switching, "roomy", lambda *_: room == "both")
     patch.setattr(joining, "crowded", lambda *_: room == "one")
 
 
@@ -273,7 +272,7 @@ def called(world: Any) -> dict[str, Any]:
     # There and back again by hand: nothing is left to be led back to.
     trainer.switch("tp")
     trainer.undo()
-    nothing = trainer.job.fallback
+    nothing = trainer.job.pending
     plans.clear()
     trainer.switch("zero3")
     trainer.fit(1)
@@ -404,7 +403,7 @@ def ones_own(world: Any) -> list[Any]:
     plans.append(Plan(ZERO3, "forward", (0, 1), KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(3)
-    found.append((str(trainer.strategy), trainer.step, trainer.job.fallback))
+    found.append((str(trainer.strategy), trainer.step, trainer.job.pending))
     plans.clear()
     trainer.fit(STEPS - 2)
     found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
@@ -423,7 +422,7 @@ def ones_own(world: Any) -> list[Any]:
         with pytest.raises((ValueError, RuntimeError)) as error:
             trainer.fit(3)
     found.append((type(error.value).__name__, type(error.value.__cause__).__name__, error.value.__notes__))
-    found.append((str(trainer.strategy), trainer.job.fallback, world.dirty))
+    found.append((str(trainer.strategy), trainer.job.pending, world.dirty))
     plans.clear()
     trainer.fit(STEPS - 2)
     found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
@@ -506,7 +505,7 @@ def tried(world: Any) -> dict[str, Any]:
     trainer.switch("zero1")
     with pytest.raises(SwitchError):
         trainer.try_out("zero3", steps=3)
-    there = trainer.job.fallback is not None and str(trainer.job.fallback.old), str(trainer.strategy)
+    there = trainer.job.pending is not None and str(trainer.job.pending.old), str(trainer.strategy)
     plans.append(Plan("dp=2 zero=1", "forward", (0,)))
     trainer.fit(2)
     asks(trainer, trainer.step + 1, Control("try", "try", {"strategy": "zero3", "steps": 3}))
@@ -517,7 +516,7 @@ def tried(world: Any) -> dict[str, Any]:
         "refused": (refused.value.what, refused.value.numbers),
         "there": there,
         "said": controls.verdict("try")["verdict"],
-        "dirty": trainer.job.broken_off,
+        "dirty": trainer.job.integrity.broken_off,
     }
 
 
@@ -537,7 +536,7 @@ def kept(world: Any) -> list[int]:
         trainer, controls = trainer_of(), Controls()
         trainer.fit(2)
         held: list[weakref.ref[Tensor]] = []
-        failing = fallback.FirstStep._go_back
+        failing = switching.FirstStep._go_back
 
         def going(self: Any, *args: Any, held: Any = held, trainer: Any = trainer, failing: Any = failing) -> None:
             held.extend(weakref.ref(tensor) for tensor in trainer.job.side.data.tensors())
@@ -548,7 +547,7 @@ def kept(world: Any) -> list[int]:
         gc.disable()
         with pytest.MonkeyPatch.context() as patch:
             memory(patch, room)
-            patch.setattr(fallback.FirstStep, "_go_back", going)
+            patch.setattr(switching.FirstStep, "_go_back", going)
             asked_for(trainer, controls, "zero3")
         gc.enable()
         assert held

@@ -16,11 +16,11 @@ from ranks import run_ranks
 
 from nbkit.bridge.controls import Controls
 from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.comm.all_gather_objects import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
 from nbkit.rank.train.switch.plan_cache import Plans
-from nbkit.rank.train.switch.rank_reports import USUAL_BYTES, told
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -231,7 +231,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 
     trainer, found = of_many_blocks(), []
     trainer.fit(1)
-    tell, together = joining.told, joining.plan_together
+    tell, together = joining.all_gather_objects, joining.plan_together
     with pytest.MonkeyPatch.context() as patch:
         more: list[int] = []
         patch.setattr(joining, "plan_together", _noted(more, together))
@@ -241,7 +241,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
             sizes.append(len(zlib.compress(pickle.dumps(own), level=1)))
             return tell(own, **kwargs)
 
-        patch.setattr(joining, "told", measured)
+        patch.setattr(joining, "all_gather_objects", measured)
         for strategy in ("pp microbatches=4", "tp", "dp=2 pp=2", "zero3", "cp=2 tp=2", "ddp"):
             sizes.clear()
             trainer.switch(strategy)
@@ -258,7 +258,7 @@ def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
 def told_at_length(world: Any) -> list[Any]:
     rank = world.place.rank
     own = (rank, random.Random(rank).randbytes(40 if rank else 3 * USUAL_BYTES))
-    return [told(each, world_size=3, device=torch.device("cpu")) for each in (own, rank)]
+    return [all_gather_objects(each, world_size=3, device=torch.device("cpu")) for each in (own, rank)]
 
 
 def test_what_one_rank_tells_at_length_arrives_whole() -> None:

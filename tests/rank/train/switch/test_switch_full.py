@@ -24,7 +24,8 @@ from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.switch import in_place as switching
-from nbkit.rank.train.switch.consensus import news
+from nbkit.rank.train.switch.consensus import Consensus
+from nbkit.rank.train.switch.rank_reports import gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
@@ -44,6 +45,10 @@ def expected() -> list[float]:
     return run_ranks(never_switched, 1)[0]
 
 
+def bytes_of(job: Trainer, rank: int) -> int:
+    return side_bytes(job.job.blueprint, job.job.bytes_per_element(), job.strategy, rank)
+
+
 def full(patch: pytest.MonkeyPatch) -> None:
     """Of one byte: no side fits beside another. Rounds are small, so that there are many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
@@ -57,9 +62,7 @@ def through_all(world: Any) -> dict[str, Any]:
         for number, text in enumerate(THROUGH):
             patch.setenv("NBKIT_MEMORY_LIMIT", "1" if world.place.rank == 1 else str(1 << 50))
             event = job.switch(text)
-            said.append(
-                (event.in_place, event.identical, held(job.job), side_bytes(job.job, job.strategy, world.place.rank))
-            )
+            said.append((event.in_place, event.identical, held(job.job), bytes_of(job, world.place.rank)))
             job.fit(2 if number < len(THROUGH) - 1 else 1)
         kept = weights_of(job)
         patch.setenv("NBKIT_MEMORY_LIMIT", str(1 << 50))
@@ -100,7 +103,9 @@ def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
     """Bytes of all tensors of a side and its optimizer, gradients included: while it is hollow, and built as ever."""
     job, found = trainer(), {}
     job.fit(1)
-    memory, inner = news(job.job, job.strategy).memory, job.job.optimizer.inner
+    now, inner = job.job, job.job.optimizer.inner
+    ranks = Consensus(now.strategy, 2, now.device)
+    memory = gather(now.side, inner, now.blueprint, now.foresight, now.strategy, ranks).memory
     for text in THROUGH:
         strategy, sizes = Strategy.parse(text, 2), []
         connections = job.job.blueprint.connect(strategy, alike=True)
@@ -137,7 +142,7 @@ def fails_at_each_stage(world: Any) -> dict[str, Any]:
                 STAGES[stage](patch)
             with pytest.raises(SwitchError) as error:
                 job.switch("zero3")
-            told.append((stage, str(error.value), str(job.strategy), job.job.half_way))
+            told.append((stage, str(error.value), str(job.strategy), job.job.integrity.half_way))
         job.fit(1)
     with pytest.MonkeyPatch.context() as patch:
         full(patch)

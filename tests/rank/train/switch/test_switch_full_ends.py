@@ -13,7 +13,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.switch import in_place as switching
+from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
 from tests.rank.train.switch.test_switch import losses, trainer
 from tests.rank.train.switch.test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
@@ -33,13 +33,13 @@ def interrupted(world: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         full(patch)
         with pytest.MonkeyPatch.context() as before:
-            before.setattr(switching, "_prepared", strikes(switching._prepared))
+            before.setattr(switching, "prepare_in_place", strikes(switching.prepare_in_place))
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         job.fit(2)
         # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
         if world.place.rank == 0:
-            patch.setattr(switching, "_carry_out", strikes(switching._carry_out))
+            patch.setattr(switching, "exchange_in_place", strikes(switching.exchange_in_place))
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         else:

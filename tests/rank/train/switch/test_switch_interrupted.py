@@ -116,12 +116,12 @@ def interrupted(world: Any) -> dict[str, Any]:
     trainer.fit(2)
     found["losses"] = [record["loss"] for record in trainer.history]
 
-    digests = switching._digest
+    digests = switching.digest
 
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 1:
-            patch.setattr(switching, "_digest", lambda *args: _second(calls, digests(*args)))
+            patch.setattr(switching, "digest", lambda *args, **named: _second(calls, digests(*args, **named)))
             with pytest.raises(KeyboardInterrupt):
                 trainer.switch("ddp")
         else:
@@ -207,7 +207,7 @@ def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
     for owner, name, fails in (
         (Exchange, "make_room", full),
         (job_state, "allocate", full),
-        (switching, "_digest", other),
+        (switching, "digest", other),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if world.place.rank == 1 or fails is other:
@@ -226,7 +226,7 @@ def full(*_: Any, **__: Any) -> None:
     raise MemoryError("planted")
 
 
-def other(job: Any, held: Any, _: Any) -> str:
+def other(held: Any, *_: Any, **named: Any) -> str:
     return str(id(held))
 
 

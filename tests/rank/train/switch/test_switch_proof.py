@@ -25,8 +25,10 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.step_clock import Clock
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.switch import verify
+from nbkit.rank.train.switch.pending_switch import PendingSwitch
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
+from nbkit.strategy import Strategy
 
 THROUGH = ("zero3", "tp=2", "pp=2 microbatches=2", "zero1", "ddp")
 
@@ -58,7 +60,7 @@ def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def trained(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(switching, "roomy", lambda _: True)
+            patch.setattr(switching, "roomy", lambda *_: True)
             return train(*args)
 
     return trained
@@ -179,23 +181,23 @@ def ends(world: Any) -> dict[str, Any]:
     trainer.fit(2)
     del trainer._rate.prepare  # type: ignore[attr-defined]
     found["last"] = controls.verdict("last")["verdict"]
-    found["at its end"] = (str(trainer.strategy), trainer.job.proof, trainer.job.switches[-1].identical)
+    found["at its end"] = (str(trainer.strategy), trainer.job.pending.done(), trainer.job.switches[-1].identical)
 
     asks_in(6, "broken", "zero3")
-    backward = trainer.job.gradients.__class__.backward
+    backward = trainer.job.training_step.__class__.backward
     with pytest.MonkeyPatch.context() as patch:
 
         def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer.job.proof is not None:
+            if trainer.job.pending is not None and trainer.job.pending.previous is not None:
                 raise KeyboardInterrupt
             return backward(self, *args, **kwargs)
 
-        patch.setattr(type(trainer.job.gradients), "backward", broken)
+        patch.setattr(type(trainer.job.training_step), "backward", broken)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
     del trainer._rate.prepare  # type: ignore[attr-defined]
     found["broken"] = controls.verdict("broken")["verdict"]
-    found["after it"] = (str(trainer.strategy), trainer.job.proof)
+    found["after it"] = (str(trainer.strategy), trainer.job.pending)
     trainer.fit(2)
     found["losses"] = losses_of(trainer)
     return found
@@ -204,7 +206,7 @@ def ends(world: Any) -> dict[str, Any]:
 def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobody_compared() -> None:
     for found in run_ranks(ends, 2, timeout=200):
         assert found["last"]["ok"] and found["last"]["result"]["identical"] is True
-        assert found["at its end"] == ("dp=2 zero=1", None, True)
+        assert found["at its end"] == ("dp=2 zero=1", True, True)
         assert found["broken"]["ok"] and found["broken"]["result"]["identical"] is None
         assert found["after it"] == ("dp=2 zero=3", None)
         losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
@@ -275,7 +277,7 @@ def narrow(world: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
         if world.place.rank == 1:
-            patch.setattr(switching, "roomy", lambda _: False)
+            patch.setattr(switching, "roomy", lambda *_: False)
         assert asked_for(trainer, controls, "zero3")["result"]["identical"]
     return threads
 
@@ -301,7 +303,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
                 patch.setattr(verify, "sums", full)
             trainer.switch("ddp", beside=True)
             trainer.try_out("zero2", 2)
-            found["tried"] = str(trainer.strategy), trainer.job.proof
+            found["tried"] = str(trainer.strategy), trainer.job.pending.previous
 
     trainer._callbacks = (lambda trainer, record: {2: well, 4: ill}.get(record["step"], lambda: None)(),)
     trainer.fit(6)
@@ -359,7 +361,7 @@ class Behind:
 def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proofs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream, job = Behind(), MagicMock(device=torch.device("cuda", 0), switches=[])
+    stream, job = Behind(), MagicMock(device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
     def identical() -> bool:
@@ -368,8 +370,9 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
 
     job.ledger.clock = of_steps = Clock()
     comparison = MagicMock(identical=identical)
-    found = verify.Proof(Switched(3, old="dp=2", new="tp=2"), MagicMock(), comparison, again=MagicMock())
-    assert found.settle(job)
+    event = Switched(3, old="dp=2", new="tp=2")
+    job.pending = PendingSwitch(event, Strategy.parse("ddp", 2), 0, previous=MagicMock(), comparison=comparison)
+    assert switching.Switchable._compare(job)
 
-    assert found.event.proof_s < 0.1
+    assert job.pending.event.identical and job.pending.event.proof_s < 0.1
     assert of_steps.lap() >= 0.2

@@ -57,7 +57,12 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
         patch.setattr(inner, "step", step)
         with pytest.raises(KeyboardInterrupt):
             trainer.try_out("zero1", steps=3)
-    found["half"] = (trainer.job.half_way, len(trainer.job.ledger.pending), trainer.step, str(trainer.strategy))
+    found["half"] = (
+        trainer.job.integrity.half_way,
+        len(trainer.job.ledger.pending),
+        trainer.step,
+        str(trainer.strategy),
+    )
     trainer.fit(2)
     return found | {"losses": [record["loss"] for record in trainer.history]}
 

@@ -1,14 +1,22 @@
-"""One step's gradients, whatever the strategy: equal to those of one process over the whole global batch.
+"""The step, from top to bottom, whatever the strategy. A Trainer and a loop of one's own call the same methods:
 
-A mean loss over equal batches would be a mean of means; here every row weighs the same wherever it lies. The divisor of
-a mean is known beforehand, so its share is in the loss that is backpropagated.
-The divisor of (sum, weight) is known when the last rank has done its last forward; it travels beside the backward pass.
+1. `rows`: this rank's part of the global batch;
+2. `backward`: forward and backward passes in the order of the strategy's schedule (ShardedModel.backward), the
+   reduction of gradients (the data axis, behind it) and of the step's numbers, and on CPU ranks their check;
+3. `grad_norm` and `clip`: over all ranks;
+4. `update`: the optimizer's step, unless a scaled gradient is not finite on any rank;
+5. `boundary`: the numbers of the step before are read, and a request that all ranks hold is served.
+
+The gradients are those of one process over the whole global batch. A mean loss over equal batches would be a mean of
+means; here every row weighs the same wherever it lies. The divisor of a mean is known beforehand, so its share is in
+the loss that is backpropagated. The divisor of (sum, weight) is known when the last rank has done its last forward
+pass; it travels beside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, bounds, on_device, pair, shapes_of, take, tokens_of
-from nbkit.rank.data.first_batches import FirstBatches
+from nbkit.rank.data.batch import Shard, bounds, on_device, pair, shapes_of, shard_of, take, tokens_of
 from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
 from nbkit.rank.parallel.sharded_model import Side
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.rng.seeding import seed_step
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.train.config import Setup
+from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.step.async_copy import sent
+from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.precision import Precision
-from nbkit.rank.train.step.step_stats import StepReduction
+from nbkit.rank.train.step.step_stats import StepReduction, StepResult
 
-__all__ = ["Gradients", "Micro"]
+__all__ = ["Micro", "TrainingStep"]
 
 
 @dataclass(frozen=True)
@@ -50,38 +64,52 @@ class _Sums:
     weighted: bool = False
 
 
-class Gradients:
-    """Makes the gradients of a side. microbatch_size: rows per forward without a pipeline, None for all of them.
-
-    first: looks at the first batches.
-    """
+class TrainingStep:
+    """Makes the steps of one sharded model and its optimizer. reduced: the gradients are sums over all ranks."""
 
     def __init__(
-        self, side: Side, setup: Setup, precision: Precision, *, rank: int, first: FirstBatches | None = None
+        self,
+        side: Side,
+        optimizer: torch.optim.Optimizer,
+        blueprint: Blueprint,
+        *,
+        precision: Precision,
+        ledger: History,
+        integrity: Integrity,
+        seed: int,
     ) -> None:
-        self._first = first
-        self.side, self.loss, self.inputs, self.microbatch_size = side, setup.loss, setup.inputs, setup.microbatch_size
-        self.precision, self.rank = precision, rank
-        self.world_size, self.device = precision.world_size, precision.device
-        self._dropout = KeyedDropout(side.module, setup.seed)
+        self.side, self.optimizer, self.blueprint = side, optimizer, blueprint
+        self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
+        self.loss, self.inputs = blueprint.setup.loss, blueprint.setup.inputs
+        self.microbatch_size = blueprint.setup.microbatch_size
+        self.rank, self.world_size, self.device = blueprint.rank, blueprint.world_size, blueprint.device
+        self.reduced = False
+        self._dropout = KeyedDropout(side.module, seed)
         self._watched, self._drift_unknown = watched(side.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in side.module.modules())
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
         self._weighted: bool | None = None
 
     def reseed(self, seed: int) -> None:
-        """Key dropout by `seed` from now on."""
-        self._dropout.seed = seed
+        """Draw by `seed` from now on."""
+        self.seed = self._dropout.seed = seed
 
     def release(self) -> None:
-        """Take what follows the modules out of the side, which may serve again later."""
+        """Take the hooks off the modules: another sharded model is in force."""
         self._dropout.release()
 
     def begin_again(self) -> None:
-        """What is done once, in the first step, is done again, on every rank alike."""
+        """Do again, on every rank alike, what is done once in the first step."""
         self.side.begin_again()
         self.precision.level()
         self._drift_unknown = True
+
+    def rows(self, batch: Any) -> Shard:
+        """This rank's rows of a global batch. Ranks that work on the same rows draw the same."""
+        axes = self.side.axes
+        ranks, rank = axes.size("dp"), axes.index("dp")
+        seed_step(self.seed, self.ledger.step, rank)
+        return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank)
 
     def cut(self, shard: Shard) -> list[Micro]:
         """A shard in micro-batches: `strategy.microbatches` of them in a pipeline, else of `microbatch_size` rows."""
@@ -94,17 +122,14 @@ class Gradients:
             cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         return [Micro(take(shard.data, start, stop, rows=rows), stop - start, first + start) for start, stop in cuts]
 
-    def backward(
-        self, shard: Shard, *, step: int, asked: Callable[[], int], seconds: Callable[[], float]
-    ) -> StepReduction:
-        """Fill every parameter's gradient; the numbers of the step are under way in what it returns.
+    def backward(self, shard: Shard) -> StepResult:
+        """Fill every parameter's gradient; the step's numbers are under way in what is returned.
 
-        asked: how far this rank is with the request asked about (see boundary.Inbox); seconds: since the last step.
-        Both are called at launch.
+        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
         """
-        if self._first is not None:
-            self._first.look(self.side, shard, step)
-        side, micros = self.side, self.cut(shard)
+        side, micros, ledger, step = self.side, self.cut(shard), self.ledger, self.ledger.step
+        request = step_boundary.inbox.acted + 1
+        self.blueprint.look_at_first(side, shard, step)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         side.data.reset(passes=self._passes(shard))
@@ -117,9 +142,9 @@ class Gradients:
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
                 weighted=sums.weighted,
-                stage=asked(),
+                stage=step_boundary.inbox.stage(request),
                 tokens=sums.tokens if counts else 0,
-                seconds=seconds(),
+                seconds=ledger.clock.lap(),
                 fingerprint=shard.fingerprint,
             )
 
@@ -160,7 +185,46 @@ class Gradients:
             # Before the first update: later is too late for the weights.
             check_buffers(side.module, self._watched, axes=side.axes, device=self.device)
             self._drift_unknown = False
-        return reduction
+        self.reduced = True
+        strategy, lr = side.strategy, sent(self.optimizer.param_groups[0]["lr"])
+        pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, strategy.mesh, str(strategy))
+        if self.device.type == "cpu":
+            ledger.check(pending)
+        ledger.pending.append(pending)
+        return StepResult(reduction)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients, on the device; recorded in this step's history."""
+        with phase("optimizer"):
+            norm = self.side.grad_norm(self.device)
+        self.ledger.log({"grad_norm": norm})
+        return norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
+        norm = self.grad_norm()
+        with phase("optimizer"):
+            clip(self.side.held, max_norm, norm)
+        return norm
+
+    def update(self) -> None:
+        """The optimizer's step. With a scaled loss it is skipped where a gradient is not finite on any rank.
+
+        Then the step is made: into its record go loss_scale, that of this step, and skipped, 1 where nothing changed.
+        """
+        made = True
+        if self.precision.pending:
+            scale, made = self.precision.scale or 1.0, self.precision.may_step()
+            self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
+        with self.integrity.changing() if made else nullcontext():
+            if made:
+                self.optimizer.step()
+            self.side.data.after_step()
+        self.ledger.made()
+
+    def boundary(self) -> None:
+        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
+        self.ledger.settle(keep=1, act=True)
 
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:

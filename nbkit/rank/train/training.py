@@ -1,0 +1,242 @@
+"""What trains on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.data_position import Feed
+from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.train.builder import Blueprint, Model, Optimizer
+from nbkit.rank.train.checkpoint import checkpoint
+from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.config import Setup
+from nbkit.rank.train.control import recovery
+from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.recorder import Recorder
+from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.optimizer import OptimizerHandle
+from nbkit.rank.train.step.precision import Precision
+from nbkit.rank.train.step.step import TrainingStep
+from nbkit.rank.train.switch.pending_switch import PendingSwitch
+from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.world.world import World
+from nbkit.records.events import Switched
+from nbkit.strategy import Strategy
+
+__all__ = ["Training"]
+
+
+class Training:
+    """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life.
+
+    pending: the last switch, until a step has been made under it.
+    """
+
+    def __init__(self, model: Model, optimizer: Optimizer, setup: Setup, *, strategy: str) -> None:
+        place = World.join_from_env().place
+        self.rank, self.world_size = place.rank, place.world_size
+        chosen = Strategy.parse(strategy, self.world_size)
+        cuda = place.device == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
+        self.setup, self.seed = setup, setup.seed
+        self.blueprint = Blueprint(
+            model, optimizer, setup, rank=self.rank, world_size=self.world_size, device=self.device
+        )
+        self.precision = Precision(setup.precision, device=self.device, world_size=self.world_size)
+        self.precision.check(self.blueprint.skeleton)
+        side, inner = self.blueprint.first(chosen)
+        self.model = self.blueprint.module
+        self.ledger = History(world_size=self.world_size)
+        self.integrity, self.feed = Integrity(), Feed()
+        self.switches: list[Switched] = []
+        self.pending: PendingSwitch | None = None
+        self.run_dir: Path | None = None
+        self._running = False
+        self._foresight: Foresight | None = None
+        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten)
+        self._take(side, inner)
+
+    def _take(self, side: Side, inner: torch.optim.Optimizer) -> None:
+        self.side = side
+        self.optimizer.inner = inner
+        self.model.__dict__ = side.module.__dict__
+        self._known = {id(p) for p in self.model.parameters()}
+        self.blueprint.took(side)
+        self.training_step = TrainingStep(
+            side,
+            inner,
+            self.blueprint,
+            precision=self.precision,
+            ledger=self.ledger,
+            integrity=self.integrity,
+            seed=self.seed,
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.side.strategy
+
+    @property
+    def previous(self) -> str | None:
+        """The strategy before the last switch, proven or not. From any thread."""
+        if (pending := self.pending) is not None and pending.previous is not None:
+            return pending.event.old
+        return self.switches[-1].old if self.switches else None
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.ledger.step
+
+    @property
+    def state(self) -> TrainingState:
+        """What is in force now, between two steps."""
+        side, inner = self.side, self.optimizer.inner
+        position, precision = self.feed.position(), self.precision.state_dict()
+        return TrainingState(side, inner, side.module.__dict__, self.step, position, precision)
+
+    def adopt(self, state: TrainingState) -> None:
+        """Compute with the sharded model of `state` and update with its optimizer from now on."""
+        self.training_step.release()
+        state.side.module.__dict__ = state.attributes
+        self._take(state.side, state.optimizer)
+        self.feed.recut()
+
+    def restore(self, state: TrainingState) -> None:
+        """Go back to `state`: the steps since have not been made, what computed since is closed. Not collective."""
+        self.optimizer.zero_grad()
+        if (other := self.side) is not state.side:
+            self.adopt(state)
+            other.close()
+        # Whatever was broken off was the other's: the weights that go on are whole.
+        self.integrity.restored(ranks_agree=False)
+        self.ledger.step = state.step
+        self.precision.load_state_dict(state.precision)
+        self.feed.go_to(state.position)
+
+    def level(self) -> None:
+        """Compare how far the ranks are, unless steps are being made; level them if one was broken off. Collective.
+
+        Raises TrainingError, on every rank, when no step is whole on the ranks that finished it: all of them were
+        interrupted within it, or a part of the state is nowhere else; or when they are under different strategies.
+        """
+        if self._running:
+            return
+        kind, leads_back = zlib.crc32(str(self.strategy).encode()), self.pending is not None
+        own = recovery.Standing(self.step, self.integrity.broken_off, self.integrity.half_way, kind, leads_back)
+        everyone = recovery.compare(own, world_size=self.world_size, device=self.device)
+        if len({each.strategy for each in everyone}) > 1:
+            raise TrainingError(
+                "An interrupted switch left the ranks under different strategies.",
+                numbers=f"rank {self.rank}: {self.strategy}",
+                hint="build the Trainer again, and trainer.load(path) of a checkpoint",
+            )
+        if not all(each.leads_back for each in everyone):
+            self.pending = None  # some have made the first step under this strategy, or do not know of it
+        if not (whole := recovery.whole_ranks(everyone)):
+            return
+        precision, position = self.precision.state_dict(), self.feed.position()
+        mine = recovery.Progress(precision, self.step, list(self.ledger.records), position)
+        steps, inner = [each.step for each in everyone], self.optimizer.inner
+        progress = recovery.level(self.side, inner, mine, steps, whole, rank=self.rank, device=self.device)
+        if progress is not mine:
+            self.ledger.replace(progress.step, progress.records)
+            self.precision.load_state_dict(progress.precision)
+            self.feed.go_to(progress.position)
+        self._whole_again()
+
+    def _whole_again(self) -> None:
+        """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
+        self.integrity.restored(ranks_agree=True)
+        self.training_step.begin_again()
+
+    def save(self, path: str | Path) -> None:
+        """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+        Raises TrainingError on every rank when one could not write: what was at `path` before stands.
+        """
+        about = {
+            "step": self.step,
+            "position": self.feed.position(),
+            "history": list(self.ledger.records),
+            "seed": self.seed,
+            "precision": self.precision.state_dict(),
+            "strategy": str(self.strategy),
+        }
+        checkpoint.save(
+            path,
+            self.side,
+            self.optimizer.inner,
+            skeleton=self.blueprint.skeleton,
+            groups=self._groups(),
+            about=about,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def opened(self, path: str | Path) -> checkpoint.Saved:
+        """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
+        skeleton, groups = self.blueprint.skeleton, self._groups()
+        return checkpoint.opened(path, self.side, self.optimizer.inner, skeleton=skeleton, groups=groups)
+
+    def load(self, saved: checkpoint.Saved) -> None:
+        """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.
+
+        In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
+        """
+        about = saved.about
+        with self.integrity.changing():
+            checkpoint.restore(saved, self.side, self.optimizer.inner)
+            self.seed = about["seed"]
+            self.training_step.reseed(self.seed)
+            self.ledger.replace(about["step"], about["history"], loaded=True)
+            self.precision.load_state_dict(about.get("precision", {}))
+        self._whole_again()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        self.level()
+        return checkpoint.full_state_dict(
+            self.side,
+            skeleton=self.blueprint.skeleton,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+        )
+
+    def _groups(self) -> Sequence[Sequence[str]]:
+        return self.blueprint.template.groups_of(self.optimizer.inner, self.side.held)
+
+    def bytes_per_element(self) -> dict[str, dict[str, int]]:
+        """Of every parameter, and of what the optimizer keeps of it: see job_state.bytes_per_element."""
+        return bytes_per_element(self.side, self.optimizer.inner, self.blueprint.skeleton)
+
+    def foresight(self) -> Foresight:
+        """What the formulas say of any strategy. From any thread."""
+        seen, kinds = self._foresight, self.bytes_per_element()
+        if seen is None or not seen.holds(kinds):
+            seen = self._foresight = Foresight(self.blueprint, kinds, self.feed.fits)
+        return seen
+
+    def _update(self) -> None:
+        self.training_step.update()
+        self.recorder.after_step(
+            self.step,
+            self.model,
+            self.optimizer.inner,
+            held=self.side.held.values(),
+            strategy=self.strategy,
+            foresight=self.foresight,
+        )
+
+    def _forgotten(self) -> None:
+        self.training_step.reduced = False

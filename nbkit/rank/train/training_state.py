@@ -1,0 +1,32 @@
+"""What a switch replaces and what the way back restores: one value, handed on whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nbkit.rank.parallel.sharded_model import Side
+
+__all__ = ["TrainingState"]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a training stands between two steps on this rank.
+
+    attributes: of the sharded model's module. That may be the user's own module, which takes on the attributes of
+    whatever is in force. position: in the data. precision: the loss scale (see Precision.state_dict).
+    """
+
+    side: Side
+    optimizer: torch.optim.Optimizer
+    attributes: dict[str, Any]
+    step: int
+    position: Any
+    precision: dict[str, Any]
+
+    def under(self, side: Side, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """The same place in the training, with another sharded model and its optimizer."""
+        return replace(self, side=side, optimizer=optimizer, attributes=side.module.__dict__)

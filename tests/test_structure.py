@@ -1,0 +1,80 @@
+"""What a newcomer meets: files that do not import each other in circles, and folders that hold one subject."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES_IN_A_CIRCLE = 3
+FILES_IN_A_FOLDER = 12
+WITHOUT_LARGER_CIRCLES = "nbkit.rank"  # of modules whose names begin so
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in (ROOT / "nbkit").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Whatever a file may import, wherever it stands in it: for types alone, or in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def imports(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Module -> modules that it imports. A package is named in what is imported from it, and counts only by itself."""
+    packages = {name for name, path in files.items() if path.name == "__init__.py"}
+    return {name: {each for each in imported(path) if each in files and each not in packages | {name}}
+            for name, path in files.items()}  # fmt: skip
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other, the largest first."""
+    reached = {name: reachable(name, edges) for name in edges}
+    found = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in edges}
+    return sorted((sorted(circle) for circle in found if len(circle) > 1), key=len, reverse=True)
+
+
+def reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = list(edges[name])
+    while ahead:
+        if (one := ahead.pop()) not in found:
+            found.add(one)
+            ahead += edges[one]
+    return found
+
+
+def test_a_circle_is_found_with_what_leads_into_it_left_out() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}, "e": {"a"}}
+
+    assert circles(edges) == [["b", "c", "d"]]
+
+
+def test_imports_for_types_alone_count(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from two import Two\n")
+
+    assert "two" in set(imported(tmp_path / "one.py"))
+
+
+def test_no_more_than_three_files_import_each_other_in_a_circle() -> None:
+    found = [circle for circle in circles(imports(modules())) if len(circle) > FILES_IN_A_CIRCLE]
+
+    assert [circle for circle in found if any(name.startswith(WITHOUT_LARGER_CIRCLES) for name in circle)] == []
+
+
+def test_a_folder_holds_no_more_than_twelve_files() -> None:
+    folders = {path.parent for path in modules().values()}
+    counted = {str(each.relative_to(ROOT)): sum(1 for file in each.glob("*.py") if file.name != "__init__.py")
+               for each in folders}  # fmt: skip
+
+    assert {folder: count for folder, count in counted.items() if count > FILES_IN_A_FOLDER} == {}
