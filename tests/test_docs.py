@@ -88,6 +88,16 @@ def test_every_page_is_named_and_readme_fits_in_150_lines() -> None:
     assert len(text.splitlines()) <= 150
 
 
+def test_every_file_that_the_page_on_the_inside_names_is_there() -> None:
+    below = ("", "nbkit", "nbkit/notebook/cluster", "nbkit/rank/train", "nbkit/rank/parallel")
+    named = re.findall(
+        r"(?<![\w/])[a-z_0-9]+(?:/[a-z_0-9]+)*/(?:[a-z_0-9]+\.py)?", (ROOT / "docs" / "inside.md").read_text()
+    )
+
+    assert len(named) > 40
+    assert [path for path in named if not any((ROOT / folder / path).exists() for folder in below)] == []
+
+
 def test_every_error_text_of_the_faq_is_in_the_source() -> None:
     spoken = "\n".join(
         re.sub(r"\s+", " ", node.value)
