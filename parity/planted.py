@@ -25,7 +25,7 @@ from nbkit.rank.parallel.data_parallel.bucket_collectives import Reduction
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.pipeline.executor import _Run
 from nbkit.rank.parallel.pipeline.split_backward import Deferred
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import _Surgery
 from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
 from nbkit.rank.parallel.tensor.column_row_pair import Link
@@ -84,16 +84,16 @@ def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
 
 
 def _without(what: str) -> Callable[[Any], Any]:
-    """A method of a Side that sees none of its `what`."""
+    """A method of a ShardedModel that sees none of its `what`."""
 
     def make(method: Any) -> Any:
-        def blind(self: Side, *args: Any) -> Any:
+        def blind(self: ShardedModel, *args: Any) -> Any:
             if what == "partial":
-                side = replace(self, partial={})
+                sharded_model = replace(self, partial={})
             else:
                 empty: Any = {"ties": (), "replication": {}}[what]
-                side = replace(self, connections=replace(self.connections, **{what: empty}))
-            return method(side, *args)
+                sharded_model = replace(self, connections=replace(self.connections, **{what: empty}))
+            return method(sharded_model, *args)
 
         return blind
 
@@ -110,7 +110,7 @@ def _mean_of_means(weigh: Any) -> Any:
 
 def _rows_of_equal_ranks(backward: Any) -> Any:
     def wrong(self: TrainingStep, shard: Any) -> Any:
-        return backward(self, replace(shard, total=max(1, shard.rows * self.side.axes.size("dp"))))
+        return backward(self, replace(shard, total=max(1, shard.rows * self.sharded_model.axes.size("dp"))))
 
     return wrong
 
@@ -184,15 +184,15 @@ def _cell(strategy: str, *extras: str, subject: str = "gpt") -> Cell:
 
 BUGS = (
     Bug("the gradient of a tied weight is not summed over its stages", _cell("pp", subject="gpt_tied"),
-        _around(Side, "_sum_partial", _without("ties"))),
+        _around(ShardedModel, "_sum_partial", _without("ties"))),
     Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _cell("dp=2", "mask"),
         _around(training_step, "weigh", _mean_of_means)),
     Bug("a short last batch is averaged over ranks as if each had as many rows", _cell("dp=2", "ragged"),
         _around(TrainingStep, "backward", _rows_of_equal_ranks)),
     Bug("the norms between split positions are not summed over the tensor axis", _cell("tp"),
-        _around(Side, "_sum_partial", _without("partial"))),
+        _around(ShardedModel, "_sum_partial", _without("partial"))),
     Bug("the parameters of blocks are not summed over the context axis", _cell("cp=2"),
-        _around(Side, "_sum_partial", _without("partial"))),
+        _around(ShardedModel, "_sum_partial", _without("partial"))),
     Bug("the gradient that a stage sends is scaled", _cell("pp"), _around(_Run, "_backward", _scaled_stage)),
     Bug("a weight's gradient that was put off is forgotten", _cell("pp schedule=zb"),
         _around(Deferred, "run", _lost_weight_gradient)),
@@ -210,9 +210,9 @@ BUGS = (
     Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),
         _around(KeyedDropout, "step", lambda _: lambda self, *args: nullcontext())),
     Bug("gradients are clipped by the norm of what a rank holds", _cell("pp", "clip"),
-        _around(Side, "grad_norm", _local_norm)),
+        _around(ShardedModel, "grad_norm", _local_norm)),
     Bug("the norm counts what several ranks hold several times", _cell("tp", "clip"),
-        _around(Side, "grad_norm", _without("replication"))),
+        _around(ShardedModel, "grad_norm", _without("replication"))),
     Bug("the causal mask is off by one on later ranks", _cell("cp=2"), _around(_Attention, "_attend", _mask_too_early)),
     Bug("the last micro-batch is dropped", _cell("pp"), _around(TrainingStep, "cut", lambda cut: lambda self, shard: (
         cut(self, shard)[:-1]))),

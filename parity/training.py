@@ -88,8 +88,8 @@ def ours(cell: Cell) -> Outcome:
     def noted(batch: Any) -> Any:
         result = backward(batch)
         if not found.grads:
-            held = job.side.held.items()
-            found.grads = {n: (_grad(p), job.side.data.layouts[n]) for n, p in held if p.requires_grad}
+            held = job.sharded_model.held.items()
+            found.grads = {n: (_grad(p), job.sharded_model.data.layouts[n]) for n, p in held if p.requires_grad}
         return result
 
     job.backward = noted  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def ours(cell: Cell) -> Outcome:
     found.strategy = str(trainer.strategy)
     found.losses = [record["loss"] for record in records]
     found.norms = [record["grad_norm"] for record in records]
-    held = weights(job.side).items()
+    held = weights(job.sharded_model).items()
     found.weights = {n.removeprefix("weight/"): (tensor.clone(), layout) for n, (tensor, layout) in held}
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nbkit
 from bench.rigs.jobs import config, data, token_loss
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 STEPS = 2
 SETTLE_SECONDS = 0.3
@@ -47,16 +47,16 @@ class Worker:
                 dist.barrier()
                 time.sleep(SETTLE_SECONDS)
                 gc.collect()
-                held = _storages(_of(job.side, job.optimizer.inner))
+                held = _storages(_of(job.sharded_model, job.optimizer.inner))
                 other = {at: size for at, size in _storages(_alive()).items() if at not in held and at not in before}
                 said = {"held": sum(held.values()), "rest": sum(other.values())}
             job.optimizer.zero_grad()
-        job.side.data.close()
+        job.sharded_model.data.close()
         return said
 
 
-def _of(side: Side, optimizer: torch.optim.Optimizer) -> Iterable[Any]:
-    params = [*side.module.parameters(), *side.held.values()]
+def _of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+    params = [*sharded_model.module.parameters(), *sharded_model.held.values()]
     yield from params
     yield from (p.grad for p in params)
     for state in optimizer.state.values():

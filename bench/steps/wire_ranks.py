@@ -22,7 +22,7 @@ class Worker:
         job = trainer(config(width, layers, block=block), strategy, batch=batch)
         job.fit(1)  # groups, connections and agreements of the first step
         one, three = _run(job, 1), _run(job, 3)
-        job.job.side.data.close()
+        job.job.sharded_model.data.close()
         del job
         gc.collect()
         axes = {*one["recorded"], *three["recorded"]}

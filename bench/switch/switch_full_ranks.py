@@ -38,7 +38,7 @@ class Worker:
         trim(CPU)
         now, old, job = bytes_held()[0], self._held(), self.job.job
         to = Strategy.parse(strategy, job.world_size)
-        new = side_bytes(job.blueprint, job.bytes_per_element(), to, job.rank)
+        new = side_bytes(job.builder, job.bytes_per_element(), to, job.rank)
         os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
         reset_peak()
         said: dict[str, Any] = {"place": None, "identical": None, "pause": None}
@@ -63,16 +63,16 @@ class Worker:
     def step(self) -> float:
         """One step; its loss."""
         loss = float(self.job.fit(1)[-1]["loss"])
-        for bucket in _buckets(self.job.job.side.data):
+        for bucket in _buckets(self.job.job.sharded_model.data):
             bucket.zero_()  # made anew after the first step: memory that nobody has touched would not count
         return loss
 
     def _held(self) -> int:
         """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
-        side, inner = self.job.job.side, self.job.job.optimizer.inner
+        sharded_model, inner = self.job.job.sharded_model, self.job.job.optimizer.inner
         seen: set[int] = set()
-        state = [tensor for tensor, _ in job_state.state(side, inner).values()]
-        return storage_bytes([*state, *_buckets(side.data)], seen)
+        state = [tensor for tensor, _ in job_state.state(sharded_model, inner).values()]
+        return storage_bytes([*state, *_buckets(sharded_model.data)], seen)
 
 
 def _buckets(data: Any) -> list[torch.Tensor]:
@@ -87,11 +87,11 @@ def _buckets(data: Any) -> list[torch.Tensor]:
 def _refusing(take: Any, after: float) -> Any:
     taken = 0
 
-    def refusing(side: Filling, key: str) -> None:
+    def refusing(sharded_model: Filling, key: str) -> None:
         nonlocal taken
         taken += 1
-        if taken > after * len(side.state):
+        if taken > after * len(sharded_model.state):
             raise MemoryError(f"refused {key}")
-        take(side, key)
+        take(sharded_model, key)
 
     return refusing

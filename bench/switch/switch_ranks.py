@@ -143,5 +143,5 @@ class Worker:
         return found
 
     def _state(self) -> dict[str, tuple[Tensor, Layout]]:
-        side, inner = self.job.job.side, self.job.job.optimizer.inner
-        return job_state.weights(side) | job_state.per_element(side, inner)
+        sharded_model, inner = self.job.job.sharded_model, self.job.job.optimizer.inner
+        return job_state.weights(sharded_model) | job_state.per_element(sharded_model, inner)

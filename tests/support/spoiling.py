@@ -23,7 +23,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def state_now(trainer: Any) -> dict[str, Any]:
-    tensors = {key: tensor.clone() for key, (tensor, _) in state(trainer.job.side, trainer.job.optimizer.inner).items()}
+    tensors = {
+        key: tensor.clone()
+        for key, (tensor, _) in state(trainer.job.sharded_model, trainer.job.optimizer.inner).items()
+    }
     return {"tensors": tensors, "step": trainer.step, "lr": trainer.lr, "history": [*trainer.history]}
 
 

@@ -19,7 +19,7 @@ from nbkit.rank.loss.loss_check import coupled
 from nbkit.rank.loss.row_selection import varying
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 __all__ = ["FirstBatches"]
 
@@ -45,14 +45,14 @@ class FirstBatches:
         self._begun: int | None = None
         self._varied: frozenset[int] = frozenset()
 
-    def look(self, side: Side, shard: Shard, step: int) -> Coupled | None:
+    def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Coupled | None:
         """What couples the rows of the batch of `step`, the same on every rank. Collective in the first steps."""
         # Counted by the steps that were made: they are the same on ranks of which one was interrupted.
         self._begun = step if self._begun is None else self._begun
         if not 0 <= step - self._begun < _BATCHES or shard.everything is None or not self._parted:
             return None
         # Of a pipeline, and of positions that are split, the example was looked at.
-        strategy = side.strategy
+        strategy = sharded_model.strategy
         if strategy.pp > 1 or strategy.cp > 1:
             return None
         # What rank 0 reads decides for all, should they read other data: which is said when the step is over.
@@ -60,7 +60,7 @@ class FirstBatches:
         if self._rank == 0 and sample is not None:
             told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self._begun == step
             self._varied |= varied
-        found: Coupled | None = self._of_first([self._found(side, sample)]) if self._of_first(told) else None
+        found: Coupled | None = self._of_first([self._found(sharded_model, sample)]) if self._of_first(told) else None
         return found
 
     def _of_first(self, told: list[Any]) -> Any:
@@ -75,14 +75,14 @@ class FirstBatches:
             return sample if sample is not None and sample.rows else None
         return None
 
-    def _found(self, side: Side, sample: Sample | None) -> Coupled | None:
-        whole = side.strategy.tp == 1 and side.strategy.zero < 3
+    def _found(self, sharded_model: ShardedModel, sample: Sample | None) -> Coupled | None:
+        whole = sharded_model.strategy.tp == 1 and sharded_model.strategy.zero < 3
 
         def run(value: Any) -> Any:
-            side.data.reset()
-            return call(side.module, value)
+            sharded_model.data.reset()
+            return call(sharded_model.module, value)
 
         if sample is None or (whole and self._rank):
             return None
         with undrawn():
-            return coupled(side.module, run, self._loss, sample, self._inputs, whole=whole)
+            return coupled(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 __all__ = ["generate"]
 
@@ -23,7 +23,7 @@ _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
 
 
 def generate(
-    side: Side,
+    sharded_model: ShardedModel,
     prompt: str | bytes | Tensor,
     tokens: int,
     *,
@@ -42,23 +42,25 @@ def generate(
     ids = torch.tensor(list(raw or b"\n")) if isinstance(raw, bytes) else raw
     one_dim = ids.ndim == 1
     ids = ids.to(device=device, dtype=torch.long).view(-1, ids.shape[-1])
-    longest, draw = _longest(side.module), torch.Generator().manual_seed(seed)
-    with side.evaluating():
+    longest, draw = _longest(sharded_model.module), torch.Generator().manual_seed(seed)
+    with sharded_model.evaluating():
         for _ in range(tokens):
             seen = ids[:, -longest:]
             value: Any = seen if inputs is None else {inputs[0]: seen}
 
             def forward(stage: int, number: int, received: tuple[Tensor, ...], value: Any = value) -> tuple[Any, ...]:
-                output = side.stage(stage, value, received)
-                return (_last_logits(output),) if stage == side.last_stage else output
+                output = sharded_model.stage(stage, value, received)
+                return (_last_logits(output),) if stage == sharded_model.last_stage else output
 
-            found = side.outputs(1, forward, key=partial(_shape, tuple(seen.shape)))
+            found = sharded_model.outputs(1, forward, key=partial(_shape, tuple(seen.shape)))
             chosen = torch.empty(len(ids), 1, dtype=torch.long, device=device)
             if found:
                 chosen = _pick(found[0], temperature, draw).to(device)
-            if side.pipeline is not None:
-                source = side.axes.mesh.ranks("pp", side.axes.rank)[side.pipeline.schedule.rank_of(side.last_stage)]
-                dist.broadcast(chosen, src=source, group=side.axes.group("pp"))
+            if sharded_model.pipeline is not None:
+                source = sharded_model.axes.mesh.ranks("pp", sharded_model.axes.rank)[
+                    sharded_model.pipeline.schedule.rank_of(sharded_model.last_stage)
+                ]
+                dist.broadcast(chosen, src=source, group=sharded_model.axes.group("pp"))
             ids = torch.cat([ids, chosen], dim=1)
     if isinstance(raw, bytes):
         return bytes(ids[0].tolist())

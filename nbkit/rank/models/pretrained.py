@@ -21,7 +21,7 @@ from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.load_local import copy_part
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
 
 __all__ = ["Pretrained", "from_pretrained", "window"]
@@ -84,9 +84,9 @@ class Shell:
     added: Mapping[str, Tensor]
 
     @torch.no_grad()
-    def fill(self, side: Side) -> None:
+    def fill(self, sharded_model: ShardedModel) -> None:
         """Read the weights that this rank holds."""
-        for name, (target, layout) in side.data.weights.items():
+        for name, (target, layout) in sharded_model.data.weights.items():
             if name in self.added:
                 copy_part(target, layout, self.added[name].to(target.device))
                 continue

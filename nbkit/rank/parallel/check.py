@@ -28,7 +28,7 @@ from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
-from nbkit.rank.parallel.options import Wishes, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
+from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain, find_chain
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
@@ -126,7 +126,7 @@ def check(
             Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
         )
     skeleton = skeleton_of(module)
-    wishes = Wishes(
+    options = Options(
         chain,
         why,
         tp_plan=tp_plan,
@@ -135,10 +135,10 @@ def check(
         gathers=gathers,
         positionwise=positionwise,
     )
-    if batch is not None and not isinstance(batch, int) and parts_rows(wishes, chosen):
+    if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
         seen = coupled(module, lambda value: call(module, value), loss, Sample(batch), inputs)
-        wishes = replace(wishes, coupled=seen)
-    found += [*findings(skeleton, chosen, wishes, batch=rows), *warn_of_coupled(wishes, chosen)]
+        options = replace(options, coupled=seen)
+    found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
     if gathers is not None and chosen.shard > 1:
         found += [
             Finding(False, "Some parameters are gathered for longer than one block.", note, "")
@@ -147,14 +147,14 @@ def check(
     run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
     for needed in (need_rows, *run_too):
         try:
-            needed(wishes, chosen)
+            needed(options, chosen)
         except StrategyError as error:
             found.append(Finding(True, error.what, error.numbers, error.hint))
     found += _norms(module, chosen)
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
     found.sort(key=lambda finding: not finding.error)
-    return Check(chosen, columns, tuple(_rows(skeleton, chosen, wishes, found)), tuple(found))
+    return Check(chosen, columns, tuple(_rows(skeleton, chosen, options, found)), tuple(found))
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
@@ -216,18 +216,18 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
 
 
 def _rows(
-    skeleton: nn.Module, strategy: Strategy, wishes: Wishes, found: Sequence[Finding]
+    skeleton: nn.Module, strategy: Strategy, options: Options, found: Sequence[Finding]
 ) -> Iterator[tuple[str, ...]]:
     """One row for each kind of module; numbers in paths are folded into *."""
     plan, refused = None, {}
     if strategy.tp > 1:
         try:
-            plan = replace(wishes.plan(skeleton, 1), size=strategy.tp)
+            plan = replace(options.plan(skeleton, 1), size=strategy.tp)
             refused = _undivided(plan)
         except StrategyError as error:
             refused = {"": error.what}
     split = (plan or TensorPlan(1, (), {}, {})).describe(skeleton)
-    stages = _stages(skeleton, strategy, wishes)
+    stages = _stages(skeleton, strategy, options)
     frozen = {_folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
     for module, how, reason in split:
         cells = [module]
@@ -254,11 +254,11 @@ def _undivided(plan: TensorPlan) -> dict[str, str]:
     return found
 
 
-def _stages(skeleton: nn.Module, strategy: Strategy, wishes: Wishes) -> dict[str, str]:
+def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[str, str]:
     """Folded module -> the stages that hold it."""
     if strategy.pp == 1:
         return {}
-    chain, count = wishes.chain, len(ranks_of_stages(strategy))
+    chain, count = options.chain, len(ranks_of_stages(strategy))
     blocks = chain.blocks if chain is not None else tuple(structural_blocks(skeleton))
     if len(blocks) < count:
         return {}

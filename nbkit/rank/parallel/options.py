@@ -16,7 +16,7 @@ from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.strategy import Strategy
 
-__all__ = ["Coupled", "Wishes", "need_chain", "need_gathers", "need_positionwise", "need_rows", "parts_rows"]
+__all__ = ["Coupled", "Options", "need_chain", "need_gathers", "need_positionwise", "need_rows", "parts_rows"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Coupled:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Options:
     """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass.
@@ -65,55 +65,55 @@ class Wishes:
         return plan_of(model, size, self.tp_plan, self.proof)
 
 
-def need_chain(wishes: Wishes, strategy: Strategy) -> None:
+def need_chain(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` needs the model's blocks and none were found."""
-    if wishes.chain is None and (strategy.pp > 1 or strategy.cp > 1):
+    if options.chain is None and (strategy.pp > 1 or strategy.cp > 1):
         raise StrategyError(
             f"The model cannot be cut into blocks, which {strategy} needs.",
-            numbers=wishes.no_chain or "no example batch was there to find them with",
+            numbers=options.no_chain or "no example batch was there to find them with",
             hint="stages=['name of the module that begins stage 1', ...]; with prepare(): example=batch",
         )
 
 
-def parts_rows(wishes: Wishes, strategy: Strategy) -> bool:
+def parts_rows(options: Options, strategy: Strategy) -> bool:
     """Whether the rows of a batch go through several forwards, on one rank or many."""
-    return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or wishes.cut
+    return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or options.cut
 
 
-def need_rows(wishes: Wishes, strategy: Strategy) -> None:
+def need_rows(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` parts rows that the model or its loss hold together."""
-    if wishes.experts and (why := _keeps_experts_whole(wishes, strategy)):
+    if options.experts and (why := _keeps_experts_whole(options, strategy)):
         raise StrategyError(
-            f"{wishes.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
+            f"{options.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
             numbers=why,
             hint="strategy='ddp', or 'zero3', which splits its memory",
         )
-    if (found := wishes.coupled) is not None and not found.trains and parts_rows(wishes, strategy):
-        cut = f"{strategy} with microbatch_size=" if wishes.cut and strategy.mesh.size == 1 else str(strategy)
+    if (found := options.coupled) is not None and not found.trains and parts_rows(options, strategy):
+        cut = f"{strategy} with microbatch_size=" if options.cut and strategy.mesh.size == 1 else str(strategy)
         raise StrategyError(
             f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
         )
 
 
-def _keeps_experts_whole(wishes: Wishes, strategy: Strategy) -> str:
+def _keeps_experts_whole(options: Options, strategy: Strategy) -> str:
     """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
     if strategy.tp > 1:
         return f"tp {strategy.tp}: experts are not split over ranks, and the tensor axis would give a router parts"
     if strategy.cp > 1:
         return f"cp {strategy.cp}: a router that compares positions would see a part of them"
-    if strategy.pp > 1 and wishes.chain is None:
+    if strategy.pp > 1 and options.chain is None:
         return f"pp {strategy.pp}: of other stages' blocks a rank knows shapes alone, and routing depends on values"
     return ""
 
 
-def need_gathers(wishes: Wishes, strategy: Strategy) -> None:
+def need_gathers(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` shards parameters and the model was seen to train otherwise so."""
-    refused = wishes.gathers.refused if wishes.gathers is not None else None
+    refused = options.gathers.refused if options.gathers is not None else None
     if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
         raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
 
 
-def need_positionwise(wishes: Wishes, strategy: Strategy) -> None:
+def need_positionwise(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` parts the positions and the model was seen to need them together."""
-    if strategy.cp > 1 and wishes.positionwise is not None and wishes.positionwise.refused is not None:
-        raise wishes.positionwise.refused
+    if strategy.cp > 1 and options.positionwise is not None and options.positionwise.refused is not None:
+        raise options.positionwise.refused

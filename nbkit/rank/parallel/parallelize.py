@@ -28,11 +28,11 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compile_blocks, compiles
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
-from nbkit.rank.parallel.options import Wishes, need_chain
+from nbkit.rank.parallel.options import Options, need_chain
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
@@ -43,7 +43,7 @@ __all__ = ["Cut", "cut", "parallelize"]
 
 @dataclass
 class Cut:
-    """A module as a strategy leaves it on this rank, with shapes and without memory. For one side."""
+    """A module as a strategy leaves it on this rank, with shapes and without memory. For one sharded model."""
 
     strategy: Strategy
     connections: Connections
@@ -57,7 +57,7 @@ class Cut:
     notes: Sequence[str]
     gathers: GatherPlan | None
 
-    def side(self, device: torch.device) -> Side:
+    def build(self, device: torch.device) -> ShardedModel:
         """Give it memory, and a pipeline its channels. Sends nothing."""
         axes, edges, pipeline = self.connections.axes, self.connections.edges, None
         if self.schedule is not None:
@@ -78,7 +78,9 @@ class Cut:
         )
         if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(self.strategy))
-        return Side(self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes)
+        return ShardedModel(
+            self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes
+        )
 
 
 def parallelize(
@@ -86,15 +88,15 @@ def parallelize(
     strategy: Strategy,
     connections: Connections,
     *,
-    wishes: Wishes,
+    options: Options,
     device: torch.device,
     own: nn.Module | None,
-) -> Side:
-    """A side of `strategy` on this rank; its weights are to be filled. Sends nothing.
+) -> ShardedModel:
+    """A sharded model of `strategy` on this rank; its weights are to be filled. Sends nothing.
 
     Arguments and errors: see `cut`.
     """
-    return cut(skeleton, strategy, connections, wishes=wishes, device=device, own=own).side(device)
+    return cut(skeleton, strategy, connections, options=options, device=device, own=own).build(device)
 
 
 def cut(
@@ -102,7 +104,7 @@ def cut(
     strategy: Strategy,
     connections: Connections,
     *,
-    wishes: Wishes,
+    options: Options,
     device: torch.device,
     own: nn.Module | None = None,
 ) -> Cut:
@@ -115,14 +117,14 @@ def cut(
     axes = connections.axes
     whole = strategy.mesh.size == strategy.dp and strategy.zero == 0
     module = own if whole and own is not None else skeleton_of(skeleton)
-    need_chain(wishes, strategy)
-    chain, notes = wishes.chain, []
+    need_chain(options, strategy)
+    chain, notes = options.chain, []
 
     in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
-        ranges = partition(wishes.costs or [1.0] * len(chain), schedule.num_stages)
+        ranges = partition(options.costs or [1.0] * len(chain), schedule.num_stages)
         notes.append(f"stages of {spelled(ranges)} blocks")
         own_ranges = [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))]
         staged = Staged(module, chain, own_ranges, team=axes.group("tp") if in_sequence else None)
@@ -134,25 +136,25 @@ def cut(
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
         # Planned on the whole model: one stage alone may not show what belongs together.
-        plan = wishes.plan(skeleton, strategy.tp)
+        plan = options.plan(skeleton, strategy.tp)
         parts = tensor_parallel(module, axes, plan=plan, sequence=in_sequence)
         layouts.update(parts.layouts)
         partial.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes
     if strategy.cp > 1:
-        context = context_parallel(module, axes, every, held=blocks, tried=wishes.positionwise)
+        context = context_parallel(module, axes, every, held=blocks, tried=options.positionwise)
         partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
-    if wishes.recompute:
+    if options.recompute:
         recompute(module, blocks)
-    if compiles(wishes, strategy):
-        compile_blocks(module, blocks, wishes.compile)
+    if compiles(options, strategy):
+        compile_blocks(module, blocks, options.compile)
 
-    if strategy.zero == 3 and wishes.gathers is not None:
-        blocks = [name for name in wishes.gathers.units if _holds(module, name)]
-        notes += wishes.gathers.notes
+    if strategy.zero == 3 and options.gathers is not None:
+        blocks = [name for name in options.gathers.units if _holds(module, name)]
+        notes += options.gathers.notes
     units = [module.get_submodule(name) for name in blocks]
-    split, gathers = not wishes.recompute, wishes.gathers
+    split, gathers = not options.recompute, options.gathers
     return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nbkit.layout import Layout
 from nbkit.rank.parallel.device_mesh import Axes, all_made, group_of, groups_along
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups
-from nbkit.rank.parallel.shard_layouts import Outline
+from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
 
 __all__ = ["Connections", "connect", "served"]
@@ -30,32 +30,32 @@ class Connections:
     replication: Mapping[str, int]
 
 
-def connect(strategy: Strategy, outline: Outline, rank: int) -> Connections:
+def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int) -> Connections:
     """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is."""
     mesh = strategy.mesh
     axes = Axes.of(mesh, rank, shard=strategy.shard)
     ties = []
-    for every, names in _tied(strategy, outline):
+    for every, names in _tied(strategy, rank_layouts):
         group = group_of("pp", every, rank)
-        own = tuple(name for name in names if name in outline.held[rank])
+        own = tuple(name for name in names if name in rank_layouts.held[rank])
         if group is not None and own:
             ties.append((group, own))
-    return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(outline))
+    return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(rank_layouts))
 
 
-def served(strategy: Strategy, outline: Outline) -> bool:
+def served(strategy: Strategy, rank_layouts: RankLayouts) -> bool:
     """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
     if strategy.pp > 1 and dist.get_backend() == "nccl":  # edges are not looked for
         return False
-    tied = (every for every, _ in _tied(strategy, outline))
+    tied = (every for every, _ in _tied(strategy, rank_layouts))
     along = groups_along(strategy.mesh, strategy.shard)
     return all(all_made(every, axis) for axis, every in along.items()) and all(all_made(every, "pp") for every in tied)
 
 
-def _tied(strategy: Strategy, outline: Outline) -> list[tuple[list[tuple[int, ...]], list[str]]]:
+def _tied(strategy: Strategy, rank_layouts: RankLayouts) -> list[tuple[list[tuple[int, ...]], list[str]]]:
     """(groups along pp, names of the parameters that exactly their stages hold), where those are several."""
     stages: dict[str, set[int]] = {}
-    for rank, held in enumerate(outline.held):
+    for rank, held in enumerate(rank_layouts.held):
         for name in held:
             stages.setdefault(name, set()).add(strategy.mesh.index(rank)["pp"])
     found: dict[tuple[int, ...], list[str]] = {}
@@ -67,10 +67,10 @@ def _tied(strategy: Strategy, outline: Outline) -> list[tuple[list[tuple[int, ..
     return [([tuple(line[stage] for stage in where) for line in lines], names) for where, names in places]
 
 
-def _replication(outline: Outline) -> dict[str, int]:
+def _replication(rank_layouts: RankLayouts) -> dict[str, int]:
     total: dict[str, int] = {}
     whole: dict[str, Layout] = {}
-    for held in outline.held:
+    for held in rank_layouts.held:
         for name, layout in held.items():
             total[name] = total.get(name, 0) + layout.numel
             whole[name] = layout

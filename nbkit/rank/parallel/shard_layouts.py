@@ -1,7 +1,7 @@
 """What every rank would hold under a strategy, without building it: layouts alone, on one rank, sending nothing.
 
-The same functions decide here and where a side is built: stages by `partition`, parts by the tensor plan, shards by
-`Layout.part`. A side that is built holds what its outline says (the tests compare them).
+The same functions decide here and where a sharded model is built: stages by `partition`, parts by the tensor plan,
+shards by `Layout.part`. A sharded model that is built holds what is said here (the tests compare them).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import nn
 from nbkit.layout import Layout
 from nbkit.planner.stage_partition import partition
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
-from nbkit.rank.parallel.options import Wishes, need_chain, need_gathers, need_positionwise, need_rows
+from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-__all__ = ["Outline", "Outlines"]
+__all__ = ["RankLayouts", "ShardLayouts"]
 
 
 @dataclass(frozen=True)
-class Outline:
+class RankLayouts:
     """By rank: name -> layout of the weights between steps, of what the optimizer updates, and of the buffers that a
     checkpoint holds."""
 
@@ -32,25 +32,25 @@ class Outline:
     buffers: tuple[dict[str, Layout], ...]
 
 
-class Outlines:
-    """Outlines of one model; those asked for once are kept. Layouts are shared, so that plans tell them by identity."""
+class ShardLayouts:
+    """Of one model, by strategy; those asked for once are kept. Equal layouts are one object, which plans rely on."""
 
-    def __init__(self, skeleton: nn.Module, wishes: Wishes) -> None:
-        self.skeleton, self.wishes = skeleton, wishes
-        self._known: dict[Strategy, Outline] = {}
+    def __init__(self, skeleton: nn.Module, options: Options) -> None:
+        self.skeleton, self.options = skeleton, options
+        self._known: dict[Strategy, RankLayouts] = {}
         self._parts: dict[tuple[int, int], dict[str, Layout]] = {}
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
         kept = skeleton.state_dict().keys()
         self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
         self._ranks_of: dict[tuple[int, str | None], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
 
-    def of(self, strategy: Strategy) -> Outline:
+    def of(self, strategy: Strategy) -> RankLayouts:
         """Raises StrategyError for what cannot be split, with the reason."""
         if strategy not in self._known:
             self._known[strategy] = self._made(strategy)
         return self._known[strategy]
 
-    def _made(self, strategy: Strategy) -> Outline:
+    def _made(self, strategy: Strategy) -> RankLayouts:
         self.check(strategy)
         mesh = strategy.mesh
         weights, held, buffers = [], [], []
@@ -69,20 +69,20 @@ class Outlines:
             weights.append(shards if strategy.zero == 3 else mine)
             held.append(shards if strategy.zero else mine)
             buffers.append(kept)
-        return Outline(tuple(weights), tuple(held), tuple(buffers))
+        return RankLayouts(tuple(weights), tuple(held), tuple(buffers))
 
     def check(self, strategy: Strategy) -> None:
         """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
-        need_rows(self.wishes, strategy)
-        need_chain(self.wishes, strategy)
-        need_gathers(self.wishes, strategy)
-        need_positionwise(self.wishes, strategy)
+        need_rows(self.options, strategy)
+        need_chain(self.options, strategy)
+        need_gathers(self.options, strategy)
+        need_positionwise(self.options, strategy)
         self.stages(strategy)
         self.split(strategy.tp, 0)
 
     def stages(self, strategy: Strategy) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
-        chain: Chain | None = self.wishes.chain
+        chain: Chain | None = self.options.chain
         if strategy.pp == 1 or chain is None:
             return []
         key = (strategy.pp, strategy.schedule)
@@ -93,7 +93,7 @@ class Outlines:
     def _staged(self, strategy: Strategy, chain: Chain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
-        ranges = partition(self.wishes.costs or [1.0] * len(chain), schedule.num_stages)
+        ranges = partition(self.options.costs or [1.0] * len(chain), schedule.num_stages)
         pieces = {name: chain.piece_of(name) for name in self._buffers}
         found = []
         for rank in range(strategy.pp):
@@ -110,7 +110,7 @@ class Outlines:
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
                 if size == 1
-                else dict(parts_of(module, self.wishes.plan(self.skeleton, size), size, index).layouts)
+                else dict(parts_of(module, self.options.plan(self.skeleton, size), size, index).layouts)
             )
         return self._parts[size, index]
 

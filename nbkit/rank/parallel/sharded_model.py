@@ -1,6 +1,6 @@
 """One strategy at work on this rank: its module, its share of the parameters, and how a step's gradients come about.
 
-A switch builds a second side beside the first, fills it, and lets the first one go.
+A switch builds a second sharded model beside the first, fills it, and lets the first one go.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.strategy import Strategy
 
-__all__ = ["Side"]
+__all__ = ["ShardedModel"]
 
 
 @dataclass
-class Side:
+class ShardedModel:
     """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
     about how the model was split.
     """
@@ -133,7 +133,7 @@ class Side:
             self.pipeline.begin_again()
 
     def close(self) -> None:
-        """Take off the module what was put on it: another side is in force. Its memory is free with the last name."""
+        """Take off the module what was put on it: another one is in force. Its memory is free with the last name."""
         self.data.close()
         if self.staged is not None:
             self.staged.close()

@@ -1,4 +1,4 @@
-"""What every side of a job is made from: the model's shapes, its blocks, the optimizer's groups, the user's wishes."""
+"""What every sharded model of a job is built from: shapes, blocks, the optimizer's groups and the options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
-from nbkit.rank.parallel.options import Wishes, need_rows
+from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
@@ -36,27 +36,27 @@ from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
 from nbkit.rank.parallel.reshard.load_local import fill_state, fill_weights
-from nbkit.rank.parallel.shard_layouts import Outlines
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.checkpoint.checkpoint import agree
-from nbkit.rank.train.config import Setup
+from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, Plans
 from nbkit.strategy import Strategy
 
-__all__ = ["Blueprint", "Model", "Optimizer"]
+__all__ = ["Builder", "Model", "Optimizer"]
 
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class Blueprint:
-    """Made once per job; `first` gives the side it starts with, `side` one for every later strategy.
+class Builder:
+    """Made once per job; `first` gives the sharded model it starts with, `sharded_model` one for every later strategy.
 
     link: between the ranks, None in a world of one.
     """
@@ -65,95 +65,97 @@ class Blueprint:
         self,
         model: Model,
         optimizer: Optimizer,
-        setup: Setup,
+        config: TrainConfig,
         *,
         rank: int,
         world_size: int,
         device: torch.device,
     ) -> None:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
-        self.rank, self.world_size, self.device, self.setup = rank, world_size, device, setup
-        self.offload = setup.offload is not None
+        self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
+        self.offload = config.offload is not None
         if self.offload and device.type == "cpu":
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
         self.shells: list[Shell] = []
         if isinstance(model, Pretrained):
             where, build_it = str(model.directory), model.build
             agree(
-                lambda: self.shells.append(build_it(seed=setup.seed, device=device)),
+                lambda: self.shells.append(build_it(seed=config.seed, device=device)),
                 what=f"The model in {where!r} could not be built.",
                 hint="a directory that every rank sees, as model.save_pretrained writes it",
             )
             self.module: nn.Module = self.shells[0].module
         else:
-            self.module = build(model, seed=setup.seed, device=device)
+            self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        self.wishes = Wishes(
-            tp_plan=setup.tp_plan,
-            recompute=setup.recompute,
+        self.options = Options(
+            tp_plan=config.tp_plan,
+            recompute=config.recompute,
             experts=experts_in(self.skeleton),
-            cut=setup.microbatch_size is not None,
-            compile=setup.compile,
-            **self._look(setup),
+            cut=config.microbatch_size is not None,
+            compile=config.compile,
+            **self._look(config),
         )
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
-        self.outlines = Outlines(self.skeleton, self.wishes)
-        self.plans = Plans(self.outlines, rank)
+        self.shard_layouts = ShardLayouts(self.skeleton, self.options)
+        self.plans = Plans(self.shard_layouts, rank)
         self._connected: dict[Strategy, Connections] = {}
         self._warned: set[Strategy] = set()
-        self._ready: Cut | None = None  # for the next side, if it is of this strategy
+        self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self.link = link_of(device)
         self._first_batches = FirstBatches(
-            setup.loss,
-            setup.inputs,
-            parted=setup.microbatch_size is not None,
+            config.loss,
+            config.inputs,
+            parted=config.microbatch_size is not None,
             rank=rank,
             world_size=world_size,
             device=device,
         )
 
-    def first(self, strategy: Strategy) -> tuple[Side, torch.optim.Optimizer]:
-        """The side that a job starts with, and its optimizer. The whole model is let go of."""
+    def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
+        """The sharded model that a job starts with, and its optimizer. The whole model is let go of."""
         own = None if self.shells else self.module
-        side, optimizer = self.side(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
+        sharded_model, optimizer = self.build(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
         if self.shells:
-            agree(lambda: self.shells[0].fill(side), what="The model's weights could not be read.")
-            side.data.refresh()
+            agree(lambda: self.shells[0].fill(sharded_model), what="The model's weights could not be read.")
+            sharded_model.data.refresh()
             self.shells.clear()
         else:
-            fill_weights(side, self.module)
-        fill_state(side, optimizer, self.template.state)
-        for p in side.module.parameters():
+            fill_weights(sharded_model, self.module)
+        fill_state(sharded_model, optimizer, self.template.state)
+        for p in sharded_model.module.parameters():
             p.grad = None  # of a backward pass that the user made before
         # The user's own object shows from now on what this rank holds, and the whole weights are free.
-        self.module.__dict__ = side.module.__dict__
-        return side, optimizer
+        self.module.__dict__ = sharded_model.module.__dict__
+        return sharded_model, optimizer
 
-    def side(
+    def build(
         self,
         strategy: Strategy,
         connections: Connections,
         *,
         own: nn.Module | None = None,
         like: torch.optim.Optimizer | None = None,
-    ) -> tuple[Side, torch.optim.Optimizer]:
-        """A side whose weights are to be filled, and an optimizer without state. Sends nothing.
+    ) -> tuple[ShardedModel, torch.optim.Optimizer]:
+        """A sharded model whose weights are to be filled, and an optimizer without state. Sends nothing.
 
         own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
         """
         ready, self._ready = self._ready, None
         if ready is not None and ready.connections is connections and own is None:
-            side = ready.side(self.device)
+            sharded_model = ready.build(self.device)
         else:
-            side = parallelize(self.skeleton, strategy, connections, wishes=self.wishes, device=self.device, own=own)
-        optimizer = self.template.build(side.held, like)
+            sharded_model = parallelize(
+                self.skeleton, strategy, connections, options=self.options, device=self.device, own=own
+            )
+        optimizer = self.template.build(sharded_model.held, like)
         if self.offload:
             offload(optimizer)
-        return side, optimizer
+        return sharded_model, optimizer
 
     def _alike(self, strategy: Strategy) -> bool:
         own = self.groups_made(strategy)
@@ -177,9 +179,9 @@ class Blueprint:
             if strategy.zero or strategy.tp > 1:
                 self.template.check_elementwise(str(strategy))
             self._warned.add(strategy)
-            warn_of(self.skeleton, strategy, self.wishes)
+            warn_of(self.skeleton, strategy, self.options)
         if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, self.outlines.of(strategy), self.rank)
+            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
         meet(self._connected[strategy].edges, self.device)
         return self._connected[strategy]
@@ -197,7 +199,7 @@ class Blueprint:
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         self._beside = new, time.perf_counter() - began
-        if new in self._connected or served(new, self.outlines.of(new)):
+        if new in self._connected or served(new, self.shard_layouts.of(new)):
             self.make_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
@@ -211,8 +213,8 @@ class Blueprint:
         """
         began, changes = time.perf_counter(), self._changes
         if new not in self._connected:
-            self._connected[new] = connect(new, self.outlines.of(new), self.rank)
-        ready = cut(self.skeleton, new, self._connected[new], wishes=self.wishes, device=self.device)
+            self._connected[new] = connect(new, self.shard_layouts.of(new), self.rank)
+        ready = cut(self.skeleton, new, self._connected[new], options=self.options, device=self.device)
         if changes == self._changes:
             self._ready = ready
         self._beside = new, self._beside[1] + time.perf_counter() - began
@@ -222,34 +224,34 @@ class Blueprint:
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
-    def look_at_first(self, side: Side, shard: Shard, step: int) -> None:
+    def look_at_first(self, sharded_model: ShardedModel, shard: Shard, step: int) -> None:
         """Look at the batch of `step`, if it is one of the first, for rows that are coupled. Collective in those.
 
         From then on strategies that part rows are refused, or warned of. Raises StrategyError, on every rank alike,
         where the one in force does.
         """
-        if (found := self._first_batches.look(side, shard, step)) is None:
+        if (found := self._first_batches.look(sharded_model, shard, step)) is None:
             return
-        self.wishes = self.outlines.wishes = replace(self.wishes, coupled=found)
-        need_rows(self.wishes, side.strategy)
-        for finding in warn_of_coupled(self.wishes, side.strategy):
+        self.options = self.shard_layouts.options = replace(self.options, coupled=found)
+        need_rows(self.options, sharded_model.strategy)
+        for finding in warn_of_coupled(self.options, sharded_model.strategy):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
-    def took(self, side: Side) -> None:
-        """The job computes with `side` now."""
-        self.template.follow(side.held)
+    def took(self, sharded_model: ShardedModel) -> None:
+        """The job computes with `sharded_model` now."""
+        self.template.follow(sharded_model.held)
 
-    def _look(self, setup: Setup) -> dict[str, Any]:
-        """What running the model on the example shows: attributes of Wishes.
+    def _look(self, config: TrainConfig) -> dict[str, Any]:
+        """What running the model on the example shows: attributes of Options.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
         found: dict[str, Any] = {}
-        if setup.example is None:
+        if config.example is None:
             return found
         if self.rank == 0:
             try:
-                self._probe(setup, found)
+                self._probe(config, found)
             except Exception as error:
                 found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
         if self.world_size > 1:
@@ -257,27 +259,27 @@ class Blueprint:
             found = sent[0]
         return found
 
-    def _probe(self, setup: Setup, found: dict[str, Any]) -> None:
-        example = on_device(setup.example, self.device)
-        value, _ = pair(example, setup.inputs)
+    def _probe(self, config: TrainConfig, found: dict[str, Any]) -> None:
+        example = on_device(config.example, self.device)
+        value, _ = pair(example, config.inputs)
 
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
-        if self.world_size > 1 or setup.microbatch_size is not None:
+        if self.world_size > 1 or config.microbatch_size is not None:
             with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
-                sample = setup.sample() if setup.sample is not None else Sample(setup.example)
+                sample = config.sample() if config.sample is not None else Sample(config.example)
                 if sample is not None:
-                    found["coupled"] = coupled(self.module, run, setup.loss, sample, setup.inputs)
+                    found["coupled"] = coupled(self.module, run, config.loss, sample, config.inputs)
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
-            found["proof"] = prove(self.module, run, sizes, setup.tp_plan)
+            found["proof"] = prove(self.module, run, sizes, config.tp_plan)
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
-                found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, setup))
+                found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, config))
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            chain = find_chain(self.module, run, stages=setup.stages)
+            chain = find_chain(self.module, run, stages=config.stages)
             found["chain"], found["costs"] = chain, measure_costs(self.module, chain, run)
             found["hidden"] = hidden_between(self.module, chain, run)
         finally:
@@ -285,10 +287,10 @@ class Blueprint:
                 part.training = mode
         if self.world_size > 1:
             found["positionwise"] = try_in_parts(
-                self.module, chain.units, run, lambda output: _loss(output, example, setup)
+                self.module, chain.units, run, lambda output: _loss(output, example, config)
             )
 
 
-def _loss(output: Any, example: Any, setup: Setup) -> Tensor:
-    value, _, _ = weigh(setup.loss(output, pair(example, setup.inputs)[1]), rows_of(example))
+def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:
+    value, _, _ = weigh(config.loss(output, pair(example, config.inputs)[1]), rows_of(example))
     return value

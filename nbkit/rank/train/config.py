@@ -16,11 +16,11 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.train import validation
 from nbkit.rank.train.step.precision import PRECISIONS
 
-__all__ = ["Setup", "example_of", "warn_without_effect"]
+__all__ = ["TrainConfig", "example_of", "warn_without_effect"]
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainConfig:
     """See `prepare` for what each means. Raises TrainingError for a value that does not exist.
 
     sample: reads the rows by which the loss is looked at; None takes those of `example`.

@@ -22,8 +22,8 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
     Raises TrainingError when there is nothing to weigh.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
-    axes = job.side.axes
-    with job.side.evaluating(), alike():
+    axes = job.sharded_model.axes
+    with job.sharded_model.evaluating(), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
         for shard in every:
             sums += job.training_step.evaluate(shard)

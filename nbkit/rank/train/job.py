@@ -25,7 +25,7 @@ from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import validation
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.config import Setup
+from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.recorder import record_run
@@ -64,8 +64,10 @@ def prepare(
     parallelism need it, and tensor parallelism for all but well-known classes. All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
-    setup = Setup(loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile)
-    job = Job(model, optimizer, setup, strategy=strategy)
+    config = TrainConfig(
+        loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile
+    )
+    job = Job(model, optimizer, config, strategy=strategy)
     job.record(log_dir, name=name)
     return job
 
@@ -73,8 +75,8 @@ def prepare(
 class Job(Switchable):
     """A training that a loop drives, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step."""
 
-    def __init__(self, model: Model, optimizer: Optimizer, setup: Setup, *, strategy: str) -> None:
-        super().__init__(model, optimizer, setup, strategy=strategy)
+    def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
+        super().__init__(model, optimizer, config, strategy=strategy)
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         note(self)
@@ -180,7 +182,7 @@ class Job(Switchable):
 
     def _place(self) -> tuple[int, int]:
         """(number of this rank's part of a global batch, how many parts there are)."""
-        axes = self.side.axes
+        axes = self.sharded_model.axes
         return axes.index("dp"), axes.size("dp")
 
     def clip(self, max_norm: float) -> Tensor:
@@ -210,7 +212,9 @@ class Job(Switchable):
                 hint="wait, or stop it",
             )
         self.level()  # a step of zero 3 that was broken off shows whole parameters until then
-        validation.check_parameters(self.optimizer, self.model, known=self._known, held=self.side.held.values())
+        validation.check_parameters(
+            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
+        )
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.
@@ -245,4 +249,6 @@ class Job(Switchable):
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
-        data_rng.seed(self.seed, self.step, self.world_size + 1 + self.side.axes.index("dp") if own else SHARED)
+        data_rng.seed(
+            self.seed, self.step, self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
+        )

@@ -25,7 +25,7 @@ from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, new_run_dir
-from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
@@ -80,7 +80,7 @@ class Recorder:
         *,
         held: Iterable[nn.Parameter],
         strategy: Strategy,
-        foresight: Callable[[], Foresight],
+        cost_model: Callable[[], CostModel],
     ) -> None:
         """The optimizer has made step number `step`, and the gradients are still there. held: see ShardedModel."""
         training = clock.laps is not None and clock.state != OUTSIDE
@@ -96,7 +96,7 @@ class Recorder:
                 self._foreseen = str(strategy)
                 # No formula is worth a training, and the other ranks make none and would wait.
                 try:
-                    forecast.append(self._run_dir, foresight().forecast(strategy, since=self._since))
+                    forecast.append(self._run_dir, cost_model().forecast(strategy, since=self._since))
                 except (NbkitError, OSError):
                     pass
                 except Exception as error:

@@ -21,7 +21,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.config import Setup, example_of, warn_without_effect
+from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
@@ -103,17 +103,17 @@ class Trainer:
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile
-        setup = Setup(
+        config = TrainConfig(
             loss, seed, inputs, precision, microbatch_size, *settings, sample=lambda: sample_of(data, collate)
         )
-        self.job = Job(model, optimizer, setup, strategy=strategy)
+        self.job = Job(model, optimizer, config, strategy=strategy)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
         self._stream = open_stream(
             data,
             batch_size=batch_size,
-            rank=self.job.side.axes.index("dp"),
+            rank=self.job.sharded_model.axes.index("dp"),
             ranks=self.strategy.dp,
-            seed=setup.seed,
+            seed=config.seed,
             shuffle=shuffle is not False,
             drop_last=drop_last,
             collate=collate,
@@ -228,10 +228,10 @@ class Trainer:
         with self.job.ledger.clock.stopped():
             self.job.level()
             return generate(
-                self.job.side,
+                self.job.sharded_model,
                 prompt,
                 tokens,
-                inputs=self.job.setup.inputs,
+                inputs=self.job.config.inputs,
                 temperature=temperature,
                 seed=seed,
                 device=self.job.device,
@@ -304,10 +304,10 @@ class Trainer:
             raise
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self.arithmetic.total, strategy, microbatch_size=self.job.setup.microbatch_size)
+        return Arithmetic.of(self.arithmetic.total, strategy, microbatch_size=self.job.config.microbatch_size)
 
     def _recut(self) -> None:
-        axes = self.job.side.axes
+        axes = self.job.sharded_model.axes
         self.arithmetic = self._cut_for(self.strategy)
         self._stream.rank, self._stream.ranks = axes.index("dp"), axes.size("dp")
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_position import Feed
-from nbkit.rank.parallel.sharded_model import Side
-from nbkit.rank.train.builder import Blueprint, Model, Optimizer
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
-from nbkit.rank.train.config import Setup
+from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
-from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.recorder import Recorder
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.optimizer import OptimizerHandle
@@ -39,41 +39,39 @@ class Training:
     pending: the last switch, until a step has been made under it.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer, setup: Setup, *, strategy: str) -> None:
+    def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
         place = World.join_from_env().place
         self.rank, self.world_size = place.rank, place.world_size
         chosen = Strategy.parse(strategy, self.world_size)
         cuda = place.device == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
-        self.setup, self.seed = setup, setup.seed
-        self.blueprint = Blueprint(
-            model, optimizer, setup, rank=self.rank, world_size=self.world_size, device=self.device
-        )
-        self.precision = Precision(setup.precision, device=self.device, world_size=self.world_size)
-        self.precision.check(self.blueprint.skeleton)
-        side, inner = self.blueprint.first(chosen)
-        self.model = self.blueprint.module
+        self.config, self.seed = config, config.seed
+        self.builder = Builder(model, optimizer, config, rank=self.rank, world_size=self.world_size, device=self.device)
+        self.precision = Precision(config.precision, device=self.device, world_size=self.world_size)
+        self.precision.check(self.builder.skeleton)
+        sharded_model, inner = self.builder.first(chosen)
+        self.model = self.builder.module
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
         self._running = False
-        self._foresight: Foresight | None = None
+        self._cost_model: CostModel | None = None
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten)
-        self._take(side, inner)
+        self._take(sharded_model, inner)
 
-    def _take(self, side: Side, inner: torch.optim.Optimizer) -> None:
-        self.side = side
+    def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
+        self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        self.model.__dict__ = side.module.__dict__
+        self.model.__dict__ = sharded_model.module.__dict__
         self._known = {id(p) for p in self.model.parameters()}
-        self.blueprint.took(side)
+        self.builder.took(sharded_model)
         self.training_step = TrainingStep(
-            side,
+            sharded_model,
             inner,
-            self.blueprint,
+            self.builder,
             precision=self.precision,
             ledger=self.ledger,
             integrity=self.integrity,
@@ -83,7 +81,7 @@ class Training:
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
-        return self.side.strategy
+        return self.sharded_model.strategy
 
     @property
     def previous(self) -> str | None:
@@ -100,21 +98,21 @@ class Training:
     @property
     def state(self) -> TrainingState:
         """What is in force now, between two steps."""
-        side, inner = self.side, self.optimizer.inner
+        sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
-        return TrainingState(side, inner, side.module.__dict__, self.step, position, precision)
+        return TrainingState(sharded_model, inner, sharded_model.module.__dict__, self.step, position, precision)
 
     def adopt(self, state: TrainingState) -> None:
         """Compute with the sharded model of `state` and update with its optimizer from now on."""
         self.training_step.release()
-        state.side.module.__dict__ = state.attributes
-        self._take(state.side, state.optimizer)
+        state.sharded_model.module.__dict__ = state.attributes
+        self._take(state.sharded_model, state.optimizer)
         self.feed.recut()
 
     def restore(self, state: TrainingState) -> None:
         """Go back to `state`: the steps since have not been made, what computed since is closed. Not collective."""
         self.optimizer.zero_grad()
-        if (other := self.side) is not state.side:
+        if (other := self.sharded_model) is not state.sharded_model:
             self.adopt(state)
             other.close()
         # Whatever was broken off was the other's: the weights that go on are whole.
@@ -147,7 +145,7 @@ class Training:
         precision, position = self.precision.state_dict(), self.feed.position()
         mine = recovery.Progress(precision, self.step, list(self.ledger.records), position)
         steps, inner = [each.step for each in everyone], self.optimizer.inner
-        progress = recovery.level(self.side, inner, mine, steps, whole, rank=self.rank, device=self.device)
+        progress = recovery.level(self.sharded_model, inner, mine, steps, whole, rank=self.rank, device=self.device)
         if progress is not mine:
             self.ledger.replace(progress.step, progress.records)
             self.precision.load_state_dict(progress.precision)
@@ -174,9 +172,9 @@ class Training:
         }
         checkpoint.save(
             path,
-            self.side,
+            self.sharded_model,
             self.optimizer.inner,
-            skeleton=self.blueprint.skeleton,
+            skeleton=self.builder.skeleton,
             groups=self._groups(),
             about=about,
             rank=self.rank,
@@ -185,8 +183,8 @@ class Training:
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
-        skeleton, groups = self.blueprint.skeleton, self._groups()
-        return checkpoint.opened(path, self.side, self.optimizer.inner, skeleton=skeleton, groups=groups)
+        skeleton, groups = self.builder.skeleton, self._groups()
+        return checkpoint.opened(path, self.sharded_model, self.optimizer.inner, skeleton=skeleton, groups=groups)
 
     def load(self, saved: checkpoint.Saved) -> None:
         """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.
@@ -195,7 +193,7 @@ class Training:
         """
         about = saved.about
         with self.integrity.changing():
-            checkpoint.restore(saved, self.side, self.optimizer.inner)
+            checkpoint.restore(saved, self.sharded_model, self.optimizer.inner)
             self.seed = about["seed"]
             self.training_step.reseed(self.seed)
             self.ledger.replace(about["step"], about["history"], loaded=True)
@@ -206,25 +204,25 @@ class Training:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         self.level()
         return checkpoint.full_state_dict(
-            self.side,
-            skeleton=self.blueprint.skeleton,
+            self.sharded_model,
+            skeleton=self.builder.skeleton,
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
         )
 
     def _groups(self) -> Sequence[Sequence[str]]:
-        return self.blueprint.template.groups_of(self.optimizer.inner, self.side.held)
+        return self.builder.template.groups_of(self.optimizer.inner, self.sharded_model.held)
 
     def bytes_per_element(self) -> dict[str, dict[str, int]]:
         """Of every parameter, and of what the optimizer keeps of it: see job_state.bytes_per_element."""
-        return bytes_per_element(self.side, self.optimizer.inner, self.blueprint.skeleton)
+        return bytes_per_element(self.sharded_model, self.optimizer.inner, self.builder.skeleton)
 
-    def foresight(self) -> Foresight:
+    def cost_model(self) -> CostModel:
         """What the formulas say of any strategy. From any thread."""
-        seen, kinds = self._foresight, self.bytes_per_element()
+        seen, kinds = self._cost_model, self.bytes_per_element()
         if seen is None or not seen.holds(kinds):
-            seen = self._foresight = Foresight(self.blueprint, kinds, self.feed.fits)
+            seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits)
         return seen
 
     def _update(self) -> None:
@@ -233,9 +231,9 @@ class Training:
             self.step,
             self.model,
             self.optimizer.inner,
-            held=self.side.held.values(),
+            held=self.sharded_model.held.values(),
             strategy=self.strategy,
-            foresight=self.foresight,
+            cost_model=self.cost_model,
         )
 
     def _forgotten(self) -> None:

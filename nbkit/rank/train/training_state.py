@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 __all__ = ["TrainingState"]
 
@@ -20,13 +20,13 @@ class TrainingState:
     whatever is in force. position: in the data. precision: the loss scale (see Precision.state_dict).
     """
 
-    side: Side
+    sharded_model: ShardedModel
     optimizer: torch.optim.Optimizer
     attributes: dict[str, Any]
     step: int
     position: Any
     precision: dict[str, Any]
 
-    def under(self, side: Side, optimizer: torch.optim.Optimizer) -> TrainingState:
+    def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> TrainingState:
         """The same place in the training, with another sharded model and its optimizer."""
-        return replace(self, side=side, optimizer=optimizer, attributes=side.module.__dict__)
+        return replace(self, sharded_model=sharded_model, optimizer=optimizer, attributes=sharded_model.module.__dict__)

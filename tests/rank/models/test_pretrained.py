@@ -87,8 +87,8 @@ def trained(world: Any, folder: Path) -> list[dict[str, Any]]:
                 "same": list(state) == list(plain[name][0])
                 and all(torch.equal(state[key], value) for key, value in plain[name][0].items()),
                 "read": sum(sizes),
-                "held": sum(layout.numel for _, layout in made.job.side.data.weights.values()),
-                "all": sum(p.numel() for p in made.job.blueprint.skeleton.parameters()),
+                "held": sum(layout.numel for _, layout in made.job.sharded_model.data.weights.values()),
+                "all": sum(p.numel() for p in made.job.builder.skeleton.parameters()),
                 "largest": max(sizes),
                 "losses": (losses(made), plain[name][1]),
             }
@@ -139,7 +139,7 @@ def adapted(world: Any, folder: Path) -> dict[str, Any]:
         ),
         "zero": all(not value.any() for key, value in state.items() if "lora_B" in key),
         "drawn": {key: value for key, value in state.items() if "lora_A" in key},
-        "dropout": made.job.blueprint.skeleton.config.attention_dropout,
+        "dropout": made.job.builder.skeleton.config.attention_dropout,
         "steps": len(losses(made)),
         "errors": errors,
     }

@@ -118,8 +118,8 @@ def tuned(world: Any) -> dict[str, Any]:
             history = trainer.history
             wrong = max(abs(r["loss"] - other) for r, other in zip(history, losses, strict=True))
             wrong = max(wrong, *(abs(r["grad_norm"] - other) for r, other in zip(history, norms, strict=True)))
-            side = trainer.job.side
-            for key, (tensor, layout) in side.data.weights.items():
+            sharded_model = trainer.job.sharded_model
+            for key, (tensor, layout) in sharded_model.data.weights.items():
                 for here, there in layout.pieces:
                     part = tensor.detach()[here.slices] - weights[key][there.slices]
                     wrong = max(wrong, float(part.abs().max()) if part.numel() else 0.0)

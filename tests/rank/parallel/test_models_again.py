@@ -165,10 +165,10 @@ def held_with_an_optimizer(world: Any) -> dict[str, float]:
             job.backward((batch, batch))
             job.optimizer.step()
             job.optimizer.zero_grad()
-        job.side.data.reset()
+        job.sharded_model.data.reset()
         found[strategy] = (num_bytes() - before) / num
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
-            id(p) for p in job.side.held.values()
+            id(p) for p in job.sharded_model.held.values()
         }
     return found
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from nbkit.errors import TrainingError
 from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step import step_stats
 from nbkit.records.readings import bars, members_of, table
@@ -50,7 +50,7 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a number that the formulas did not expect")
 
-    Foresight.forecast = broken
+    CostModel.forecast = broken
     trainer = quiet(log_dir=folder)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

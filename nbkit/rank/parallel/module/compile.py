@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
-from nbkit.rank.parallel.options import Wishes
+from nbkit.rank.parallel.options import Options
 from nbkit.rank.rng.keyed_dropout import keyed
 from nbkit.strategy import Strategy
 
 __all__ = ["compile_blocks", "compiles"]
 
 
-def compiles(wishes: Wishes, strategy: Strategy) -> bool:
+def compiles(options: Options, strategy: Strategy) -> bool:
     """Whether `compile=` was asked for and is sound."""
-    return bool(wishes.compile) and not wishes.recompute and strategy.mesh.size == strategy.dp and strategy.zero < 3
+    return bool(options.compile) and not options.recompute and strategy.mesh.size == strategy.dp and strategy.zero < 3
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:

@@ -1,4 +1,4 @@
-"""A side's weights out of a whole model that every rank has: each rank copies its own boxes."""
+"""A sharded model's weights out of a whole model that every rank has: each rank copies its own boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.layout import Layout
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 __all__ = ["copy_part", "fill_state", "fill_weights"]
 
@@ -22,21 +22,23 @@ def copy_part(target: Tensor, layout: Layout, whole: Tensor) -> None:
         target[here.slices].copy_(whole[there.slices])
 
 
-def fill_weights(side: Side, module: nn.Module) -> None:
-    """Weights of `side` from the whole `module`; buffers are the skeleton's already."""
+def fill_weights(sharded_model: ShardedModel, module: nn.Module) -> None:
+    """Weights of `sharded_model` from the whole `module`; buffers are the skeleton's already."""
     whole = dict(module.named_parameters())
-    for name, (target, layout) in side.data.weights.items():
+    for name, (target, layout) in sharded_model.data.weights.items():
         copy_part(target, layout, whole[name].detach())
-    side.data.refresh()
+    sharded_model.data.refresh()
 
 
-def fill_state(side: Side, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, object]]) -> None:
-    """State of `optimizer`, over `side`, from `state`: of whole parameters, by name."""
-    for name, param in side.held.items():
+def fill_state(
+    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, object]]
+) -> None:
+    """State of `optimizer`, over `sharded_model`, from `state`: of whole parameters, by name."""
+    for name, param in sharded_model.held.items():
         whole = state.get(name)
         if whole is None:
             continue
-        layout = side.data.layouts[name]
+        layout = sharded_model.data.layouts[name]
         for key, value in whole.items():
             if isinstance(value, Tensor) and tuple(value.shape) == layout.shape and value.ndim:
                 part = torch.empty(layout.local, dtype=value.dtype, device=value.device)

@@ -1,8 +1,9 @@
 """Sides whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
 
-A new side is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and a storage
-of no bytes. `Filling` gives the storages of such a side memory, `Emptying` takes it from those of the old one; both do
-it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and the last of them.
+A new sharded model is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and
+a storage of no bytes. `Filling` gives the storages of such a model memory, `Emptying` takes it from those of the old
+one; both do it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and the
+last of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _spaces: ContextVar[Spaces | None] = ContextVar("spaces", default=None)
 def hollow() -> Iterator[Spaces]:
     """What is built inside takes no memory to stay; gives the bytes that `Filling` has to find later.
 
-    Whoever takes memory for something of a side passes it to `emptied` when its views are made. Until it is filled
-    such a tensor must not be read: torch reads through an address that is not there.
+    Whoever takes memory for something of a sharded model passes it to `emptied` when its views are made. Until it is
+    filled such a tensor must not be read: torch reads through an address that is not there.
     """
     spaces: Spaces = {}
     token = _spaces.set(spaces)
@@ -49,7 +50,7 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 class Filling:
-    """The side that gets memory. state: what of it is filled, hollow or not. spaces: what `hollow` gave."""
+    """The sharded model that gets memory. state: what of it is filled, hollow or not. spaces: what `hollow` gave."""
 
     def __init__(self, state: State, spaces: Spaces) -> None:
         self.state, self._spaces = state, spaces
@@ -77,7 +78,7 @@ class Filling:
 
 
 class Emptying:
-    """The side that gives memory back, and can take it again.
+    """The sharded model that gives memory back, and can take it again.
 
     state: what is led over. tensors: every further tensor over the same memory. Each of them is pointed elsewhere, at
     a zero of its shape: what nobody else holds is free, and who does hold a part of it goes on reading what was there.

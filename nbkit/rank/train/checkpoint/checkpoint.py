@@ -20,7 +20,7 @@ from nbkit.errors import NbkitError, TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.fit_check import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.json_values import encoded
@@ -61,7 +61,7 @@ class Saved:
 
 def save(
     path: str | Path,
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     *,
     skeleton: nn.Module,
@@ -70,7 +70,7 @@ def save(
     rank: int,
     world_size: int,
 ) -> None:
-    """Write what `side` and `optimizer` hold, and `about`, to the directory `path`. Collective.
+    """Write what `sharded_model` and `optimizer` hold, and `about`, to the directory `path`. Collective.
 
     groups: the names of the parameters in each of the optimizer's groups.
     Raises TrainingError on every rank when one could not write: what was at `path` before stands.
@@ -81,8 +81,8 @@ def save(
 
     from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
 
-    held = job_state.state(side, optimizer)
-    every = everyone(held, job_state.scalars(side, optimizer), world_size=world_size)
+    held = job_state.state(sharded_model, optimizer)
+    every = everyone(held, job_state.scalars(sharded_model, optimizer), world_size=world_size)
     written = [""]
 
     def describe() -> None:
@@ -107,7 +107,7 @@ def save(
 
 def opened(
     path: str | Path,
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     *,
     skeleton: nn.Module,
@@ -135,13 +135,13 @@ def opened(
 
     def look_through() -> None:
         check_fits(saved.about, names=_names_of(skeleton), groups=groups, settings=settings)
-        check_tensors(saved.reader, side)
+        check_tensors(saved.reader, sharded_model)
 
     agree(look_through, what=what, hint=_WHOLE)
     return saved
 
 
-def restore(saved: Saved, side: Side, optimizer: torch.optim.Optimizer) -> None:
+def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Fill weights and optimizer as they were saved, whatever the strategy was. Collective.
 
     In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
@@ -151,25 +151,25 @@ def restore(saved: Saved, side: Side, optimizer: torch.optim.Optimizer) -> None:
     def read() -> None:
         take_settings(optimizer, saved.about["settings"])
         optimizer.state.clear()
-        job_state.allocate(side, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
-        fill(saved.reader, job_state.state(side, optimizer))
+        job_state.allocate(sharded_model, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
+        fill(saved.reader, job_state.state(sharded_model, optimizer))
 
     agree(
         read,
         what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own.",
         hint=_WHOLE,
     )
-    side.data.refresh()
+    sharded_model.data.refresh()
 
 
 def full_state_dict(
-    side: Side, *, skeleton: nn.Module, rank: int, world_size: int, device: torch.device
+    sharded_model: ShardedModel, *, skeleton: nn.Module, rank: int, world_size: int, device: torch.device
 ) -> dict[str, Tensor]:
     """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
 
     Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """
-    own = job_state.weights(side) | job_state.buffers(side)
+    own = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     every = everyone(own, {}, world_size=world_size)
     names = _names_of(skeleton)
     wanted = {key: Layout.whole(shape) for _, key, shape in names}

@@ -9,7 +9,7 @@ import torch
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.write_plan import by_name
 
@@ -58,17 +58,17 @@ def check_fits(
                 )
 
 
-def check_tensors(reader: Reader, side: Side) -> None:
+def check_tensors(reader: Reader, sharded_model: ShardedModel) -> None:
     """Raises ValueError when of what this rank holds something is missing, damaged, or kept as another kind."""
     dtypes = reader.kinds
     wanted: dict[str, Layout] = {}
-    for key, (tensor, layout) in (job_state.weights(side) | job_state.buffers(side)).items():
+    for key, (tensor, layout) in (job_state.weights(sharded_model) | job_state.buffers(sharded_model)).items():
         wanted[key] = layout
         if (kept := dtypes.get(key)) is not None and _kind(kept) != _kind(tensor.dtype):
             raise ValueError(f"{key} is {kept} there, {tensor.dtype} here")
     for name, kinds in by_name(dtypes).items():
-        if name in side.held:
-            wanted |= {f"{key}/{name}": side.data.layouts[name] for key in kinds}
+        if name in sharded_model.held:
+            wanted |= {f"{key}/{name}": sharded_model.data.layouts[name] for key in kinds}
     reader.verify(wanted)
 
 

@@ -13,44 +13,46 @@ from torch import Tensor, nn
 
 from nbkit.layout import Layout
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
-__all__ = ["Held", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
+__all__ = ["JobState", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
 
-Held = dict[str, tuple[Tensor, Layout]]
-
-
-def weights(side: Side) -> Held:
-    """The weights of a side, by "weight/NAME"."""
-    return {f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in side.data.weights.items()}
+JobState = dict[str, tuple[Tensor, Layout]]
 
 
-def buffers(side: Side) -> Held:
-    """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
-    kept = side.module.state_dict().keys()
+def weights(sharded_model: ShardedModel) -> JobState:
+    """The weights of a sharded model, by "weight/NAME"."""
     return {
-        f"buffer/{name}": (buffer, Layout.whole(buffer.shape))
-        for name, buffer in side.module.named_buffers()
-        if name in kept and side.runs(name)
+        f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in sharded_model.data.weights.items()
     }
 
 
-def per_element(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+def buffers(sharded_model: ShardedModel) -> JobState:
+    """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
+    kept = sharded_model.module.state_dict().keys()
+    return {
+        f"buffer/{name}": (buffer, Layout.whole(buffer.shape))
+        for name, buffer in sharded_model.module.named_buffers()
+        if name in kept and sharded_model.runs(name)
+    }
+
+
+def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
     """What the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
-    found: Held = {}
-    for name, param in side.held.items():
+    found: JobState = {}
+    for name, param in sharded_model.held.items():
         for key, value in optimizer.state.get(param, {}).items():
             if _follows(value, param):
-                found[f"{key}/{name}"] = (value, side.data.layouts[name])
+                found[f"{key}/{name}"] = (value, sharded_model.data.layouts[name])
     return found
 
 
-def state(side: Side, optimizer: torch.optim.Optimizer) -> Held:
+def state(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
     """All of it: weights, buffers, and what the optimizer keeps per element."""
-    return weights(side) | buffers(side) | per_element(side, optimizer)
+    return weights(sharded_model) | buffers(sharded_model) | per_element(sharded_model, optimizer)
 
 
-def scalars(side: Side, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def scalars(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """name -> {key: value} of what the optimizer keeps once per parameter, as plain numbers or small CPU tensors."""
     return {
         name: {
@@ -58,17 +60,17 @@ def scalars(side: Side, optimizer: torch.optim.Optimizer) -> dict[str, dict[str,
             for key, value in optimizer.state.get(param, {}).items()
             if not _follows(value, param)
         }
-        for name, param in side.held.items()
+        for name, param in sharded_model.held.items()
     }
 
 
 def allocate(
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     kinds: dict[str, dict[str, torch.dtype]],
     numbers: dict[str, dict[str, Any]],
 ) -> None:
-    """Give `optimizer` empty state for what `side` holds. kinds: name -> {key: dtype}; numbers: see `scalars`."""
+    """Give `optimizer` empty state for what it updates here. kinds: name -> {key: dtype}; numbers: see `scalars`."""
     # Fused and capturable optimizers keep their counters beside the parameters.
     beside = {
         id(p)
@@ -76,7 +78,7 @@ def allocate(
         if group.get("fused") or group.get("capturable")
         for p in group["params"]
     }
-    for name, param in side.held.items():
+    for name, param in sharded_model.held.items():
         state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
         for key, dtype in kinds.get(name, {}).items():
             where = getattr(optimizer, "state_device", param.device)
@@ -88,12 +90,17 @@ def allocate(
             state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def bytes_per_element(side: Side, optimizer: torch.optim.Optimizer, skeleton: nn.Module) -> dict[str, dict[str, int]]:
+def bytes_per_element(
+    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, skeleton: nn.Module
+) -> dict[str, dict[str, int]]:
     """name -> {"weight" or key of the optimizer's state: bytes of an element}, for every parameter of the model.
 
     What an optimizer keeps of one parameter, it is taken to keep of all that train.
     """
-    keys = {key.partition("/")[0]: tensor.element_size() for key, (tensor, _) in per_element(side, optimizer).items()}
+    keys = {
+        key.partition("/")[0]: tensor.element_size()
+        for key, (tensor, _) in per_element(sharded_model, optimizer).items()
+    }
     return {
         name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
         for name, p in skeleton.named_parameters()

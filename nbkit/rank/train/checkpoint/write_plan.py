@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nbkit.layout import Box, Layout
 from nbkit.planner.reshard.boxes import halves, held, uncovered
-from nbkit.rank.train.checkpoint.job_state import Held
+from nbkit.rank.train.checkpoint.job_state import JobState
 
 __all__ = ["Everyone", "by_name", "everyone", "shares"]
 
@@ -23,14 +23,14 @@ _BOX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Everyone:
-    """layouts: by rank, key -> layout. kinds: key -> dtype. numbers: see holdings.scalars; both of all ranks."""
+    """layouts: by rank, key -> layout. kinds: key -> dtype. numbers: see job_state.scalars; both of all ranks."""
 
     layouts: tuple[Mapping[str, Layout], ...]
     kinds: Mapping[str, torch.dtype]
     numbers: Mapping[str, Mapping[str, Any]]
 
 
-def everyone(own: Held, numbers: Mapping[str, Mapping[str, Any]], *, world_size: int) -> Everyone:
+def everyone(own: JobState, numbers: Mapping[str, Mapping[str, Any]], *, world_size: int) -> Everyone:
     """Tell each other what everyone holds. Collective: one all-gather of layouts and numbers, compressed."""
     # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
     known: dict[Layout, Layout] = {}

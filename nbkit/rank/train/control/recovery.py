@@ -20,7 +20,7 @@ from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name
@@ -82,7 +82,7 @@ def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _RankState:
     """What a rank tells the others. weights: buffers too; params: the layouts by which the optimizer's state is cut."""
 
     weights: Mapping[str, Layout]
@@ -93,7 +93,7 @@ class _Held:
 
 
 def level(
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     own: Progress,
     steps: Sequence[int],
@@ -108,7 +108,7 @@ def level(
     """
     sources = [0]
     if len(steps) > 1:
-        sources = _move(side, optimizer, steps, whole, rank=rank, device=device)
+        sources = _move(sharded_model, optimizer, steps, whole, rank=rank, device=device)
         held: list[Any] = [(settings_of(optimizer), own) if rank == sources[0] else None]
         dist.broadcast_object_list(held, src=sources[0], device=device)
         settings, taken = held[0]
@@ -125,7 +125,7 @@ def level(
 
 
 def _move(
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     steps: Sequence[int],
     whole: Sequence[int],
@@ -134,15 +134,15 @@ def _move(
     device: torch.device,
 ) -> list[int]:
     """Every rank at one step, whole; the ranks that everything was taken from."""
-    own = job_state.state(side, optimizer)
-    weights = job_state.weights(side) | job_state.buffers(side)
+    own = job_state.state(sharded_model, optimizer)
+    weights = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     everyone = all_gather_objects(
-        _Held(
+        _RankState(
             {key: layout for key, (_, layout) in weights.items()},
             {key: layout for key, (_, layout) in own.items() if key not in weights},
-            dict(side.data.layouts),
+            dict(sharded_model.data.layouts),
             {key: tensor.dtype for key, (tensor, _) in own.items()},
-            job_state.scalars(side, optimizer),
+            job_state.scalars(sharded_model, optimizer),
         ),
         world_size=len(steps),
         device=device,
@@ -152,14 +152,14 @@ def _move(
         kinds = {key: kind for source in sources for key, kind in everyone[source].kinds.items()}
         numbers = {name: dict(values) for one in sources for name, values in everyone[one].numbers.items()}
         optimizer.state.clear()
-        job_state.allocate(side, optimizer, by_name(kinds), numbers)
-        own = job_state.state(side, optimizer)
+        job_state.allocate(sharded_model, optimizer, by_name(kinds), numbers)
+        own = job_state.state(sharded_model, optimizer)
     Exchange(plan, rank).run({key: own[key] for key in plan.old[rank]}, own, device=device)
-    side.data.refresh()
+    sharded_model.data.refresh()
     return sources
 
 
-def _furthest(everyone: Sequence[_Held], steps: Sequence[int], whole: Sequence[int]) -> tuple[Plan, list[int]]:
+def _furthest(everyone: Sequence[_RankState], steps: Sequence[int], whole: Sequence[int]) -> tuple[Plan, list[int]]:
     """The exchange that brings all to one step, and the ranks that it takes everything from."""
     why = ""
     for step in sorted({steps[rank] for rank in whole}, reverse=True):
@@ -176,7 +176,7 @@ def _furthest(everyone: Sequence[_Held], steps: Sequence[int], whole: Sequence[i
     )
 
 
-def _plan(everyone: Sequence[_Held], sources: Sequence[int]) -> Plan:
+def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> Plan:
     """Raises TrainingError when `sources` do not hold everything that the others must."""
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []

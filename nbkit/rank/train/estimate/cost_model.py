@@ -25,25 +25,25 @@ from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import Block
-from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 
-__all__ = ["Foresight"]
+__all__ = ["CostModel"]
 
 Kinds = Mapping[str, Mapping[str, int]]
 """Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""
 
 
-class Foresight:
+class CostModel:
     """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see Feed."""
 
-    def __init__(self, blueprint: Blueprint, kinds: Kinds, fits: Callable[[Strategy], Any]) -> None:
-        self.kinds, self.fits, self.setup = kinds, fits, blueprint.setup
-        self.skeleton, self.wishes, self._link = blueprint.skeleton, blueprint.wishes, blueprint.link
+    def __init__(self, builder: Builder, kinds: Kinds, fits: Callable[[Strategy], Any]) -> None:
+        self.kinds, self.fits, self.config = kinds, fits, builder.config
+        self.skeleton, self.options, self._link = builder.skeleton, builder.options, builder.link
         self.trained = self._trained()
-        self.blocks = _blocks(self.skeleton, self.wishes.chain)
-        self.census = Census(blueprint.outlines, self.kinds, self.trained, list(self.blocks.values()))
+        self.blocks = _blocks(self.skeleton, self.options.chain)
+        self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
 
@@ -87,8 +87,8 @@ class Foresight:
     def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
         sizes = {one["weight"] for one in self.kinds.values()}
         arithmetic = self.fits(strategy)
-        accumulation = getattr(arithmetic, "accum", 1 if self.setup.microbatch_size is None else None)
-        if len(sizes) != 1 or accumulation is None or (self.wishes.chain is None and strategy.zero == 3):
+        accumulation = getattr(arithmetic, "accum", 1 if self.config.microbatch_size is None else None)
+        if len(sizes) != 1 or accumulation is None or (self.options.chain is None and strategy.zero == 3):
             return []
         weights, facts, sequence = self._weights(strategy), Facts(), False
         if strategy.mesh.size != strategy.dp:
@@ -121,15 +121,15 @@ class Foresight:
         return found
 
     def _cuts(self, strategy: Strategy) -> Cuts | None:
-        chain = self.wishes.chain
+        chain = self.options.chain
         if strategy.pp == 1 or chain is None:
             return None
-        return place(self.wishes.costs or [1.0] * len(chain), strategy)
+        return place(self.options.costs or [1.0] * len(chain), strategy)
 
     def _weights(self, strategy: Strategy) -> list[Weight]:
-        chain = self.wishes.chain
+        chain = self.options.chain
         units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
-        whole = self.census.outlines.split(strategy.tp, 0)
+        whole = self.census.shard_layouts.split(strategy.tp, 0)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
         found = []
         for name, p in self.skeleton.named_parameters():
@@ -152,18 +152,18 @@ class Foresight:
         """(parameters whose gradients are sums over tp, whether positions are split between the maps)."""
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
-            split = parts_of(module, self.wishes.plan(self.skeleton, size), size, 0, sequence=True)
+            split = parts_of(module, self.options.plan(self.skeleton, size), size, 0, sequence=True)
             self._partial[size] = split.partial, any(isinstance(part, Block) for part in module.modules())
         return self._partial[size]
 
     @cached_property
     def _facts(self) -> Facts:
         """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
-        chain, hidden = self.wishes.chain, self.wishes.hidden
-        alike = len(self.trained) == len(self.kinds) and self.setup.precision is None and not self.setup.recompute
+        chain, hidden = self.options.chain, self.options.hidden
+        alike = len(self.trained) == len(self.kinds) and self.config.precision is None and not self.config.recompute
         if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
             return Facts()
-        plan = self.wishes.plan(self.skeleton, 1)
+        plan = self.options.plan(self.skeleton, 1)
         roles = sorted(plan.singles.values())
         in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
         if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):

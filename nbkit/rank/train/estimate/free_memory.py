@@ -1,4 +1,4 @@
-"""How much memory a rank can still take: what decides whether a switch builds its new side beside the old one.
+"""How much memory a rank can still take: what decides whether a switch builds its new sharded model beside the old one.
 
 On a GPU, what the driver has free and what torch's allocator has in reserve. On CPU ranks, what the kernel says is
 available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a limit
@@ -19,7 +19,7 @@ from nbkit.errors import UsageError
 from nbkit.planner.switch_cost import fits
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
-from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 
@@ -47,19 +47,19 @@ def roomy(device: torch.device, peak_bytes: int) -> bool:
     return free is None or free >= peak_bytes
 
 
-def side_bytes(blueprint: Blueprint, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
+def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
     """What `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
 
     kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """
-    skeleton, outline = blueprint.skeleton, blueprint.outlines.of(strategy)
-    weights, held = outline.weights[rank], outline.held[rank]
+    skeleton, rank_layouts = builder.skeleton, builder.shard_layouts.of(strategy)
+    weights, held = rank_layouts.weights[rank], rank_layouts.held[rank]
     total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
     if strategy.dp > 1:
         grads = held if strategy.zero > 1 else weights
         trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
         total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
-    if not blueprint.offload:
+    if not builder.offload:
         total += sum(layout.numel * _of_state(kinds[name]) for name, layout in held.items())
     return total
 

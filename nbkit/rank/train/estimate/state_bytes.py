@@ -15,7 +15,7 @@ from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.memory import Rest
 from nbkit.planner.reshard.boxes import overlap
-from nbkit.rank.parallel.shard_layouts import Outlines
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 
 __all__ = ["Census", "Flow"]
@@ -55,12 +55,12 @@ class Census:
 
     def __init__(
         self,
-        outlines: Outlines,
+        shard_layouts: ShardLayouts,
         kinds: Mapping[str, Mapping[str, int]],
         trained: set[str],
         blocks: Sequence[Mapping[str, int]] = (),
     ) -> None:
-        self.outlines, self.kinds, self.trained, self.blocks = outlines, kinds, trained, blocks
+        self.shard_layouts, self.kinds, self.trained, self.blocks = shard_layouts, kinds, trained, blocks
         self._same: dict[Layout, Layout] = {}
         self._classes: dict[tuple[int, ...], list[_Class]] = {}
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
@@ -68,8 +68,8 @@ class Census:
         self._shares: dict[tuple[object, ...], int] = {}
         self._cuts: dict[tuple[int, int, int], Layout] = {}
         self._lacks: dict[tuple[int, int], int] = {}
-        kept = outlines.skeleton.state_dict().keys()
-        self._buffers = {name: b.nbytes for name, b in outlines.skeleton.named_buffers() if name in kept}
+        kept = shard_layouts.skeleton.state_dict().keys()
+        self._buffers = {name: b.nbytes for name, b in shard_layouts.skeleton.named_buffers() if name in kept}
         self._places: dict[tuple[Mesh, int], list[Place]] = {}
 
     @cached_property
@@ -173,11 +173,11 @@ class Census:
 
     def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
         """Names on its stage; None for all."""
-        stages = self.outlines.stages(strategy)
+        stages = self.shard_layouts.stages(strategy)
         return stages[place[0]][0] if stages else None
 
     def _runs(self, strategy: Strategy, place: Place, buffer: str) -> bool:
-        stages = self.outlines.stages(strategy)
+        stages = self.shard_layouts.stages(strategy)
         return not stages or buffer in stages[place[0]][1]
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
@@ -187,7 +187,7 @@ class Census:
             return whole
         key = (id(whole), strategy.shard, place[2])
         if key not in self._cuts:
-            layout = self.outlines.shard(whole, strategy.shard, place[2])
+            layout = self.shard_layouts.shard(whole, strategy.shard, place[2])
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
@@ -205,7 +205,7 @@ class Census:
     def _whole(self, size: int) -> list[dict[str, Layout]]:
         """By place along tp, what a rank holds before dp shards it; equal layouts are one object."""
         if size not in self._wholes:
-            parts = [self.outlines.split(size, index) for index in range(size)]
+            parts = [self.shard_layouts.split(size, index) for index in range(size)]
             self._wholes[size] = [
                 {name: self._same.setdefault(layout, layout) for name, layout in part.items()} for part in parts
             ]

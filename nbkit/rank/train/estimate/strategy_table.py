@@ -12,7 +12,7 @@ from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
@@ -32,10 +32,10 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
     predicted. Each is None where nothing is known.
     """
-    now, seen = job.strategy, job.foresight()
+    now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
     holds = [rest.total for rest in ends]
-    link = job.blueprint.link
+    link = job.builder.link
     schedules = ("1f1b", "interleaved", "zb", "zbv") if every else ("1f1b",)
     options = []
     for strategy in Strategy.every(job.world_size, schedules=schedules):
@@ -61,12 +61,12 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
-    seen = job.foresight()
+    seen = job.cost_model()
     flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
     return flow.total, max(flow.received, default=0)
 
 
-def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
+def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "strategy": str(strategy),
         "label": strategy.label,
@@ -83,7 +83,7 @@ def _option(job: Job, seen: Foresight, strategy: Strategy, holds: Sequence[int],
     }
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
-        job.blueprint.outlines.check(strategy)
+        job.builder.shard_layouts.check(strategy)
         strategy = seen.placed(strategy, now=job.strategy)
         flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
@@ -111,10 +111,10 @@ def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], lef
 
 
 def _on_this_node(job: Job) -> int:
-    link = job.blueprint.link
+    link = job.builder.link
     return link.node_of.count(link.node_of[job.rank]) if link is not None else 1
 
 
-def _fractions(seen: Foresight, strategy: Strategy) -> dict[str, Any]:
+def _fractions(seen: CostModel, strategy: Strategy) -> dict[str, Any]:
     rows, of_ranks = seen.census.fractions(strategy)
     return {"rows": rows, "ranks": of_ranks}

@@ -14,7 +14,7 @@ from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from nbkit.rank.train.estimate.cost_model import Foresight
+    from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
 
 __all__ = ["measured_step", "predicted_pause", "predicted_step"]
@@ -32,12 +32,12 @@ def measured_step(job: Job, strategy: Strategy) -> float | None:
 
 
 def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
-    """Seconds without a step: what building a side takes, and the bytes over the measured link.
+    """Seconds without a step: what building a sharded model takes, and the bytes over the measured link.
 
     Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
     where no link was measured.
     """
-    link, made = job.blueprint.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
+    link, made = job.builder.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
     if link is None or not made:
         return None
     moving = _moving(job, flow)
@@ -56,20 +56,20 @@ def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 
-def predicted_step(job: Job, seen: Foresight, strategy: Strategy) -> float | None:
+def predicted_step(job: Job, seen: CostModel, strategy: Strategy) -> float | None:
     """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
 
     That is so on ranks whose cores are not theirs alone: there a rank's seconds hang on what others do meanwhile.
     """
-    link, now = job.blueprint.link, job.strategy
-    if link is None or link.crowded or job.setup.compile:
+    link, now = job.builder.link, job.strategy
+    if link is None or link.crowded or job.config.compile:
         return None
     parts = _parts(job)
     terms, here = seen.terms(strategy), seen.terms(now)
-    chain = job.blueprint.wishes.chain
+    chain = job.builder.options.chain
     if not parts or not terms or not here or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
-    costs = job.blueprint.wishes.costs or (1.0,) * (len(chain) if chain is not None else 1)
+    costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
     updates = [seen.census.at_rest(each)[0].optimizer for each in (now, strategy)]
     return step_seconds(
         Seen(now, parts), Sends(here[0], updates[0]), strategy, Sends(terms[0], updates[1]), link, costs
@@ -84,7 +84,7 @@ def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
 
 def _moving(job: Job, flow: Flow) -> float:
     """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
-    link = job.blueprint.link
+    link = job.builder.link
     assert link is not None
     return link.moving([flow.total // job.world_size], flow.received, flow.kept)
 

@@ -29,11 +29,11 @@ from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import seed_step
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.step.async_copy import sent
@@ -69,24 +69,24 @@ class TrainingStep:
 
     def __init__(
         self,
-        side: Side,
+        sharded_model: ShardedModel,
         optimizer: torch.optim.Optimizer,
-        blueprint: Blueprint,
+        builder: Builder,
         *,
         precision: Precision,
         ledger: History,
         integrity: Integrity,
         seed: int,
     ) -> None:
-        self.side, self.optimizer, self.blueprint = side, optimizer, blueprint
+        self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
-        self.loss, self.inputs = blueprint.setup.loss, blueprint.setup.inputs
-        self.microbatch_size = blueprint.setup.microbatch_size
-        self.rank, self.world_size, self.device = blueprint.rank, blueprint.world_size, blueprint.device
+        self.loss, self.inputs = builder.config.loss, builder.config.inputs
+        self.microbatch_size = builder.config.microbatch_size
+        self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
-        self._dropout = KeyedDropout(side.module, seed)
-        self._watched, self._drift_unknown = watched(side.module), True
-        self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in side.module.modules())
+        self._dropout = KeyedDropout(sharded_model.module, seed)
+        self._watched, self._drift_unknown = watched(sharded_model.module), True
+        self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
         self._weighted: bool | None = None
 
@@ -100,22 +100,22 @@ class TrainingStep:
 
     def begin_again(self) -> None:
         """Do again, on every rank alike, what is done once in the first step."""
-        self.side.begin_again()
+        self.sharded_model.begin_again()
         self.precision.level()
         self._drift_unknown = True
 
     def rows(self, batch: Any) -> Shard:
         """This rank's rows of a global batch. Ranks that work on the same rows draw the same."""
-        axes = self.side.axes
+        axes = self.sharded_model.axes
         ranks, rank = axes.size("dp"), axes.index("dp")
         seed_step(self.seed, self.ledger.step, rank)
         return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank)
 
     def cut(self, shard: Shard) -> list[Micro]:
         """A shard in micro-batches: `strategy.microbatches` of them in a pipeline, else of `microbatch_size` rows."""
-        first, _ = bounds(shard.total, self.side.axes.size("dp"), self.side.axes.index("dp"))
+        first, _ = bounds(shard.total, self.sharded_model.axes.size("dp"), self.sharded_model.axes.index("dp"))
         rows = shard.rows
-        if (count := self.side.strategy.microbatches) is not None:
+        if (count := self.sharded_model.strategy.microbatches) is not None:
             cuts = [bounds(rows, min(count, rows), i) for i in range(min(count, rows))]
         else:
             size = self.microbatch_size or max(rows, 1)
@@ -127,17 +127,17 @@ class TrainingStep:
 
         Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
         """
-        side, micros, ledger, step = self.side, self.cut(shard), self.ledger, self.ledger.step
+        sharded_model, micros, ledger, step = self.sharded_model, self.cut(shard), self.ledger, self.ledger.step
         request = step_boundary.inbox.acted + 1
-        self.blueprint.look_at_first(side, shard, step)
+        self.builder.look_at_first(sharded_model, shard, step)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
-        side.data.reset(passes=self._passes(shard))
+        sharded_model.data.reset(passes=self._passes(shard))
         if self._coupled:
-            check_level(shard.total, ranks=side.axes.size("dp"), microbatch_size=self.microbatch_size)
+            check_level(shard.total, ranks=sharded_model.axes.size("dp"), microbatch_size=self.microbatch_size)
 
         def launch() -> None:
-            counts = side.counts
+            counts = sharded_model.counts
             reduction.launch(
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
@@ -152,8 +152,8 @@ class TrainingStep:
             micro = micros[number]
             with self._computing(micro, step):
                 value, target = pair(on_device(micro.data, self.device), self.inputs)
-                output = side.stage(stage, value, received)
-                if stage != side.last_stage:
+                output = sharded_model.stage(stage, value, received)
+                if stage != sharded_model.last_stage:
                     return output  # type: ignore[no-any-return]
                 part, weight, sums.weighted = weigh(self.loss(output, target), micro.rows)
             if not part.requires_grad:
@@ -167,26 +167,26 @@ class TrainingStep:
             sums.tokens += tokens_of(value, micro.rows)
             return (self.precision.scaled(part if sums.weighted else part * (micro.rows / shard.total)),)
 
-        canary = side.backward(
+        canary = sharded_model.backward(
             len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op
         )
         reduction.finish(canary)
-        self.precision.unscale(side.held.values())
-        if micros and side.gives_output:
+        self.precision.unscale(sharded_model.held.values())
+        if micros and sharded_model.gives_output:
             self._weighted = sums.weighted
         elif self._weighted is None:
             # Waited for once: a loss function keeps to one form.
             self._weighted = reduction.read().weighted
         if self._weighted:
-            grads = [p.grad for p in side.held.values() if p.grad is not None]
+            grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
             # A 0-dimensional factor changes no gradient's dtype, and is rounded to none.
             torch._foreach_mul_(grads, reduction.inverse_weight)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
-            check_buffers(side.module, self._watched, axes=side.axes, device=self.device)
+            check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        strategy, lr = side.strategy, sent(self.optimizer.param_groups[0]["lr"])
+        strategy, lr = sharded_model.strategy, sent(self.optimizer.param_groups[0]["lr"])
         pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, strategy.mesh, str(strategy))
         if self.device.type == "cpu":
             ledger.check(pending)
@@ -196,7 +196,7 @@ class TrainingStep:
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
         with phase("optimizer"):
-            norm = self.side.grad_norm(self.device)
+            norm = self.sharded_model.grad_norm(self.device)
         self.ledger.log({"grad_norm": norm})
         return norm
 
@@ -204,7 +204,7 @@ class TrainingStep:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
         norm = self.grad_norm()
         with phase("optimizer"):
-            clip(self.side.held, max_norm, norm)
+            clip(self.sharded_model.held, max_norm, norm)
         return norm
 
     def update(self) -> None:
@@ -219,7 +219,7 @@ class TrainingStep:
         with self.integrity.changing() if made else nullcontext():
             if made:
                 self.optimizer.step()
-            self.side.data.after_step()
+            self.sharded_model.data.after_step()
         self.ledger.made()
 
     def boundary(self) -> None:
@@ -236,25 +236,25 @@ class TrainingStep:
             micro = micros[number]
             with self.precision.autocast():
                 value, target = pair(on_device(micro.data, self.device), self.inputs)
-                output = self.side.stage(stage, value, received)
-                if stage != self.side.last_stage:
+                output = self.sharded_model.stage(stage, value, received)
+                if stage != self.sharded_model.last_stage:
                     return output  # type: ignore[no-any-return]
                 part, weight, weighted = weigh(self.loss(output, target), micro.rows)
             both = [part.double() * (1 if weighted else micro.rows), torch.as_tensor(weight, device=self.device)]
             return (torch.stack([number.double() for number in both]),)
 
-        found = self.side.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
+        found = self.sharded_model.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
         for _ in range(self._passes(shard) - len(micros)):
-            self.side.data.absent()
-        if self.side.counts:
+            self.sharded_model.data.absent()
+        if self.sharded_model.counts:
             for both in found:
                 sums += both
         return sums
 
     def _passes(self, shard: Shard) -> int:
         """Micro-batches of the rank that has most."""
-        _, most = bounds(shard.total, self.side.axes.size("dp"), 0)
-        if (count := self.side.strategy.microbatches) is not None:
+        _, most = bounds(shard.total, self.sharded_model.axes.size("dp"), 0)
+        if (count := self.sharded_model.strategy.microbatches) is not None:
             return min(count, most)
         return -(-most // (self.microbatch_size or max(most, 1)))
 

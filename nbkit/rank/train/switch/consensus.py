@@ -14,7 +14,7 @@ from nbkit.errors import SwitchError
 from nbkit.layout import Layout
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_together
-from nbkit.rank.train.checkpoint.job_state import Held
+from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.switch.plan_cache import Kinds, Plans
 from nbkit.strategy import Strategy
 
@@ -82,7 +82,7 @@ class Consensus:
 
 
 def planned(
-    plans: Plans, kinds: Kinds, old: Strategy, new: Strategy, before: Held, target: Held
+    plans: Plans, kinds: Kinds, old: Strategy, new: Strategy, before: JobState, target: JobState
 ) -> tuple[Exchange, list[int]]:
     """The exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
     exchange = plans.exchange(old, new, kinds)
@@ -91,7 +91,7 @@ def planned(
     return exchange, [int(not fits), exchange.stamp, -exchange.stamp]
 
 
-def agreed(exchange: Exchange, compared: Sequence[int], before: Held, target: Held, *, rank: int) -> Exchange:
+def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
     """The exchange, the same on every rank. compared: of what `planned` gave the largest over all ranks.
 
     Collective where a rank holds something else than its strategy says: then all layouts are gathered.
@@ -102,7 +102,7 @@ def agreed(exchange: Exchange, compared: Sequence[int], before: Held, target: He
     return Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), rank)
 
 
-def _fits(held: Held, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
+def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
     """Whether a rank holds what its strategy says."""
     return held.keys() == planned.keys() and all(
         layout == planned[key] and tensor.dtype == kinds[key] for key, (tensor, layout) in held.items()

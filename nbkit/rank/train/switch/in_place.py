@@ -21,8 +21,8 @@ from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, hollow
 from nbkit.rank.parallel.reshard.state_digest import digest
-from nbkit.rank.parallel.sharded_model import Side
-from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.free_memory import trim
@@ -47,26 +47,28 @@ class Move:
     device: torch.device
     taken: bool = False
 
-    def digest(self, side: Emptying | Filling) -> str:
+    def digest(self, sharded_model: Emptying | Filling) -> str:
         """Of the old state or the new one, over all ranks. Collective."""
         plan = self.exchange.plan
-        return digest(side.state, plan.old if side is self.old else plan.new, rank=self.rank, device=self.device)
+        return digest(
+            sharded_model.state, plan.old if sharded_model is self.old else plan.new, rank=self.rank, device=self.device
+        )
 
 
 @contextmanager
-def without_gradients(side: Side, ranks: Consensus) -> Iterator[None]:
-    """The gradients of `side` have no memory inside. After a SwitchError they have it again.
+def without_gradients(sharded_model: ShardedModel, ranks: Consensus) -> Iterator[None]:
+    """The gradients of `sharded_model` have no memory inside. After a SwitchError they have it again.
 
     Raises MemoryError, on every rank, when one of them does not get it.
     """
-    side.data.let_go()
+    sharded_model.data.let_go()
     trim(ranks.device)
     try:
         yield
     except SwitchError as error:
         try:
             with ranks.all_or_none("taking memory for gradients again"):
-                side.data.begin_again()
+                sharded_model.data.begin_again()
         except SwitchError as failed:
             # Some ranks can make a step and some cannot: no refusal, after which all would go on.
             raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
@@ -74,24 +76,24 @@ def without_gradients(side: Side, ranks: Consensus) -> Iterator[None]:
 
 
 def prepare_in_place(
-    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, blueprint: Blueprint, ranks: Consensus
+    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, builder: Builder, ranks: Consensus
 ) -> Move:
     """The new sharded model, hollow, and the exchange that fills it. Collective."""
-    before = job_state.state(left.side, left.optimizer)
-    with ranks.all_or_none("building the new side"), hollow() as spaces:
-        side, inner = blueprint.side(new, connections, like=left.optimizer)
-        side.data.let_go()
-        job_state.allocate(side, inner, memory.kinds, memory.numbers)
-        target = Filling(job_state.state(side, inner), spaces)
+    before = job_state.state(left.sharded_model, left.optimizer)
+    with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
+        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+        sharded_model.data.let_go()
+        job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
+        target = Filling(job_state.state(sharded_model, inner), spaces)
     to = dict(target.state)
     with ranks.all_or_none("planning the exchange", numbers=3) as said:
-        kinds = blueprint.plans.kinds(memory.kinds)
-        own, said.numbers = planned(blueprint.plans, kinds, left.side.strategy, new, before, to)
-    plan = agreed(own, said.largest, before, to, rank=blueprint.rank).plan
+        kinds = builder.plans.kinds(memory.kinds)
+        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
+    plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
     with ranks.all_or_none("planning the way"):
-        exchange, old = InPlace(plan, blueprint.rank), Emptying(before, left.side.data.tensors())
+        exchange, old = InPlace(plan, builder.rank), Emptying(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
-    return Move(left, left.under(side, inner), old, target, exchange, blueprint.rank, blueprint.device)
+    return Move(left, left.under(sharded_model, inner), old, target, exchange, builder.rank, builder.device)
 
 
 def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable[[TrainingState], None]) -> float:
@@ -100,20 +102,20 @@ def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable
     before: the digest of the old state.
     """
     move.exchange.run(move.old, move.new, device=move.device, freed=lambda: trim(move.device))
-    side = move.state.side
+    sharded_model = move.state.sharded_model
     try:
         with ranks.all_or_none("looking at what has come"):
-            side.data.refresh()
+            sharded_model.data.refresh()
         began = time.perf_counter()
         if move.digest(move.new) != before:
             raise SwitchError(
-                f"The state under {side.strategy} is not the one under {ranks.goes_on}.",
+                f"The state under {sharded_model.strategy} is not the one under {ranks.goes_on}.",
                 numbers="the digests of weights and optimizer state differ",
                 hint=f"{ranks.goes_on} goes on; please report this",
             )
         proof_s = time.perf_counter() - began
         with ranks.all_or_none("taking memory for gradients"):
-            side.data.begin_again()
+            sharded_model.data.begin_again()
         with ranks.all_or_none("taking over"):
             move.taken = True
             adopt(move.state)
@@ -128,10 +130,10 @@ def _go_back(move: Move, error: SwitchError, before: str, adopt: Callable[[Train
     if move.taken:
         move.taken = False
         adopt(move.left)
-    move.state.side.close()
-    move.state.side.data.let_go()
+    move.state.sharded_model.close()
+    move.state.sharded_model.data.let_go()
     move.exchange.run_back(move.old, move.new, device=move.device, why=error.what, freed=lambda: trim(move.device))
-    move.left.side.data.refresh()
+    move.left.sharded_model.data.refresh()
     if move.digest(move.old) != before:
         raise TrainingError(
             "The switch failed, and what came back is not what there was.",

@@ -1,4 +1,4 @@
-"""What a user has changed on the model meanwhile goes along to the next side: what is frozen, evaluates, or drops."""
+"""What a user has changed on the model goes along to the next sharded model: frozen or not, its mode, its dropout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from nbkit.rank.parallel.sharded_model import Side
+from nbkit.rank.parallel.sharded_model import ShardedModel
 
 __all__ = ["Changes", "changes_of", "follow"]
 
@@ -20,19 +20,21 @@ class Changes(NamedTuple):
     drops: dict[str, float]
 
 
-def changes_of(side: Side, skeleton: nn.Module) -> Changes:
-    """In what the module of `side` has become another than `skeleton`. A pipeline stage knows of its own blocks."""
+def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
+    """How its module differs from `skeleton` by now. A pipeline stage knows of its own blocks."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
     modes: dict[str, bool] = {}
     drops: dict[str, float] = {}
-    for path, part in side.module.named_modules():
+    for path, part in sharded_model.module.named_modules():
         if (known := parts.get(path)) is None:
             continue
         dropping = _drops(part) and _drops(known) and part.p != known.p
-        if (part.training != known.training or dropping) and side.runs(f"{path}."):
+        if (part.training != known.training or dropping) and sharded_model.runs(f"{path}."):
             modes |= {path: part.training} if part.training != known.training else {}
             drops |= {path: part.p} if dropping else {}
-    trained = {name: p.requires_grad for name, p in side.held.items() if p.requires_grad != params[name].requires_grad}
+    trained = {
+        name: p.requires_grad for name, p in sharded_model.held.items() if p.requires_grad != params[name].requires_grad
+    }
     return Changes(trained, modes, drops)
 
 

@@ -66,8 +66,8 @@ class PendingSwitch(Future[Switched]):
 
 def free(states: list[TrainingState]) -> None:
     """Close what computed under the only one of `states`, and take it out: its memory is free."""
-    held = [weakref.ref(tensor) for tensor in states[0].side.data.tensors()]
-    states[0].side.close()
+    held = [weakref.ref(tensor) for tensor in states[0].sharded_model.data.tensors()]
+    states[0].sharded_model.close()
     states.clear()
     # The next steps want its memory, and a collection stops them for longer than all the rest of a switch.
     if any(tensor() is not None for tensor in held):

@@ -10,13 +10,13 @@ import torch
 from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.shard_layouts import Outlines
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 
 __all__ = ["Kinds", "Plans"]
 
 Kinds = dict[str, torch.dtype]
-"""key of a tensor of the whole job (see holdings) -> dtype."""
+"""key of a tensor of the whole job (see job_state) -> dtype."""
 
 KEPT = 8
 
@@ -24,9 +24,9 @@ KEPT = 8
 class Plans:
     """Of one job, as `rank` carries them out. From any thread."""
 
-    def __init__(self, outlines: Outlines, rank: int) -> None:
-        self.outlines, self.rank = outlines, rank
-        skeleton = outlines.skeleton
+    def __init__(self, shard_layouts: ShardLayouts, rank: int) -> None:
+        self.shard_layouts, self.rank = shard_layouts, rank
+        skeleton = shard_layouts.skeleton
         kept = skeleton.state_dict().keys()
         self._kinds: Kinds = {f"weight/{name}": p.dtype for name, p in skeleton.named_parameters()}
         self._kinds |= {f"buffer/{name}": each.dtype for name, each in skeleton.named_buffers() if name in kept}
@@ -41,8 +41,8 @@ class Plans:
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
             plan = Plan.of(
-                self._holdings(old, kinds),
-                self._holdings(new, kinds),
+                self._layouts_by_rank(old, kinds),
+                self._layouts_by_rank(new, kinds),
                 {key: dtype.itemsize for key, dtype in kinds.items()},
             )
             exchange = Exchange(plan, self.rank)
@@ -51,14 +51,16 @@ class Plans:
                 self._kept.popitem(last=False)
         return exchange
 
-    def _holdings(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
+    def _layouts_by_rank(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
         """By rank: key -> layout."""
         states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
         states = [each for each in states if each[1] not in ("weight", "buffer")]
-        outline = self.outlines.of(strategy)
+        rank_layouts = self.shard_layouts.of(strategy)
         return [
             {f"weight/{name}": layout for name, layout in weights.items()}
             | {f"buffer/{name}": layout for name, layout in buffers.items()}
             | {key: held[name] for key, _, name in states if name in held}
-            for weights, held, buffers in zip(outline.weights, outline.held, outline.buffers, strict=True)
+            for weights, held, buffers in zip(
+                rank_layouts.weights, rank_layouts.held, rank_layouts.buffers, strict=True
+            )
         ]

@@ -46,7 +46,7 @@ class Ahead(step_boundary.Preparation):
             return self._groups.is_alive()
         if self._new is None or self._job.device.type != "cpu":
             return False
-        return not self._job.blueprint.connected(self._new)
+        return not self._job.builder.connected(self._new)
 
     def together(self) -> None:
         """The groups, and the module cut with them."""
@@ -57,7 +57,7 @@ class Ahead(step_boundary.Preparation):
 
     def _together(self) -> None:
         assert self._new is not None
-        self._job.blueprint.make_groups(self._new)
+        self._job.builder.make_groups(self._new)
 
     def _run(self, make: Callable[[], None]) -> None:
         try:
@@ -78,19 +78,19 @@ def make_ready(job: Training, text: str) -> Strategy:
     """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # a thread begins with the first one
-    blueprint = job.blueprint
-    new = job.foresight().placed(Strategy.parse(text, job.world_size), now=job.strategy)
-    blueprint.make_ready(job.strategy, new, blueprint.plans.kinds(_expected(job)))
+    builder = job.builder
+    new = job.cost_model().placed(Strategy.parse(text, job.world_size), now=job.strategy)
+    builder.make_ready(job.strategy, new, builder.plans.kinds(_expected(job)))
     return new
 
 
 def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:
     """name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
     own: dict[str, dict[str, torch.dtype]] = {}
-    for key, (tensor, _) in job_state.per_element(job.side, job.optimizer.inner).items():
+    for key, (tensor, _) in job_state.per_element(job.sharded_model, job.optimizer.inner).items():
         kind, _, name = key.partition("/")
         own.setdefault(name, {})[kind] = tensor.dtype
     # Of the parameters that others hold, what is kept of those here.
     usual = next(iter(own.values()), {})
-    trained = [name for name, p in job.blueprint.skeleton.named_parameters() if p.requires_grad]
-    return {name: usual for name in trained if name not in job.side.held} | own
+    trained = [name for name, p in job.builder.skeleton.named_parameters() if p.requires_grad]
+    return {name: usual for name in trained if name not in job.sharded_model.held} | own

@@ -1,8 +1,8 @@
 """What the optimizer of each rank keeps of each parameter, in few bytes, for all ranks to gather before a switch.
 
-Who holds which part follows from the strategies (see Outlines), so that is not gathered. What an optimizer keeps of a
-parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run of
-them.
+Who holds which part follows from the strategies (see ShardLayouts), so that is not gathered. What an optimizer keeps
+of a parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run
+of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.sharded_model import Side
-from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
-from nbkit.rank.train.estimate.cost_model import Foresight
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
 from nbkit.rank.train.switch.consensus import Consensus
 from nbkit.rank.train.switch.model_edits import changes_of
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What an optimizer remembers beside the elements. kinds: name -> {key: dtype}; numbers: see holdings.scalars."""
+    """What an optimizer remembers beside the elements. kinds: name -> {key: dtype}; numbers: see job_state.scalars."""
 
     kinds: dict[str, dict[str, torch.dtype]]
     numbers: dict[str, dict[str, Any]]
@@ -64,10 +64,10 @@ class Gathered:
 
 
 def gather(
-    side: Side,
+    sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    blueprint: Blueprint,
-    foresight: Callable[[], Foresight],
+    builder: Builder,
+    cost_model: Callable[[], CostModel],
     new: Strategy,
     ranks: Consensus,
 ) -> Gathered:
@@ -78,13 +78,13 @@ def gather(
     own: tuple[Any, ...] = ()
     failure: Exception | None = None
     try:
-        new = foresight().placed(new, now=side.strategy)
-        kinds = bytes_per_element(side, optimizer, blueprint.skeleton)
+        new = cost_model().placed(new, now=sharded_model.strategy)
+        kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton)
         own = (
-            changes_of(side, blueprint.skeleton),
-            _memory_of(side, optimizer, blueprint.names),
-            crowded(side_bytes(blueprint, kinds, new, blueprint.rank), ranks.device),
-            (new.tp_slowest, blueprint.groups_made(new)),
+            changes_of(sharded_model, builder.skeleton),
+            _memory_of(sharded_model, optimizer, builder.names),
+            crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
+            (new.tp_slowest, builder.groups_made(new)),
         )
     except StrategyError:
         raise
@@ -92,19 +92,19 @@ def gather(
         failure = error
     everyone = ranks.gather(own, "looking at what there is", failure)
     changes, runs, lacking, groups = zip(*everyone, strict=True)
-    blueprint.follow(changes)
+    builder.follow(changes)
     if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
         new = replace(new, tp_slowest=False)
-    return Gathered(new, _unpacked(runs, blueprint.names), any(lacking), len(set(groups)) == 1)
+    return Gathered(new, _unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
 
-def _memory_of(side: Side, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
+def _memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
     """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
     kinds: dict[str, dict[str, torch.dtype]] = {}
-    for key, (tensor, _) in job_state.per_element(side, optimizer).items():
+    for key, (tensor, _) in job_state.per_element(sharded_model, optimizer).items():
         kind, _, name = key.partition("/")
         kinds.setdefault(name, {})[kind] = tensor.dtype
-    numbers = job_state.scalars(side, optimizer)
+    numbers = job_state.scalars(sharded_model, optimizer)
     runs: list[Run] = []
     for place, name in enumerate(names):
         if name not in numbers:

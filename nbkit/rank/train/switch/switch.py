@@ -109,7 +109,7 @@ class Switchable(Training):
             return Switched(self.step, old=str(old), new=str(new), identical=True)
         began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
         try:
-            gathered = gather(self.side, self.optimizer.inner, self.blueprint, self.foresight, new, ranks)
+            gathered = gather(self.sharded_model, self.optimizer.inner, self.builder, self.cost_model, new, ranks)
             if gathered.crowded and keep:
                 raise SwitchError(
                     f"A trial of {new} keeps {old} beside it, and memory does not hold both.",
@@ -133,15 +133,15 @@ class Switchable(Training):
         self, gathered: Gathered, ranks: Consensus, began: float, *, keep: bool, beside: bool
     ) -> Switched:
         """With the new sharded model beside the old one."""
-        old, new, beside_s = self.strategy, gathered.strategy, self.blueprint.beside(gathered.strategy)
+        old, new, beside_s = self.strategy, gathered.strategy, self.builder.beside(gathered.strategy)
         left = self.state
-        connections = self.blueprint.connect(new, alike=gathered.alike)
-        prepared = prepare(left, new, connections, gathered.memory, self.blueprint, ranks)
+        connections = self.builder.connect(new, alike=gathered.alike)
+        prepared = prepare(left, new, connections, gathered.memory, self.builder, ranks)
         ready = time.perf_counter()
         # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
         prepared.exchange.run(prepared.before, prepared.target, device=self.device)
         with ranks.all_or_none("moving the state", numbers=1) as said:
-            prepared.state.side.data.refresh()
+            prepared.state.sharded_model.data.refresh()
             said.numbers = [int(not roomy(self.device, self.recorder.peak_bytes))]
         moved = time.perf_counter()
         plan, before, target = prepared.exchange.plan, prepared.before, prepared.target
@@ -192,18 +192,18 @@ class Switchable(Training):
         Raises TrainingError when the way back failed, and MemoryError, on every rank too, when the old strategy has no
         memory for gradients any more.
         """
-        old, new, beside_s = self.strategy, gathered.strategy, self.blueprint.beside(gathered.strategy)
-        connections, left = self.blueprint.connect(new, alike=gathered.alike), self.state
+        old, new, beside_s = self.strategy, gathered.strategy, self.builder.beside(gathered.strategy)
+        connections, left = self.builder.connect(new, alike=gathered.alike), self.state
         try:
-            with without_gradients(left.side, ranks):
-                move = prepare_in_place(left, new, connections, gathered.memory, self.blueprint, ranks)
+            with without_gradients(left.sharded_model, ranks):
+                move = prepare_in_place(left, new, connections, gathered.memory, self.builder, ranks)
                 ready = time.perf_counter()
                 before = move.digest(move.old)
                 proof_s = time.perf_counter() - ready
                 with held_back():
                     with in_pieces(move, self.integrity):
                         proof_s += exchange_in_place(move, before, ranks, self.adopt)
-                    left.side.close()
+                    left.sharded_model.close()
                     event = Switched(
                         self.step,
                         old=str(old),
@@ -298,16 +298,16 @@ class Switchable(Training):
         buffers, position: in the data; those of before the step, for where the old state was not kept.
         """
         if pending.previous is not None:
-            tensors = [weakref.ref(tensor) for tensor in self.side.data.tensors()]
+            tensors = [weakref.ref(tensor) for tensor in self.sharded_model.data.tensors()]
             ranks = Consensus(self.strategy, self.world_size, self.device)
             with ranks.all_or_none(f"going back to {pending.old}"), held_back():
                 self._take_up_previous()
             if any(tensor() is not None for tensor in tensors):
                 gc.collect()  # the step wants the memory
-            meet(self.side.connections.edges, self.device)
+            meet(self.sharded_model.connections.edges, self.device)
         else:
             with torch.no_grad():
-                for key, (tensor, _) in job_state.buffers(self.side).items():
+                for key, (tensor, _) in job_state.buffers(self.sharded_model).items():
                     tensor.copy_(buffers[key])
             self.optimizer.zero_grad()
             self.ledger.forget(self.step)
@@ -373,7 +373,7 @@ class FirstStep:
             return self
         self._drawn, self._buffers = Drawn.so_far(), dict[str, Tensor]()
         if pending.previous is None:
-            self._buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.side).items()}
+            self._buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.sharded_model).items()}
         self._position = job.feed.position()
         name = f"{job.step} {pending.old} {job.strategy}"
         pending.guard = Guard(name, world_size=job.world_size, device=job.device)

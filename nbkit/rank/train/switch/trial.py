@@ -62,9 +62,10 @@ def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) 
             raise
         failures = guard.failures(error)
         job.integrity.restored(ranks_agree=True)  # what there was before is whole, and is taken up again
-        meet(left.side.connections.edges, job.device)
+        meet(left.sharded_model.connections.edges, job.device)
+        old = left.sharded_model.strategy
         raise SwitchError(
-            f"{job.strategy} was not measured: its first step failed, and training goes on under {left.side.strategy}.",
+            f"{job.strategy} was not measured: its first step failed, and training goes on under {old}.",
             numbers=failures.words,
             hint="%strategy shows what can be picked",
         ) from error

@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.state_digest import sums
-from nbkit.rank.train.checkpoint.job_state import Held
+from nbkit.rank.train.checkpoint.job_state import JobState
 
 __all__ = ["Comparison"]
 
 
 class Comparison:
-    """Of two sides' states, begun in a thread. The numbers of `new` that a forward pass changes are copied first."""
+    """Of two states, begun in a thread. The numbers of `new` that a forward pass changes are copied first."""
 
-    def __init__(self, old: Held, new: Held, plan: Plan, *, rank: int, device: torch.device) -> None:
+    def __init__(self, old: JobState, new: JobState, plan: Plan, *, rank: int, device: torch.device) -> None:
         self._device, self._failed = device, False
         self._keys = sorted({key for holding in (*plan.old, *plan.new) for key in holding})
         self._sums = torch.zeros(2, len(self._keys), dtype=torch.int64)

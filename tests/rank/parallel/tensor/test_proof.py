@@ -59,13 +59,13 @@ def trained(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, 
             job.optimizer.step()
             job.optimizer.zero_grad()
         truth, off = dict(alone.named_parameters()), 0.0
-        for key, (tensor, layout) in weights(job.side).items():
+        for key, (tensor, layout) in weights(job.sharded_model).items():
             whole = truth.get(key.removeprefix("weight/"))
             for here, there in layout.pieces if whole is not None else ():
                 off = max(off, float((tensor[here.slices] - whole.detach()[there.slices]).abs().max()))  # type: ignore
         apart = max(abs(a - record["loss"]) for a, record in zip(losses, job.history, strict=True))
-        pairs = job.blueprint.wishes.plan(job.blueprint.skeleton, 2).pairs
-        found[name] = (off, apart, len(pairs), tuple(job.side.notes))
+        pairs = job.builder.options.plan(job.builder.skeleton, 2).pairs
+        found[name] = (off, apart, len(pairs), tuple(job.sharded_model.notes))
     return found
 
 
@@ -194,7 +194,7 @@ def told(world: Any) -> tuple[list[str], list[str], int]:
             warnings.simplefilter("always")
             trainer = Trainer(model=lambda: built("gelu"), data=Rows(), **asked, **more)
         found.append([str(warning.message) for warning in caught])
-    return found[0], found[1], len(trainer.job.blueprint.wishes.plan(trainer.job.blueprint.skeleton, 2).pairs)
+    return found[0], found[1], len(trainer.job.builder.options.plan(trainer.job.builder.skeleton, 2).pairs)
 
 
 def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:

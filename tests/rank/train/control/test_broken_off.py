@@ -104,7 +104,7 @@ def test_an_unfinished_reduction_that_is_seen_in_time_spares_the_weights() -> No
 def canaries(world: Any) -> Any:
     trainer = quiet(batch_size=9)
     trainer.fit(1)
-    replicas = trainer.job.side.data
+    replicas = trainer.job.sharded_model.data
     replicas.reset()
     replicas.start()
     canary = replicas.finish()

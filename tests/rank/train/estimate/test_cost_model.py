@@ -69,7 +69,7 @@ def through_all(world: Any) -> list[dict[str, Any]]:
         job.switch(text)
         job.fit(1)
         now = job.job.strategy
-        foretold = job.job.foresight().of_all_ranks(now)
+        foretold = job.job.cost_model().of_all_ranks(now)
         said.append({"strategy": str(now), "sent": sent_in_a_step(job), "foretold": foretold})
     return said
 
@@ -112,7 +112,7 @@ def unknown(world: Any) -> dict[str, bool]:
     data = [(torch.randn(6, generator=draw), torch.randn(6, generator=draw)) for _ in range(32)]
     job = trainer(model=TwoMaps, loss=F.mse_loss, data=data)
     job.fit(1)
-    seen = job.job.foresight()
+    seen = job.job.cost_model()
     return {text: bool(seen.terms(Strategy.parse(text, 2))) for text in ("ddp", "zero3", "tp", "pp", "cp=2")}
 
 

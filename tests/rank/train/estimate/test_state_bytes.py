@@ -10,9 +10,9 @@ from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.options import Wishes
+from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.shard_layouts import Outline, Outlines
+from nbkit.rank.parallel.shard_layouts import RankLayouts, ShardLayouts
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 
@@ -31,32 +31,32 @@ KINDS = {"weight": 4, "exp_avg": 4, "exp_avg_sq": 8}
 
 
 @pytest.fixture(scope="module")
-def outlines() -> Outlines:
+def shard_layouts() -> ShardLayouts:
     model: nn.Module = Counting()
     ids = torch.randint(37, (2, 8))
     chain = find_chain(model, lambda: model(ids))
-    return Outlines(skeleton_of(model), Wishes(chain, "", (1.0,) * len(chain)))
+    return ShardLayouts(skeleton_of(model), Options(chain, "", (1.0,) * len(chain)))
 
 
-def holdings(outline: Outline) -> list[dict[str, Layout]]:
+def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
     return [
         {f"weight/{name}": layout for name, layout in weights.items()}
         | {f"buffer/{name}": layout for name, layout in buffers.items()}
         | {f"{kind}/{name}": layout for name, layout in held.items() for kind in KINDS if kind != "weight"}
-        for weights, held, buffers in zip(outline.weights, outline.held, outline.buffers, strict=True)
+        for weights, held, buffers in zip(rank_layouts.weights, rank_layouts.held, rank_layouts.buffers, strict=True)
     ]
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
-def test_every_pair_of_strategies_moves_what_its_plan_moves(outlines: Outlines, ranks: int) -> None:
-    names = [name for name, _ in outlines.skeleton.named_parameters()]
-    census = Census(outlines, dict.fromkeys(names, KINDS), set(names))
+def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: ShardLayouts, ranks: int) -> None:
+    names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
+    census = Census(shard_layouts, dict.fromkeys(names, KINDS), set(names))
     every = [one for one in Strategy.every(ranks, schedules=("1f1b", "zbv")) if one.tp in (1, 2, 4)]
     assert len(every) > 20
     checked = 0
     for old in every[::3]:
         for new in every[1::4]:
-            before, after = holdings(outlines.of(old)), holdings(outlines.of(new))
+            before, after = holdings(shard_layouts.of(old)), holdings(shard_layouts.of(new))
             sizes = {key: KINDS.get(key.partition("/")[0], 4) for one in (*before, *after) for key in one}
             plan, flow = Plan.of(before, after, sizes), census.flow(old, new)
             assert flow.received == plan.bytes, (old, new)
@@ -66,18 +66,18 @@ def test_every_pair_of_strategies_moves_what_its_plan_moves(outlines: Outlines, 
     assert checked > 20
 
 
-def test_ranks_that_hold_alike_share_a_row(outlines: Outlines) -> None:
-    names = [name for name, _ in outlines.skeleton.named_parameters()]
+def test_ranks_that_hold_alike_share_a_row(shard_layouts: ShardLayouts) -> None:
+    names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
     blocks = [
-        {name: p.numel() for name, p in outlines.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}
+        {name: p.numel() for name, p in shard_layouts.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}
         for i in range(6)
     ]
-    census = Census(outlines, dict.fromkeys(names, KINDS), set(names), blocks)
+    census = Census(shard_layouts, dict.fromkeys(names, KINDS), set(names), blocks)
 
     rows, of_ranks = census.fractions(Strategy.parse("pp=2 dp=2", 4))
     assert rows == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]] and of_ranks == [0, 0, 1, 1]
     rows, of_ranks = census.fractions(Strategy.parse("zero3", 2))
-    outline = outlines.of(Strategy.parse("zero3", 2))
-    for rank, held in enumerate(outline.held):
+    rank_layouts = shard_layouts.of(Strategy.parse("zero3", 2))
+    for rank, held in enumerate(rank_layouts.held):
         expected = [sum(held[name].numel for name in block) / sum(block.values()) for block in blocks]
         assert rows[of_ranks[rank]] == pytest.approx(expected, abs=1e-4)

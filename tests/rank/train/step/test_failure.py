@@ -44,7 +44,7 @@ def test_a_loss_that_is_not_finite_and_a_failed_switch_are_events_on_every_rank(
         nan, switch = (one for one in told if one["kind"] == "failure")
         assert (nan["step"], nan["rank"], nan["error"]) == (1, 0, "NotFinite") and "step 2 is not finite" in nan["what"]
         assert (switch["rank"], switch["error"]) == (None, "SwitchError")
-        assert "making room for the new side" in switch["what"] and "ZeroDivisionError" in switch["what"]
+        assert "making room for the new sharded model" in switch["what"] and "ZeroDivisionError" in switch["what"]
         kinds = [one["kind"] for one in told]
         assert kinds == ["run_started", "failure", "run_stopped", "failure", "run_started", "run_stopped"]
     assert ["NotFinite" in text for text in board_texts(run)].count(True) == 2  # the failure, and why the run stopped

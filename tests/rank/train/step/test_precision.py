@@ -86,9 +86,11 @@ def scaled(world: Any) -> dict[str, Any]:
         trainer.job.precision.growth_interval = GROWS_AFTER
         still = []
         for _ in range(STEPS):
-            before = [p.detach().clone() for p in trainer.job.side.held.values()]
+            before = [p.detach().clone() for p in trainer.job.sharded_model.held.values()]
             trainer.fit(1)
-            still.append(all(torch.equal(a, b) for a, b in zip(before, trainer.job.side.held.values(), strict=True)))
+            still.append(
+                all(torch.equal(a, b) for a, b in zip(before, trainer.job.sharded_model.held.values(), strict=True))
+            )
         found[strategy] = {**{name: [r[name] for r in trainer.history] for name in NAMES}, "still": still}
     return found
 

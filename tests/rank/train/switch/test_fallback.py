@@ -168,7 +168,7 @@ FAILING = [
 def while_it_trains(world: Any, room: str) -> dict[str, Any]:
     never = trainer_of()
     never.fit(STEPS)
-    # The optimizer changes the weights: only an old side that is kept is whole then.
+    # The optimizer changes the weights: only an old sharded model that is kept is whole then.
     kept = [*FAILING, ("zero1", Plan("dp=2 zero=1", "optimizer", (1,), torch.OutOfMemoryError))]
     failing = kept if room == "both" else FAILING[1:4]
     found = [
@@ -316,7 +316,7 @@ def by_hand(world: Any, strategy: str | None, as_shards: bool) -> dict[str, Any]
             plans[-1].under = str(job.switch(strategy).new)
         given = batch
         if as_shards:
-            axes = job.side.axes
+            axes = job.sharded_model.axes
             given = shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"))
         try:
             job.backward(given)
@@ -418,7 +418,7 @@ def ones_own(world: Any) -> list[Any]:
     plans.append(Plan(ZERO3, "backward", (1,)))
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
-            patch.setattr(builder.Blueprint, "side", broken)
+            patch.setattr(builder.Builder, "build", broken)
         with pytest.raises((ValueError, RuntimeError)) as error:
             trainer.fit(3)
     found.append((type(error.value).__name__, type(error.value.__cause__).__name__, error.value.__notes__))
@@ -530,7 +530,7 @@ def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes
 
 
 def kept(world: Any) -> list[int]:
-    """How many tensors of the side that failed are left when training goes on."""
+    """How many tensors of the sharded model that failed are left when training goes on."""
     found = []
     for room in ("both", "sides", "one"):
         trainer, controls = trainer_of(), Controls()
@@ -539,7 +539,7 @@ def kept(world: Any) -> list[int]:
         failing = switching.FirstStep._go_back
 
         def going(self: Any, *args: Any, held: Any = held, trainer: Any = trainer, failing: Any = failing) -> None:
-            held.extend(weakref.ref(tensor) for tensor in trainer.job.side.data.tensors())
+            held.extend(weakref.ref(tensor) for tensor in trainer.job.sharded_model.data.tensors())
             failing(self, *args)
 
         plans.append(Plan(ZERO3, "backward", (0, 1)))

@@ -72,15 +72,15 @@ def through_all(world: Any) -> dict[str, Any]:
     for text in THROUGH:
         new = Strategy.parse(text, 4)
         predicted, _ = strategy_table.moved_bytes(job.job, new)
-        outline = job.job.blueprint.outlines.of(new)
+        rank_layouts = job.job.builder.shard_layouts.of(new)
         done = job.switch(text)
-        held = {name: layout.local for name, layout in job.job.side.data.layouts.items()}
+        held = {name: layout.local for name, layout in job.job.sharded_model.data.layouts.items()}
         said.append(
             {
                 "strategy": str(new),
                 "identical": done.identical,
                 "bytes": (predicted, done.moved_bytes),
-                "outline": {name: layout.local for name, layout in outline.held[world.place.rank].items()} == held,
+                "outline": {name: layout.local for name, layout in rank_layouts.held[world.place.rank].items()} == held,
             }
         )
         job.fit(EACH)

@@ -190,7 +190,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
     # A rank that holds something else than its strategy says.
-    holdings, said = Plans._holdings, []
+    holdings, said = Plans._layouts_by_rank, []
 
     def without_one(self: Plans, *args: Any) -> Any:
         whole = holdings(self, *args)

@@ -1,4 +1,4 @@
-"""Switches where memory does not hold both sides: in place, and the old strategy goes on whatever fails on the way."""
+"""Switches where memory does not hold both: in place, and the old strategy goes on whatever fails on the way."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def expected() -> list[float]:
 
 
 def bytes_of(job: Trainer, rank: int) -> int:
-    return side_bytes(job.job.blueprint, job.job.bytes_per_element(), job.strategy, rank)
+    return side_bytes(job.job.builder, job.job.bytes_per_element(), job.strategy, rank)
 
 
 def full(patch: pytest.MonkeyPatch) -> None:
-    """Of one byte: no side fits beside another. Rounds are small, so that there are many."""
+    """Of one byte: no sharded model fits beside another. Rounds are small, so that there are many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
     patch.setattr(switching, "InPlace", partial(moving.InPlace, limit=4096))
 
@@ -78,14 +78,14 @@ def weights_of(job: Trainer) -> float:
 def held(job: Job) -> int:
     """Bytes of weights, optimizer state and buffers of gradients, counted from all tensors that there are."""
     gc.collect()
-    side, inner = job.side, job.optimizer.inner
+    sharded_model, inner = job.sharded_model, job.optimizer.inner
     seen: set[int] = set()
-    own = storage_bytes([tensor for tensor, _ in job_state.state(side, inner).values()], seen)
+    own = storage_bytes([tensor for tensor, _ in job_state.state(sharded_model, inner).values()], seen)
     before = storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set(seen))
-    side.data.let_go()
+    sharded_model.data.let_go()
     gc.collect()
     after = storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)], set(seen))
-    side.data.begin_again()
+    sharded_model.data.begin_again()
     return own + before - after
 
 
@@ -100,20 +100,20 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(e
 
 
 def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
-    """Bytes of all tensors of a side and its optimizer, gradients included: while it is hollow, and built as ever."""
+    """Bytes of all tensors, the optimizer's and gradients included: of a hollow model, and one built as ever."""
     job, found = trainer(), {}
     job.fit(1)
     now, inner = job.job, job.job.optimizer.inner
     ranks = Consensus(now.strategy, 2, now.device)
-    memory = gather(now.side, inner, now.blueprint, now.foresight, now.strategy, ranks).memory
+    memory = gather(now.sharded_model, inner, now.builder, now.cost_model, now.strategy, ranks).memory
     for text in THROUGH:
         strategy, sizes = Strategy.parse(text, 2), []
-        connections = job.job.blueprint.connect(strategy, alike=True)
+        connections = job.job.builder.connect(strategy, alike=True)
         for how in (hollow(), nullcontext()):
             gc.collect()
             before = alive()
             with how:
-                built = job.job.blueprint.side(strategy, connections, like=inner)
+                built = job.job.builder.build(strategy, connections, like=inner)
                 job_state.allocate(*built, memory.kinds, memory.numbers)
             sizes.append(alive() - before)
             del built

@@ -98,7 +98,7 @@ def interrupted(world: Any) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGINT)
         adopt(*args)
 
-    old = [weakref.ref(job.side), *(weakref.ref(p) for p in job.side.held.values())]
+    old = [weakref.ref(job.sharded_model), *(weakref.ref(p) for p in job.sharded_model.held.values())]
     gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 1:

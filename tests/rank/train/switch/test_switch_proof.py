@@ -78,10 +78,10 @@ def beside(world: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
         for strategy in THROUGH:
-            side = weakref.ref(trainer.job.side)
+            sharded_model = weakref.ref(trainer.job.sharded_model)
             gc.disable()
             said.append(asked_for(trainer, controls, strategy))
-            free.append(side() is None)
+            free.append(sharded_model() is None)
             gc.enable()
         asked = list(threads)
         called = trainer.switch("zero2")

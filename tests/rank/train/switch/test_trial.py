@@ -91,7 +91,7 @@ def failing(world: Any) -> int:
     held: list[weakref.ref[torch.Tensor]] = []
 
     def make_step() -> None:
-        held.extend(weakref.ref(tensor) for tensor in trainer.job.side.data.tensors())
+        held.extend(weakref.ref(tensor) for tensor in trainer.job.sharded_model.data.tensors())
         raise TrainingError("planted")
 
     gc.collect()
