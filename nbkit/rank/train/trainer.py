@@ -98,7 +98,7 @@ class Trainer(Switchable):
         compile: bool | str = False,
     ) -> None:
         self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
-        save_steps = save_every if self._save_seconds is None else None
+        save_steps = None if isinstance(save_every, str) else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
