@@ -240,7 +240,7 @@ class HealthRecord(Record):
 
 @dataclass(frozen=True)
 class EventRecord(Record):
-    """Something that happened: a switch, a checkpoint, a failure. event: as nbkit.records.events.to_json writes it."""
+    """A switch, a checkpoint, a failure. event: "kind" and the fields of one of nbkit.records.events."""
 
     kind: ClassVar[str] = "event"
     step: int
