@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Event:
-    """What every record has: the number of finished steps when it happened."""
+    """The base of all events. step: the number of finished steps when it happened."""
 
     kind: ClassVar[str] = ""
     step: int

@@ -37,7 +37,7 @@ LISTEN_EVERY = 5
 
 @dataclass(frozen=True)
 class Record:
-    """What every line is. kind: its name in the file."""
+    """The base of all records, one line each. kind: its name in the file."""
 
     kind: ClassVar[str] = ""
 
@@ -84,7 +84,7 @@ class Group(Record):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank did with one operation on one group (with one peer) in one step.
+    """The use of one operation on one group (with one peer) by one rank in one step.
 
     peer: global rank of the other end of messages, -1 for anyone; None for a collective. bytes: what this rank
     contributed. timed: how many of the calls have a duration; seconds: those durations added up, peers that came late
@@ -220,7 +220,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """How a rank was at a moment, and on the first rank of a host also the host (cores > 0) and its GPUs.
+    """The state of a rank at a moment, and on the first rank of a host also of the host (cores > 0) and its GPUs.
 
     cpu: cores that this process used on average since the last one. rss: bytes. gpu: UUID of the rank's, "" without.
     load: processes that wanted to run, over a minute. mhz: mean clock of the cores.

@@ -81,7 +81,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Survey:
-    """What nvidia-smi said. `problem` is its own complaint when it is installed and does not work, else ""."""
+    """The GPUs that nvidia-smi lists. `problem`: its own complaint when it is installed and does not work, else ""."""
 
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
@@ -185,7 +185,7 @@ def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """What CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
 
     As CUDA reads it: numbers, beginnings of UUIDs, MIG names; the list ends before the first entry that names
     nothing ("-1", "NoDevFiles"); a number of a GPU cut up by MIG means its first instance. Numbers are taken in
@@ -204,7 +204,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> list[Gpu]:
-    """What the user lists after --gpus, in that order and with repeats; never renumbered.
+    """The GPUs that the user lists after --gpus, in that order and with repeats; never renumbered.
 
     Raises UsageError for an entry that names no GPU, or one that CUDA_VISIBLE_DEVICES hides.
     """
