@@ -6,7 +6,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, parse, train_parser
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import ControlResult
 
 
 @magics_class
@@ -14,13 +14,13 @@ class TrainMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """One line magic with verbs."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def train(self, line: str) -> Verdict | None:
+    def train(self, line: str) -> ControlResult | None:
         try:
             options = vars(parse(train_parser(), line))
         except HelpShown:
             return None
         act = getattr(current().training, options.pop("verb"))
-        verdict: Verdict | None = act(**options)
+        verdict: ControlResult | None = act(**options)
         return verdict
 
 

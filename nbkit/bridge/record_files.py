@@ -1,4 +1,4 @@
-"""Where the newest training of this rank is recorded, and its files in pieces for a notebook without the same disk."""
+"""Send the record files of this rank's newest training in pieces, for a notebook that does not share the disk."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Requests:
         return {}
 
     def status(self) -> dict[str, Any]:
-        """Who and where this rank is, and what it is doing."""
+        """Answer with rank, process and device, and what the rank is doing."""
         here, running = world.current(), list(self.runner.running)  # the main thread changes it meanwhile
         cell = running[0] if running else None
         return {

@@ -1,4 +1,4 @@
-"""How a cell is ended from outside: by the user's Stop, or because another rank failed first.
+"""End a cell from outside: because the user stops it, or because another rank failed first.
 
 SIGINT ends Python code; it cannot end a wait inside gloo or NCCL, so a rank that is still in its cell shortly
 after is broken out of its collectives, which costs this generation of the world. Both come from a thread,

@@ -1,4 +1,4 @@
-"""What this machine offers, what nbkit would use of it, and what to type for what is missing.
+"""Check this machine: what it offers, what nbkit would use of it, and what to type for what is missing.
 
 For `nbkit doctor`. Versions come from the metadata of installed packages, GPUs from
 nvidia-smi: neither torch nor a widget library is imported.

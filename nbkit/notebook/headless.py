@@ -47,13 +47,13 @@ def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
 
 
 def text_of(cell: Cell) -> str:
-    """What a cell has printed, as a terminal would show it in the end, without colours."""
+    """The text that a cell has printed, as a terminal would show it in the end, without colours."""
     printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
     return _ANSI.sub("", _overwritten(printed))
 
 
 def shown_by(cell: Cell) -> str:
-    """What a cell has printed, and behind it the text of the value that it ends with."""
+    """The text that a cell has printed, then the text of the value that it ends with."""
     values = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
     return "\n".join(text for text in (text_of(cell), *values) if text)
 

@@ -11,13 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nbkit.errors import StrategyError
-from nbkit.planner.job_facts import Cuts, Facts, Weight
-from nbkit.planner.memory import ADAM, Bytes, Rest, at_rest
-from nbkit.planner.traffic import Traffic, per_step
-from nbkit.strategy import Strategy
+from nbkit.planner.memory import Rest
+from nbkit.planner.traffic import Traffic
 
-__all__ = ["Forecast", "Term", "append", "forecast", "in_force", "read", "terms_of"]
+__all__ = ["Forecast", "Term", "append", "in_force", "read", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -39,39 +36,6 @@ class Forecast:
     strategy: str
     memory: tuple[Rest, ...] = ()
     traffic: tuple[Term, ...] = ()
-
-
-def forecast(
-    weights: Sequence[Weight],
-    facts: Facts,
-    strategy: Strategy,
-    *,
-    step: int = 0,
-    cuts: Cuts | None = None,
-    each: Bytes = ADAM,
-    accumulation: int = 1,
-    sequence_parallel: bool = True,
-) -> Forecast:
-    """What nbkit.planner says of every rank; the arguments are those of at_rest and per_step."""
-    ranks = range(strategy.mesh.size)
-    try:
-        every = [
-            per_step(
-                weights,
-                facts,
-                strategy,
-                rank,
-                cuts=cuts,
-                each=each,
-                accumulation=accumulation,
-                sequence_parallel=sequence_parallel,
-            )
-            for rank in ranks
-        ]
-    except StrategyError:  # a number that is not known of this model
-        every = []
-    memory = tuple(at_rest(weights, strategy, rank, cuts=cuts, each=each) for rank in ranks)
-    return Forecast(step, str(strategy), memory, terms_of(every))
 
 
 def terms_of(every: Sequence[Iterable[Traffic]]) -> tuple[Term, ...]:

@@ -16,13 +16,9 @@ of an optimizer (4 bytes per parameter tensor), buffers, and the padding of coll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbkit.planner.job_facts import Cuts, Weight, cuts_for, held
-from nbkit.strategy import Strategy
-
-__all__ = ["ADAM", "MIXED_ADAM", "SGD", "Bytes", "Rest", "at_rest", "per_element"]
+__all__ = ["ADAM", "Bytes", "Rest"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,6 @@ class Bytes:
 
 
 ADAM = Bytes(4, 4, 8)
-MIXED_ADAM = Bytes(2, 2, 12)
-SGD = Bytes(4, 4, 0)
 
 
 @dataclass(frozen=True)
@@ -51,35 +45,3 @@ class Rest:
     def total(self) -> int:
         """Their sum."""
         return self.parameters + self.gradients + self.optimizer
-
-
-def at_rest(
-    weights: Sequence[Weight],
-    strategy: Strategy,
-    rank: int,
-    *,
-    cuts: Cuts | None = None,
-    each: Bytes = ADAM,
-) -> Rest:
-    """What `rank` holds of `weights`. cuts: which blocks the ranks of a pipeline hold; None: as many each.
-
-    Exact also where a degree does not divide a dim: balanced parts, the first ones hold one more.
-    """
-    cuts = cuts_for(weights, strategy, cuts)
-    trained = [weight for weight in weights if weight.trained]
-
-    def elements(of: Sequence[Weight], stage: int) -> int:
-        sharded = strategy.zero >= stage
-        return sum(held(weight, strategy, rank, cuts, sharded=sharded) for weight in of)
-
-    return Rest(
-        parameters=each.parameter * elements(weights, 3),
-        gradients=each.gradient * elements(trained, 2),
-        optimizer=each.optimizer * elements(trained, 1),
-    )
-
-
-def per_element(strategy: Strategy, *, each: Bytes = ADAM) -> float:
-    """Bytes of a rank per trained element of what its stage and its tp part hold: the formulas above."""
-    parts = {1: each.optimizer, 2: each.gradient, 3: each.parameter}
-    return sum(size / strategy.shard if strategy.zero >= stage else size for stage, size in parts.items())

@@ -1,1 +1,1 @@
-"""What a training leaves on disk and what is read from it: the records of every rank, and what they say."""
+"""The records that a training leaves on disk, how they are read, and what is computed from them."""

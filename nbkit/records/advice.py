@@ -1,4 +1,4 @@
-"""What costs a step the most, by the bars of all ranks, and one sentence on it with what one could try."""
+"""Find what costs a step the most, from the bars of all ranks; one sentence on it with what one could try."""
 
 from __future__ import annotations
 

@@ -1,15 +1,9 @@
-"""Records of what happened in a job, to and from JSON: for the notebook, TensorBoard and log files alike.
-
-Each record is a frozen value with a `kind`; `to_json` writes one line, `from_json` gives an equal value back.
-"""
+"""The events of a job as frozen values: steps, switches, checkpoints, failures, the begin and end of a run."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
-
-from nbkit.errors import UsageError
 
 __all__ = [
     "Checkpointed",
@@ -20,14 +14,12 @@ __all__ = [
     "RunStopped",
     "StepDone",
     "Switched",
-    "from_json",
-    "to_json",
 ]
 
 
 @dataclass(frozen=True)
 class Event:
-    """What every record has: the number of finished steps when it happened."""
+    """The base of all events. step: the number of finished steps when it happened."""
 
     kind: ClassVar[str] = ""
     step: int
@@ -112,22 +104,3 @@ class Failed(Event):
     rank: int | None = None
     error: str = ""
     what: str = ""
-
-
-_KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepDone, RunStarted, RunStopped, LrChanged, Checkpointed, Switched, Failed)
-}
-
-
-def to_json(event: Event) -> str:
-    """One line of JSON."""
-    return json.dumps({"kind": event.kind, **asdict(event)})
-
-
-def from_json(line: str) -> Event:
-    """The record that `to_json` wrote. Raises UsageError for a kind that does not exist."""
-    values = json.loads(line)
-    kind = values.pop("kind", None)
-    if kind not in _KINDS:
-        raise UsageError(f"{kind!r} is not a kind of event.", numbers=f"kinds: {', '.join(_KINDS)}")
-    return _KINDS[kind](**values)

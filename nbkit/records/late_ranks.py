@@ -1,4 +1,4 @@
-"""Which rank the others wait for, and why, from the bars of all ranks.
+"""Find the rank that the others wait for, and why, from the bars of all ranks.
 
 A rank is late when what it does itself takes longer than on the ranks that do the same, and those stand still for as
 long. Ranks that do the same are those along dp, cp and tp. The stages of a pipeline do not: a rank that has more to do

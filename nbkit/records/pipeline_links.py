@@ -1,4 +1,4 @@
-"""What each link between two ranks of a pipeline holds up, from the moments of one step of all its ranks.
+"""The delay of each link between two ranks of a pipeline, from one detailed step of all its ranks.
 
 A message is on its way from when it has been sent, and its receiver stands still for it from when it has begun to wait:
 the later of the two until it is there is transfer that hides behind nothing. What the receiver waited before was

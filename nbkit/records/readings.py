@@ -1,4 +1,4 @@
-"""What the records of all ranks say: where each rank's step went, who is late and why, what went over which axis.
+"""Figures from the records of all ranks: the parts of each rank's step, late ranks and why, traffic per axis.
 
 Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard, the terminal and a report.
 """

@@ -60,12 +60,12 @@ def check_format(run_dir: Path) -> None:
 
 
 def old_part(path: Path) -> Path:
-    """Where the part before the newest one lies."""
+    """The path of the part before the newest one."""
     return path.with_suffix(".old.jsonl")
 
 
 def overview_of(path: Path) -> Path:
-    """Where the overview of the whole run lies."""
+    """The path of the overview of the whole run."""
     return path.with_suffix(".overview.jsonl")
 
 
@@ -144,7 +144,7 @@ def read_overview(path: Path) -> list[StepRecord]:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Of the runs in a directory, the one that made the newest step; the directory itself when it is a run."""
+    """The run in a directory that made the newest step; the directory itself when it is a run."""
     folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
     found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
     return max(found)[1] if found else None

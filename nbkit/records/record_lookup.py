@@ -33,7 +33,7 @@ def step_at(path: Path, step: int) -> StepRecord | None:
 
 
 def detail_near(path: Path, step: int) -> Detail | None:
-    """Of the steps that were kept moment by moment, the last one up to `step`, else the first after it."""
+    """The detailed record of the last step up to `step` that has one, else of the first after it."""
     before: tuple[int, Record | None] | None = None
     after: tuple[int, Record | None] | None = None
     for data in _parts(path):

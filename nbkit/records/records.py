@@ -42,7 +42,7 @@ LISTEN_EVERY = 5
 
 @dataclass(frozen=True)
 class Record:
-    """What every line is. kind: its name in the file."""
+    """The base of all records, one line each. kind: its name in the file."""
 
     kind: ClassVar[str] = ""
 
@@ -90,7 +90,7 @@ class Group(Record):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank did with one operation on one group (with one peer) in one step.
+    """The use of one operation on one group (with one peer) by one rank in one step.
 
     peer: global rank of the other end of messages, -1 for anyone; None for a collective. bytes: what this rank
     contributed. timed: how many of the calls have a duration; seconds: those durations added up, peers that came late
@@ -226,7 +226,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """How a rank was at a moment, and on the first rank of a host also the host (cores > 0) and its GPUs.
+    """The state of a rank at a moment, and on the first rank of a host also of the host (cores > 0) and its GPUs.
 
     cpu: cores that this process used on average since the last one. rss: bytes. gpu: UUID of the rank's, "" without.
     load: processes that wanted to run, over a minute. mhz: mean clock of the cores.
@@ -246,7 +246,7 @@ class HealthRecord(Record):
 
 @dataclass(frozen=True)
 class EventRecord(Record):
-    """Something that happened: a switch, a checkpoint, a failure. event: as nbkit.records.events.to_json writes it."""
+    """A switch, a checkpoint, a failure. event: "kind" and the fields of one of nbkit.records.events."""
 
     kind: ClassVar[str] = "event"
     step: int

@@ -1,1 +1,1 @@
-"""What travels between the notebook and the ranks: cells, values, calls by name, and processes by a sure name."""
+"""What the notebook and the ranks share: cells, values and calls that travel between them; processes; nvidia-smi."""

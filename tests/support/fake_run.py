@@ -8,7 +8,9 @@ from pathlib import Path
 
 from nbkit.mesh import Mesh
 from nbkit.planner import forecast
-from nbkit.planner.job_facts import Facts, Weight
+from nbkit.planner.job_facts import Facts, Weight, cuts_for, held
+from nbkit.planner.memory import Rest
+from nbkit.planner.traffic import per_step
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records.records import (
     LISTEN_EVERY,
@@ -115,7 +117,7 @@ class FakeRun:
             if mesh.degree(axis) > 1
             for i, members in enumerate(mesh.groups(axis))
         ]
-        forecast.append(self.folder, forecast.forecast(WEIGHTS, FACTS, self.strategy, step=self.number))
+        forecast.append(self.folder, forecast_of(WEIGHTS, FACTS, self.strategy, step=self.number))
 
     def health(self, *, node: int = 8, gpus: bool = True) -> None:
         for rank in range(self.world):
@@ -238,3 +240,19 @@ class FakeRun:
             now=known + (2 << 20),
             peak=known + (3 << 20) + (1 << 20),
         )
+
+
+def forecast_of(weights: list[Weight], facts: Facts, strategy: Strategy, *, step: int = 0) -> forecast.Forecast:
+    """What the formulas say of a job whose optimizer is Adam in fp32."""
+    ranks, cuts = range(strategy.mesh.size), cuts_for(weights, strategy, None)
+
+    def rest(rank: int) -> Rest:
+        sizes = [
+            sum(held(weight, strategy, rank, cuts, sharded=strategy.zero >= stage) for weight in weights)
+            for stage in (3, 2, 1)
+        ]
+        return Rest(4 * sizes[0], 4 * sizes[1], 8 * sizes[2])
+
+    traffic = [per_step(weights, facts, strategy, rank) for rank in ranks]
+    memory = tuple(rest(rank) for rank in ranks)
+    return forecast.Forecast(step, str(strategy), memory, forecast.terms_of(traffic))

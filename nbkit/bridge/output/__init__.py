@@ -1,1 +1,1 @@
-"""What a cell on a rank shows: marked, merged where it is fast, and sent to the page."""
+"""The output of a cell on a rank: marked with its cell, merged where it comes fast, and sent to the page."""

@@ -26,7 +26,7 @@ LOG_LIMIT = 64 << 20  # bytes of one rank's replay log; older cells are dropped 
 
 @dataclass
 class Capturing:
-    """What one cell has published so far."""
+    """The messages that one cell has published so far."""
 
     cell: str
     count: int = 0
@@ -66,7 +66,7 @@ class Capture:
         os.register_at_fork(after_in_child=plain)
 
     def begin(self, cell: str) -> Capturing:
-        """From now on output belongs to `cell`."""
+        """Mark output with `cell` from now on."""
         capturing = Capturing(cell)
         with self.lock:
             self._trim()
@@ -147,7 +147,7 @@ class Capture:
         return mark
 
     def _mark(self) -> dict[str, Any]:
-        """Of a message that is not counted."""
+        """The mark of a message that is not counted."""
         stack = self.stack
         return {"rank": self.rank, "cell": stack[-1].cell if stack else self.last, "seq": -1}
 

@@ -46,7 +46,7 @@ class Comms:
         self._lock = threading.RLock()
 
     def send(self, stream: Any, kind: str, content: dict[str, Any], **options: Any) -> None:
-        """What a comm sends."""
+        """A comm's `send`: publish its message with the mark of the running cell."""
         comm, data, widgets = content["comm_id"], content.get("data") or {}, self._output_widgets
         with self._lock:
             if _is_update(kind, data, options.get("buffers")):

@@ -51,7 +51,7 @@ class _Area:
 
 
 class OutputWidgets:
-    """Those of one rank, by the ids of their comms."""
+    """The output widgets of one rank, by the ids of their comms."""
 
     def __init__(self) -> None:
         self._areas: dict[str, _Area] = {}

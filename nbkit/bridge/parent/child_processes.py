@@ -1,4 +1,4 @@
-"""What the parent of the ranks asks the system about its children."""
+"""Questions to the system about the child processes of the ranks' parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kill_group(pid: int) -> None:
 
 
 def oom_kills() -> int:
-    """How many processes of this cgroup the kernel has ended for want of memory; 0 where it does not say."""
+    """The number of processes of this cgroup that the kernel has ended for want of memory; 0 where it does not say."""
     try:
         text = Path("/sys/fs/cgroup/memory.events").read_text()
     except OSError:

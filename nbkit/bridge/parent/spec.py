@@ -1,4 +1,4 @@
-"""What the notebook asks for when it starts a cluster, as the parent and the ranks read it from disk."""
+"""The specification of a cluster, which the notebook writes to disk and the parent and the ranks read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a browser finds a port of this machine: directly, or through the notebook server that stands in front of it."""
+"""The address of a port of this machine for the browser: direct, or through the notebook server in front of it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
 
 
 def runtime_dir() -> Path:
-    """Where Jupyter servers of this user say that they run."""
+    """The folders where Jupyter servers of this user write that they run."""
     from jupyter_core.paths import jupyter_runtime_dir
 
     return Path(jupyter_runtime_dir())
@@ -76,7 +76,7 @@ def colab_html(port: int, height: int, page: str = "") -> str:
 
 
 def ssh_line(port: int) -> str:
-    """What to type on one's own machine to reach `port` of this one at http://127.0.0.1:PORT/ there."""
+    """The ssh command for the user's own machine that makes `port` of this one reachable at http://127.0.0.1:PORT/."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user id has no name

@@ -120,7 +120,7 @@ class Board:
         return port
 
     def _check_answer(self) -> None:
-        """What answers on the port is ours: it names our log directory."""
+        """Raise BoardError unless the server on the port is ours: it names our log directory."""
         where = f"http://127.0.0.1:{self.port}/data/environment"
         # A proxy set in the environment would be asked for a port of its own machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

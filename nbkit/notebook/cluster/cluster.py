@@ -22,7 +22,7 @@ from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.pinning import Pinning
@@ -257,7 +257,7 @@ class Cluster:
         busy = self.connection.busy()
         return wait_for(busy, timeout) if busy else None
 
-    def switch(self, strategy: str) -> Verdict:
+    def switch(self, strategy: str) -> ControlResult:
         """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
         return self.training.switch(strategy)
 

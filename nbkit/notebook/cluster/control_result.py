@@ -1,4 +1,4 @@
-"""What came of a switch, a try, a pause: one line of text, a small table of predicted beside measured, or an error."""
+"""The result of a switch, a try, a pause: one line of text, a small table of predicted beside measured, or an error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stop
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """As the ranks tell it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
+class ControlResult:
+    """As the ranks return it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
 
     result: of a switch or undo the fields of nbkit.records.events.Switched, of a try what Trainer.try_out returns.
-    foretold: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
+    predicted: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
     """
 
     id: str
@@ -32,7 +32,7 @@ class Verdict:
     numbers: str
     hint: str
     result: Mapping[str, Any]
-    foretold: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise what the ranks raised."""
@@ -66,28 +66,28 @@ class Verdict:
         if not self.ok or self.do not in ("switch", "undo"):
             return []
         return [
-            ("bytes moved", size(self.foretold.get("moved_bytes")), size(self.result["moved_bytes"])),
-            ("pause", seconds(self.foretold.get("switch_s")), seconds(self.result["pause_s"])),
+            ("bytes moved", size(self.predicted.get("moved_bytes")), size(self.result["moved_bytes"])),
+            ("pause", seconds(self.predicted.get("switch_s")), seconds(self.result["pause_s"])),
         ]
 
     def __repr__(self) -> str:
-        rows = [f"  {what:<12} predicted {foretold:<10} measured {found}" for what, foretold, found in self.figures]
+        rows = [f"  {what:<12} predicted {predicted:<10} measured {found}" for what, predicted, found in self.figures]
         return "\n".join([self.line, *rows, *([f"  {proof(self.result)}"] if rows else [])])
 
     def _repr_html_(self) -> str:
         if not self.figures:
             return f"<span>{html.escape(self.line)}</span>"
         rows = "".join(
-            f"<tr><td>{html.escape(what)}</td><td>{html.escape(foretold)}</td><td>{html.escape(found)}</td></tr>"
-            for what, foretold, found in self.figures
+            f"<tr><td>{html.escape(what)}</td><td>{html.escape(predicted)}</td><td>{html.escape(found)}</td></tr>"
+            for what, predicted, found in self.figures
         )
         head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
         return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{proof(self.result)}</small>"
 
 
-def stopped(step: int) -> Verdict:
+def stopped(step: int) -> ControlResult:
     """Of a training that was stopped, after so many steps."""
-    return Verdict("", "stop", {}, step, "", True, "", "", "", "", {})
+    return ControlResult("", "stop", {}, step, "", True, "", "", "", "", {})
 
 
 def proof(switched: Mapping[str, Any]) -> str:

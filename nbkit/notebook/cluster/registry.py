@@ -1,4 +1,4 @@
-"""What clusters there are: one folder each, private to the user, with everything that belongs to the cluster.
+"""The registry of clusters: one folder each, private to the user, with everything that belongs to the cluster.
 
     ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part, and so does home in nbkit.toml)
       cluster.json       the Entry: who and where its processes are
@@ -67,7 +67,7 @@ class Entry:
         return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())
 
     def left(self) -> list[Process]:
-        """What still runs of it. A controller that was killed leaves its schedulers, which only its session names."""
+        """Its processes that still run. A killed controller leaves its schedulers, which only its session names."""
         known = [process for process in (self.parent, self.controller, *self.ranks) if process.is_alive()]
         return [*known, *followers(self.controller.pid, self.folder)]
 
@@ -76,7 +76,7 @@ class Entry:
 
 
 def home() -> Path:
-    """Where clusters live."""
+    """The folder that holds the folders of all clusters."""
     if base := os.environ.get("NBKIT_HOME") or home_here():
         return Path(base)
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"

@@ -17,7 +17,7 @@ from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import wait_for, wait_here
-from nbkit.notebook.cluster.control_result import Verdict, stopped
+from nbkit.notebook.cluster.control_result import ControlResult, stopped
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced, trace
@@ -39,30 +39,30 @@ class Training:
         self._stamp = ""
         self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # (when, the answer)
 
-    def switch(self, strategy: str) -> Verdict:
-        """Train on under another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; what was moved, and how long it took.
+    def switch(self, strategy: str) -> ControlResult:
+        """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; the result has bytes moved and seconds.
 
         Raises StrategyError or SwitchError when it was refused: the old strategy goes on, and nothing has changed.
         """
         return self.ask("switch", strategy=strategy)
 
-    def undo(self) -> Verdict:
+    def undo(self) -> ControlResult:
         """Go back to the strategy before the last switch, with the weights of now."""
         return self.ask("undo")
 
-    def try_out(self, strategy: str, steps: int = 10) -> Verdict:
+    def try_out(self, strategy: str, steps: int = 10) -> ControlResult:
         """Measure a strategy for so many steps on the live job, then go back to where it was."""
         return self.ask("try", strategy=strategy, steps=steps)
 
-    def pause(self) -> Verdict:
+    def pause(self) -> ControlResult:
         """Hold the training at its next step boundary, until `resume` or Stop; switches act meanwhile."""
         return self.ask("pause")
 
-    def resume(self) -> Verdict:
-        """Go on after `pause`."""
+    def resume(self) -> ControlResult:
+        """Continue after `pause`."""
         return self.ask("resume")
 
-    def save(self, path: str = "") -> Verdict:
+    def save(self, path: str = "") -> ControlResult:
         """Write a checkpoint at the next step boundary; default: checkpoint in the run's directory."""
         return self.ask("save", path=path)
 
@@ -71,7 +71,7 @@ class Training:
         if (execution := self._connection.busy()) is not None:
             wait_for(execution)
 
-    def stop(self) -> Verdict:
+    def stop(self) -> ControlResult:
         """Stop the cell that runs, a training at its next step boundary, and wait for that: see CellHandle.stop."""
         if (handle := handle_of(self._connection)) is None:
             raise UsageError("No cell runs, so there is nothing to stop.", hint="%cluster status")
@@ -112,17 +112,17 @@ class Training:
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
-        while (told := self.look()).get("job") and time.monotonic() < deadline:
-            if table := _in_force(told):
+        while (answer := self.look()).get("job") and time.monotonic() < deadline:
+            if table := _in_force(answer):
                 return table
             time.sleep(TICK_SECONDS)
         return {}
 
-    def ask(self, do: str, **args: Any) -> Verdict:
+    def ask(self, do: str, **args: Any) -> ControlResult:
         """Have all ranks do one of nbkit.bridge.controls at the same boundary, or now when none makes steps."""
         self._check()
         id = uuid.uuid4().hex[:12]
-        foretold = self._foretold(do, args)
+        predicted = self._predicted(do, args)
         self._looked = 0.0, {}  # the control may change it
         if self._makes_steps():
             connection = self._connection
@@ -130,20 +130,20 @@ class Training:
             connection.client.request(range(connection.entry.n), "control", number=number, id=id, action=do, args=args)
         else:
             self._run_as_cell(id, do, args)
-        verdict = replace(self._verdict(id), foretold=foretold)
-        verdict.check()
-        return verdict
+        result = replace(self._result(id), predicted=predicted)
+        result.check()
+        return result
 
     def _check(self) -> None:
         self._connection.check_open()
         self._connection.check_alive(range(self._connection.entry.n))
 
-    def _foretold(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
-        """What the table says of the strategy that is switched to."""
+    def _predicted(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
+        """The estimate of bytes and seconds of a switch, from the table; {} where there is none."""
         if do not in ("switch", "undo"):
             return {}
-        when, told = self._looked
-        table = (_in_force(told) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
+        when, answer = self._looked
+        table = (_in_force(answer) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
         try:
             wanted = args.get("strategy") or table.get("previous") or ""
             strategy = str(Strategy.parse(wanted, self._connection.entry.n))
@@ -173,18 +173,18 @@ class Training:
         note = connection.ensure_world()
         wait_here(connection, connection.send(request, NoScreen(), note))
 
-    def _verdict(self, id: str) -> Verdict:
+    def _result(self, id: str) -> ControlResult:
         """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
         while True:
             for answer in self._connection.client.ask([0], "verdict", ANSWER_SECONDS, id=id).values():
                 if answer["verdict"] is not None:
-                    return Verdict(**answer["verdict"])
+                    return ControlResult(**answer["verdict"])
             self._check()
             time.sleep(TICK_SECONDS)
 
 
-def _in_force(told: dict[str, Any]) -> dict[str, Any]:
-    """The table, if it is that of the strategy in force, and knows of the optimizer's state where there is some."""
-    table: dict[str, Any] = told.get("table") or {}
-    same = table and table["strategy"] == told["strategy"] and bool(table["step"]) == bool(told["step"])
+def _in_force(answer: dict[str, Any]) -> dict[str, Any]:
+    """The table, if it is that of the strategy in force, and it counts the optimizer's state where there is some."""
+    table: dict[str, Any] = answer.get("table") or {}
+    same = table and table["strategy"] == answer["strategy"] and bool(table["step"]) == bool(answer["step"])
     return table if same else {}

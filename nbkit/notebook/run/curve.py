@@ -20,7 +20,7 @@ _UNKNOWN = float("nan")
 
 @dataclass(frozen=True)
 class Grown:
-    """What is new for a reader: how many of its points still hold, those to put after them; the same for events."""
+    """What a reader lacks: how many of its points still hold, and the points that follow; the same for events."""
 
     epoch: int
     keep: int
@@ -90,7 +90,7 @@ class Curve:
             self.epoch += 1
 
     def since(self, epoch: int, points: int, events: int) -> Grown:
-        """What is new for a reader that has so many points and events of that epoch."""
+        """The difference for a reader that has so many points and events of that epoch."""
         same = epoch == self.epoch
         keep = min(points, len(self.points)) if same else 0
         kept = min(events, len(self.events)) if same else 0

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, each event once."""
+        """The events of the run, each once."""
         return self.curve.events
 
     def look(self) -> bool:
@@ -115,7 +115,7 @@ class Run:
         return record_lookup.detail_near(self.files[rank], step) if rank in self.files else None
 
     def memory_of(self, rank: int, step: int) -> MemoryRecord | None:
-        """What a rank's memory was for when it was last counted up to `step`, or first after it."""
+        """The memory of a rank as it was last counted up to `step`, or first after it."""
         those = self.memory.get(rank)
         if not those:
             return None

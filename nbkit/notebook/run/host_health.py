@@ -1,4 +1,4 @@
-"""How ranks and hosts are, as they were seen last: clocks, temperature, power, CPU; what slows a GPU comes first."""
+"""The last known state of ranks and hosts: clocks, temperature, power, CPU; slowed GPUs come first."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["lateness", "picture"]
 
 
 def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
-    """What there is to see of a step. Empty but for "step" when no rank has a record of it.
+    """The picture of a step as plain values. Empty but for "step" when no rank has a record of it.
 
     replica: which of the pipelines is drawn, where there are several.
     """
@@ -60,7 +60,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
 
 
 def lateness(run: Run) -> dict[str, Any]:
-    """Which ranks the others waited for, in the newest steps: rank, in how many, seconds, cause; the most first."""
+    """Ranks that the others waited for in the newest steps: rank, number of steps, seconds, cause; the most first."""
     found: dict[int, list[Any]] = {}
     for late in run.late:
         if late is not None:
@@ -83,7 +83,7 @@ def short(value: Any) -> Any:
 
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
-    """Of a pipeline, from the moments nearest to the step."""
+    """The slow link of a pipeline, from the detailed step that is nearest."""
     if not of or not any(row.op == "recv" for row in rows):
         return None
     details = {rank: one for rank in run.files if (one := run.detail_of(rank, step)) is not None}

@@ -20,7 +20,7 @@ _HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has
 
 
 def kernel_version() -> str:
-    """Of the ipykernel here; "" where there is none."""
+    """The version of ipykernel; "" where there is none."""
     try:
         import ipykernel
     except ImportError:

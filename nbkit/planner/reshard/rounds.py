@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nbkit.planner.reshard.boxes import halves
 from nbkit.planner.reshard.exchange import Alike, Holding, Move, Plan
 
-__all__ = ["Part", "Round", "peaks", "rounds"]
+__all__ = ["Part", "Round", "rounds"]
 
 _DEALS = 32
 _OPEN = 8
@@ -69,20 +69,6 @@ def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round
     for key, at in last.items():
         made[at].closes.append(key)
     return made
-
-
-def peaks(plan: Plan, made: Sequence[Round]) -> tuple[int, ...]:
-    """Per rank: the most bytes of old and new tensors that it holds at once while `made` goes in place."""
-    level = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
-    most, opened = list(level), set[str]()
-    for each in made:
-        fresh = list(dict.fromkeys(key for part in each.parts for key in part.keys if key not in opened))
-        opened.update(fresh)
-        for rank, (old, new) in enumerate(zip(plan.old, plan.new, strict=True)):
-            level[rank] += sum(_size(new, key, plan.itemsize) for key in fresh)
-            most[rank] = max(most[rank], level[rank])
-            level[rank] -= sum(_size(old, key, plan.itemsize) for key in each.closes)
-    return tuple(most)
 
 
 _Bytes = tuple[tuple[int, int], ...]

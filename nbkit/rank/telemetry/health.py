@@ -7,7 +7,6 @@ nvidia-smi for all of its GPUs. What the machine does not tell is left out.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from nbkit.records.records import GpuHealth, HealthRecord
+from nbkit.wire import nvidia_smi
 
 __all__ = ["Health", "core_mhz", "parse_gpus", "slowed_by"]
 
@@ -36,12 +36,11 @@ _SLOWED = {
 
 
 def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
-    """What nvidia-smi says to the query, as csv without header and units. A line that is none is passed over."""
+    """Read nvidia-smi's csv answer to the query; a line without the nine columns is skipped."""
     found = []
-    for line in answer.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
+    for cells in nvidia_smi.rows(answer):
         if len(cells) == 9 and cells[0].isdigit():
-            clock, top, celsius, watts, limit, busy = map(_number, cells[2:8])
+            clock, top, celsius, watts, limit, busy = map(nvidia_smi.number, cells[2:8])
             share = None if busy is None else busy / 100
             found.append(
                 GpuHealth(cells[1], int(cells[0]), clock, top, celsius, watts, limit, share, slowed_by(cells[8]))
@@ -79,7 +78,7 @@ class Health:
         self, note: Callable[[HealthRecord], None], *, gpu: str, first: bool, every_s: float = _EVERY_S
     ) -> None:
         self._note, self._gpu, self._first, self._every_s = note, gpu, first, every_s
-        self._smi = shutil.which("nvidia-smi") if gpu and first else None
+        self._smi = nvidia_smi.find() if gpu and first else None
         self._reasons = list(_REASONS)
         self._process = psutil.Process()
         self._used = self._at = 0.0
@@ -130,21 +129,11 @@ class Health:
     def _gpus(self) -> tuple[GpuHealth, ...]:
         while self._smi is not None and self._reasons:
             query = f"--query-gpu={_QUERY.format(reasons=self._reasons[0])}"
-            command = [self._smi, query, "--format=csv,noheader,nounits"]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)
-            except (OSError, subprocess.SubprocessError):
-                self._smi = None  # it is of no use, and asking costs
-                break
-            if done.returncode == 0:
-                return parse_gpus(done.stdout)
-            del self._reasons[0]  # not asked again
+                (answer,) = nvidia_smi.ask(self._smi, [query, nvidia_smi.CSV], seconds=_SECONDS_TO_ANSWER)
+                return parse_gpus(answer)
+            except (OSError, subprocess.TimeoutExpired):
+                self._smi = None  # it does not work, and asking costs
+            except subprocess.SubprocessError:
+                del self._reasons[0]  # not asked again
         return ()
-
-
-def _number(text: str) -> float | None:
-    """None for "[N/A]" and the like."""
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -1,11 +1,10 @@
-"""Where this rank is, readable while it is stuck; how it is broken out of what it waits in; how its children end.
+"""See where this rank is while it is stuck, and break it out of a collective that it waits in.
 
 Everything here may be called from a thread while the main thread blocks in a collective.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from nbkit.rank.comm import background_creation, group_creation, process_group
 from nbkit.rank.world import world
 
-__all__ = ["break_out", "descendants", "dump_on_signal", "end_descendants", "main_thread_stack", "wake", "where"]
+__all__ = ["break_out", "dump_on_signal", "main_thread_stack", "wake", "where"]
 
 _ABORT_SECONDS = 2.0
 
@@ -85,47 +84,6 @@ def dump_on_signal(path: str | os.PathLike[str]) -> None:
         previous.close()
 
 
-def descendants(pid: int | None = None) -> list[tuple[int, int]]:
-    """(pid, start time) of all processes forked, directly or not, from `pid` (default: this process).
-
-    Forked without exec, as DataLoader workers are: they hold duplicates of the parent's connections, so peers
-    do not notice its death. Programs the user started are not among them. Start time in clock ticks since boot.
-    """
-    if not os.path.isdir("/proc/self"):
-        return []
-    root = os.getpid() if pid is None else pid
-    command = _read(root, "cmdline")
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (status := _status(int(name))) is not None:
-            parent, started = status
-            children.setdefault(parent, []).append((int(name), started))
-    found: list[tuple[int, int]] = []
-    waiting = [root]
-    while waiting:
-        for child, started in children.get(waiting.pop(), []):
-            if _read(child, "cmdline") == command:
-                found.append((child, started))
-                waiting.append(child)
-    return found
-
-
-def end_descendants() -> list[int]:
-    """SIGKILL the processes forked from this one (`descendants`); returns their pids."""
-    ended = []
-    for pid, started in descendants():
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)  # from here on the pid cannot come to mean another process
-            try:
-                status = _status(pid)
-                if status is not None and status[1] == started:
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    ended.append(pid)
-            finally:
-                os.close(handle)
-    return ended
-
-
 def _abort(communicators: list[Any]) -> None:
     # As torch's own _abort_process_group: in one nccl group, or the aborts of several communicators wait for
     # each other.
@@ -146,20 +104,6 @@ def _is_machinery(file: str) -> bool:
     if "site-packages" in path.parts:
         return path.parts[path.parts.index("site-packages") + 1] in _MACHINERY
     return path.is_relative_to(_STDLIB)
-
-
-def _status(pid: int) -> tuple[int, int] | None:
-    """(parent pid, start time) of a process, or None when it is gone."""
-    # The command's name may hold spaces and brackets: fields are counted from its closing bracket.
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return (int(fields[1]), int(fields[19])) if len(fields) > 19 and fields[0] != b"Z" else None
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
 
 
 _OWN = Path(__file__).parents[2]

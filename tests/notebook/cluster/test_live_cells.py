@@ -114,7 +114,7 @@ def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
     assert len(two.run("trainer.fit(2)").values) == 2
 
 
-def test_what_was_just_looked_at_is_what_is_foretold(
+def test_what_was_just_looked_at_is_what_is_predicted(
     two: Cluster, training: CellHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = two.training.look_well(10)
@@ -124,9 +124,9 @@ def test_what_was_just_looked_at_is_what_is_foretold(
 
     first = two.training.switch("zero3")
     assert looks == []  # a click waits for no table that a panel has
-    assert first.foretold["moved_bytes"] == next(
+    assert first.predicted["moved_bytes"] == next(
         row["moved_bytes"] for row in seen["options"] if row["strategy"] == "dp=2 zero=3"
     )
     second = two.training.switch("ddp")
     assert looks  # that table was of the strategy before
-    assert second.foretold["moved_bytes"] == second.result["moved_bytes"] != first.foretold["moved_bytes"]
+    assert second.predicted["moved_bytes"] == second.result["moved_bytes"] != first.predicted["moved_bytes"]

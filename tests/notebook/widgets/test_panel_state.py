@@ -8,7 +8,7 @@ import pytest
 from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, State, Told, reduce
 from nbkit.notebook.widgets.panel.view import axis_of, checked, job_view, pulse_view, text_of
 
@@ -20,11 +20,11 @@ def state_of(*news: Any) -> State:
     return state
 
 
-def verdict_of(**changed: Any) -> Verdict:
+def verdict_of(**changed: Any) -> ControlResult:
     result = {"old": "dp=4", "new": "tp=4", "moved_bytes": 1_500_000, "pause_s": 0.25, "identical": True}
     asked = {"id": "a", "do": "switch", "args": {"strategy": "tp"}, "step": 9, "strategy": "tp=4", "ok": True}
     told: dict[str, Any] = {**asked, "error": "", "what": "", "numbers": "", "hint": "", "result": result}
-    return Verdict(**{**told, **changed})
+    return ControlResult(**{**told, **changed})
 
 
 def test_the_phase_follows_what_a_rank_says() -> None:
@@ -67,8 +67,8 @@ def test_nothing_to_undo_and_nothing_to_pause() -> None:
 
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
-    foretold = {"moved_bytes": 1_500_000, "switch_s": 0.2}
-    told = pulse_view(state_of(Told(verdict_of(foretold=foretold))))["told"][0]
+    predicted = {"moved_bytes": 1_500_000, "switch_s": 0.2}
+    told = pulse_view(state_of(Told(verdict_of(predicted=predicted))))["told"][0]
 
     assert told["figures"] == [("bytes moved", "1.5 MB", "1.5 MB"), ("pause", "200 ms", "250 ms")]
     assert told["identical"] is True

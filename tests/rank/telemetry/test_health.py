@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nbkit.rank.telemetry import health
 from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus, slowed_by
 from nbkit.records.records import HealthRecord
+from nbkit.wire import nvidia_smi
 
 # Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and its heat,
 # GPU 2 does not tell what others do.
@@ -88,20 +88,25 @@ def test_a_cores_worth_of_work_is_one() -> None:
 def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def answer(command: list[str], **options: Any) -> Any:
-        asked.append(command[1])
-        old = "clocks_event_reasons" in command[1]
-        return subprocess.CompletedProcess(command, 2 if old else 0, "" if old else ANSWER, "")
+    works = True
 
-    monkeypatch.setattr(health.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(health.subprocess, "run", answer)
+    def answer(smi: str, question: list[str], seconds: float) -> list[str]:
+        if not works:
+            raise subprocess.SubprocessError("exit status 9")
+        asked.append(question[0])
+        if "clocks_event_reasons" in question[0]:
+            raise subprocess.SubprocessError("not a valid field to query")
+        return [ANSWER]
+
+    monkeypatch.setattr(nvidia_smi, "find", lambda: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(nvidia_smi, "ask", answer)
     first = Health(lambda record: None, gpu="GPU-b2", first=True)
     assert [gpu.uuid for gpu in first.look().gpus] == ["GPU-a1", "GPU-b2", "GPU-c3"] and len(asked) == 2
     assert Health(lambda record: None, gpu="GPU-b2", first=False).look().gpus == () and len(asked) == 2
 
-    monkeypatch.setattr(health.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 9, "", ""))
+    works = False
     assert first.look().gpus == ()
-    monkeypatch.setattr(health.subprocess, "run", answer)
+    works = True
     assert first.look().gpus == () and len(asked) == 2  # not asked again
 
 

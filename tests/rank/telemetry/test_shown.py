@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_run import forecast_of
 from ranks import run_ranks
 
 from nbkit.notebook.run.follower import Run
@@ -38,7 +39,7 @@ def train(world: World, folder: str) -> None:
     groups = {axis: dist.new_group([0, 1], group_desc=axis) for axis in ("dp", "pp")}
     if rank == 0:
         weights = [Weight("weight", (SIZE, SIZE))]
-        forecast.append(run_dir, forecast.forecast(weights, Facts(), Strategy.parse("ddp", 2)))
+        forecast.append(run_dir, forecast_of(weights, Facts(), Strategy.parse("ddp", 2)))
     listeners = [
         Session(run_dir, rank=rank, world_size=2, strategy="dp=2", detail_every=2),
         ScalarWriter(run_dir, rank),

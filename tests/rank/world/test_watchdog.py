@@ -1,4 +1,4 @@
-"""Breaking a rank out of what it waits in, telling where it is, ending its forked children."""
+"""Breaking a rank out of what it waits in, and telling where it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -132,28 +130,20 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-def with_workers(world: World) -> Any:
+def with_workers(world: World) -> bool:
     """The DataLoader's workers hold duplicates of the connections, and must not keep a break from working."""
-    rank = world.place.rank
     loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
     next(loader)
-    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    forked = [pid for pid, _ in watchdog.descendants()]
-    if rank == 0:
+    if world.place.rank == 0:
         watchdog.break_out("stop")
     else:
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise here, as is its purpose
-    ended = watchdog.end_descendants()
-    statuses = [os.waitpid(pid, 0)[1] for pid in ended]
-    alive = program.poll() is None
-    program.communicate(b"\n")
-    return len(forked), sorted(forked) == sorted(ended), set(statuses), alive, watchdog.descendants()
+    return next(loader) is not None
 
 
-def test_forked_children_end_and_started_programs_do_not() -> None:
-    assert run_ranks(with_workers, 2) == [(2, True, {signal.SIGKILL}, True, [])] * 2
+def test_a_break_works_while_workers_of_a_loader_live() -> None:
+    assert run_ranks(with_workers, 2) == [True, True]
 
 
 def seen_from_a_thread(world: World) -> Any:

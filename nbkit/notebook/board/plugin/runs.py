@@ -1,4 +1,4 @@
-"""Which runs there are under a log directory, and what each came to, for choosing and comparing."""
+"""The runs under a log directory, with a summary of each for choosing and comparing."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class CellHandle:
 
     @property
     def output(self) -> Mapping[int, str]:
-        """What each rank has printed so far."""
+        """The text that each rank has printed so far."""
         return self._execution.results(self.status).output
 
     @property

@@ -43,7 +43,7 @@ def end(entry: Entry, client: Client, rank: int) -> None:
 
 
 def activity(entry: Entry, rank: int) -> str:
-    """What the system says that a rank does: "it is suspended (SIGSTOP)"; "" where it does not say."""
+    """The state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
     process = entry.ranks[rank]
     if not entry.is_here or not process.is_alive():
         return ""

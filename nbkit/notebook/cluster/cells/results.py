@@ -1,4 +1,4 @@
-"""What a cell gave: values, output and status per rank."""
+"""The results of a cell: values, output and status per rank."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Stop:
         self.client.soon(self._show, text, warning)
 
     def _show(self, text: str, warning: bool) -> None:
-        """On the client's thread, now, even if a flood of output is still on its way to the screen."""
+        """Show it at once, on the client's thread, even if a flood of output is still queued."""
         for name, wiped in self.execution.lines.make_way():
             self.execution.outbox.stream(name, wiped)
         for screen in self.screens:
@@ -220,7 +220,7 @@ class Stop:
                 self.shown_at = time.monotonic()
 
     def summary(self) -> str:
-        """How it went, for the error that ends the cell."""
+        """One sentence about the stop, for the error that ends the cell."""
         seconds = time.monotonic() - self.began
         text = (
             f"{self.execution.reason}; ranks {ranks_text(self.execution.request.ranks)} were free after {seconds:.1f} s"

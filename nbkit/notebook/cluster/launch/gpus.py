@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nbkit.errors import UsageError
+from nbkit.wire import nvidia_smi
+from nbkit.wire.nvidia_smi import CSV, number, rows
 
 _GPU_QUERY = "--query-gpu=index,uuid,name,memory.total,memory.used"
 _PROCESS_QUERY = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
-_CSV = "--format=csv,noheader,nounits"
-# Without persistence mode the driver wakes each GPU for the question, which takes seconds per GPU.
-_SECONDS_TO_ANSWER = 60.0
-# On WSL the driver puts it where PATH does not look.
-_WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
 # A desktop or an idle driver stays below both; a training below neither.
 _BUSY_MIB, _BUSY_SHARE = 1024, 0.05
 
@@ -85,7 +81,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Survey:
-    """What nvidia-smi said. `problem` is its own complaint when it is installed and does not work, else ""."""
+    """The GPUs that nvidia-smi lists. `problem`: its own complaint when it is installed and does not work, else ""."""
 
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
@@ -98,40 +94,19 @@ def find_gpus() -> list[Gpu]:
 
 def survey_gpus() -> Survey:
     """Ask nvidia-smi once. A missing nvidia-smi is a machine without GPUs, not a problem."""
-    smi = shutil.which("nvidia-smi") or (_WSL_SMI if os.access(_WSL_SMI, os.X_OK) else None)
+    smi = nvidia_smi.find()
     if smi is None:
         return Survey()
     try:
-        gpus, processes, listing = _ask(smi, [[_GPU_QUERY, _CSV], [_PROCESS_QUERY, _CSV], ["-L"]])
+        gpus, processes, listing = nvidia_smi.ask(smi, [_GPU_QUERY, CSV], [_PROCESS_QUERY, CSV], ["-L"])
         found = parse_gpus(gpus, processes)
         instances = parse_instances(listing)
         if instances:
-            (details,) = _ask(smi, [["-q", "-x"]])
+            (details,) = nvidia_smi.ask(smi, ["-q", "-x"])
             found = put_instances(found, instances, details)
     except (OSError, subprocess.SubprocessError, ValueError, ElementTree.ParseError) as error:
         return Survey(problem=f"nvidia-smi is installed but of no use: {error}")
     return Survey(tuple(found))
-
-
-def _ask(smi: str, questions: Sequence[Sequence[str]]) -> list[str]:
-    """All questions at once, since each pays the driver's wake-up."""
-    running = [
-        subprocess.Popen([smi, *question], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for question in questions
-    ]
-    try:
-        said = [process.communicate(timeout=_SECONDS_TO_ANSWER) for process in running]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, (out, err) in zip(running, said, strict=True):
-        # 6: the driver works and sees no GPU.
-        if process.returncode not in (0, 6):
-            complaint = (err.strip() or out.strip() or f"exit status {process.returncode}").splitlines()[0]
-            raise subprocess.SubprocessError(complaint)
-    return ["" if process.returncode else out for process, (out, _) in zip(running, said, strict=True)]
 
 
 def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
@@ -140,12 +115,12 @@ def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
     A row that does not have the five columns asked for is a ValueError.
     """
     running: dict[str, list[GpuProcess]] = {}
-    for row in _rows(processes):
+    for row in rows(processes):
         # A process name may hold commas: what is left between the pid and the memory is the name.
         uuid, pid, *parts, mib = row
         running.setdefault(uuid, []).append(GpuProcess(int(pid), ", ".join(parts), _mib(mib)))
     found = []
-    for index, uuid, name, total, used in _rows(gpus):
+    for index, uuid, name, total, used in rows(gpus):
         found.append(Gpu(int(index), uuid, name, _mib(total), _mib(used), tuple(running.get(uuid, ()))))
     return found
 
@@ -210,7 +185,7 @@ def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """What CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
 
     As CUDA reads it: numbers, beginnings of UUIDs, MIG names; the list ends before the first entry that names
     nothing ("-1", "NoDevFiles"); a number of a GPU cut up by MIG means its first instance. Numbers are taken in
@@ -229,7 +204,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> list[Gpu]:
-    """What the user lists after --gpus, in that order and with repeats; never renumbered.
+    """The GPUs that the user lists after --gpus, in that order and with repeats; never renumbered.
 
     Raises UsageError for an entry that names no GPU, or one that CUDA_VISIBLE_DEVICES hides.
     """
@@ -264,11 +239,6 @@ def show_mib(mib: int | None) -> str:
     return f"{mib} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
 
 
-def _rows(text: str) -> list[list[str]]:
-    # nvidia-smi never quotes, so a csv reader would trip over a quote in a process name.
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
-
-
 def _mib(text: str) -> int | None:
-    digits = re.match(r"\d+", text.strip())
-    return int(digits[0]) if digits else None
+    found = number(text)
+    return None if found is None else int(found)

@@ -1,4 +1,4 @@
-"""How often the controller asks the engines for a sign of life: often while they arrive, seldom afterwards.
+"""The controller's heartbeat: it asks the engines for a sign of life often while they arrive, seldom afterwards.
 
 ipyparallel registers an engine at a heartbeat, so a short period is a quick start; but a short period for ever is a
 percent of a core, taken from the ranks of a machine that has few. ipyparallel has one period for both. The

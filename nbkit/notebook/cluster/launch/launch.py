@@ -138,7 +138,7 @@ def _write_spec(folder: Path, name: str, pinning: Pinning, ttl: float) -> None:
 
 
 def pinning_of(entry: Entry) -> Pinning:
-    """What the ranks of a cluster were pinned to, so that a restart puts them on the same devices."""
+    """The pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
     spec = json.loads((entry.folder / "spec.json").read_text())
     kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
     pins = tuple(

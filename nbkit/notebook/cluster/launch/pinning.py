@@ -1,4 +1,4 @@
-"""What each rank is pinned to, and why: one GPU by its UUID, or a share of the CPU cores.
+"""Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
 
 `plan_pins` is pure: it is told what the machine has and answers with values, so the GPU branches are tested
 without GPUs. `pins_here` asks this machine and calls it. Nothing here imports torch.

@@ -1,1 +1,1 @@
-"""What ranks show, in the notebook: lines that stream, widgets, and one error out of many."""
+"""The output of ranks in the notebook: streamed lines, widgets, and one error out of many."""

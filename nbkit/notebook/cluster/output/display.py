@@ -1,4 +1,4 @@
-"""Where a cell's output is shown: the notebook cell that started it, or plain stdout.
+"""The screen of a cell's output: the notebook cell that started it, or plain stdout.
 
 Jupyter's server drops stream output beyond 1 MB/s averaged over 3 s (and so would lose lines); `Pace` keeps
 what one kernel sends just below that, and nothing is ever sent twice.
@@ -160,7 +160,7 @@ PACE = Pace()  # one per kernel: the server counts all cells together
 
 
 class Outbox:
-    """What is on its way to a screen, in order and in time.
+    """A queue of output for a screen, shown in order and not faster than Jupyter's server takes it.
 
     later: runs a function on this thread in so many seconds. All calls come from one thread. failed: is told what could
     not be shown, and why; the rest goes on.

@@ -1,4 +1,4 @@
-"""From what ranks print to what a person reads: labelled lines, equal ones folded, one moving line.
+"""Turn what ranks print into lines for people: labelled, equal ones folded, progress as one moving line.
 
 Pure: it is told the time, and asked what is ready. Lines of one rank keep their order; a line waits at most
 `FOLD_SECONDS` for its twins from other ranks. Text without a newline yet, and lines that rewrite themselves
@@ -47,7 +47,7 @@ class _Twins:
 
 @dataclass
 class _Tail:
-    """What a rank has printed on a stream since its last newline.
+    """The text that a rank has printed on a stream since its last newline.
 
     since: when the last of it came. moves: it has used a carriage return; redrawn: and text after that. above: lines
     that have moved and ended, to which the cursor may come back. below: those that it has come back from.
@@ -62,7 +62,7 @@ class _Tail:
 
     @property
     def rows(self) -> list[str]:
-        """What a terminal would show of it."""
+        """The text as a terminal would show it."""
         return [row for row in (*self.above, self.text, *self.below) if row.strip()]
 
 
@@ -170,7 +170,7 @@ class Lines:
         return max(0.0, min(waits)) if waits else None
 
     def take(self, now: float, *, final: bool = False) -> list[tuple[str, str]]:
-        """What is ready: (stream name, text) pairs in order. final: everything, the cell has ended."""
+        """The text that is ready: (stream name, text) pairs in order. final: everything, because the cell has ended."""
         for (rank, name), tail in self.tails.items():
             if final:
                 for row in tail.rows if tail.above or tail.below else [tail.text] * bool(tail.text):
@@ -195,7 +195,7 @@ class Lines:
         return self._with_moving_line(now, pieces, final)
 
     def make_way(self) -> list[tuple[str, str]]:
-        """What wipes the moving line, so that something else can come above it; it is drawn again below."""
+        """The text that wipes the moving line, so that something else comes above it; it is drawn again below."""
         wiped = [(self.shown_name, f"\r{' ' * len(self.shown)}\r")] if self.shown else []
         self.shown, self.changed = "", True
         return wiped

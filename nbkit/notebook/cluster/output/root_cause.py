@@ -1,4 +1,4 @@
-"""Which failure of several is the cause, and how it reads."""
+"""Find the failure that caused the others, and make the error of the cell from it."""
 
 from __future__ import annotations
 

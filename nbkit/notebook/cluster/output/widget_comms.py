@@ -16,7 +16,7 @@ Relay = Callable[[int, str, dict[str, Any], Any, Any], None]  # (rank, message t
 
 
 class Comms:
-    """Those of one cluster. relay: sends a message to a rank; called in whatever thread the kernel hears the page."""
+    """The comms of one cluster's ranks. relay: sends a message to a rank; called on the thread that got it."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
@@ -50,7 +50,7 @@ def _manager() -> Any:
 
 
 def _on_a_rank(comm: str, send: Callable[..., None]) -> Any:
-    """What the kernel takes for the comm: sends on what comes from the page, and nothing to the page itself."""
+    """A comm for the kernel that forwards messages of the page to the rank, and sends nothing to the page itself."""
     from comm.base_comm import BaseComm
 
     class OnARank(BaseComm):

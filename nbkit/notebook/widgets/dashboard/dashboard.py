@@ -1,4 +1,4 @@
-"""The live dashboard: what a training does, while it does it; a widget where there are widgets, else the same as text.
+"""The live dashboard of a training: a widget where there are widgets, else the same as text.
 
 nbkit.Dashboard()                   # of the notebook's cluster
 nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded

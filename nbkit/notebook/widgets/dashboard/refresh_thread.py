@@ -1,4 +1,4 @@
-"""The thread that keeps a dashboard moving, also while the kernel runs a cell: it rests for longer than it works."""
+"""The thread that refreshes a dashboard, also while the kernel runs a cell; it rests for longer than it works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHERE_S = 1.0
 
 
 class RefreshThread:
-    """Follows the run that `where` names and hands what is new to `send`.
+    """Reads the run in the directory that `where` returns and passes what is new to `send`.
 
     where: the directory of the run, None when there is none yet; asked once a second. send: called on this
     thread with a message and its binary parts; see static/dashboard.js for what it may be.

@@ -1,4 +1,4 @@
-"""What a dashboard shows, in words and blocks: for a terminal, and where no widgets are. No widget in here."""
+"""The dashboard as text, for a terminal and for front ends without widgets."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Line = tuple[Piece, ...]
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """Without styles."""
+    """The lines without styles."""
     return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
 
 
 def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
-    """What RunReader.snapshot gives, as lines of at most `width` characters where that is possible."""
+    """The snapshot of a RunReader as lines of at most `width` characters, where that is possible."""
     state, points, step = snapshot["state"], snapshot["points"], snapshot["step"]
     if not points:
         return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
@@ -60,7 +60,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
 
 
 def steps_of(step: float, state: dict[str, Any]) -> str:
-    """Where a run is; steps of earlier runs count, as they do in every chart."""
+    """The step in words; steps of earlier trainings count, as they do in every chart."""
     return f"step {int(step):,}" + (f" of {state['goal']:,}" if state.get("goal") else "")
 
 

@@ -1,4 +1,4 @@
-"""The one place per cluster that looks at its training and does what panels ask for; every panel shows its State.
+"""The controller of a cluster's strategy panels: watches the training, does what panels ask for; all show its State.
 
 Panels call from whatever thread their front end reaches them on; nothing of that waits here. One thread looks at the
 ranks a few times a second while anyone listens, another does one control at a time.
@@ -16,10 +16,10 @@ from nbkit.errors import CellStopped, ClusterError, NbkitError
 from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cells.wait import TICK_SECONDS
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.control_result import Verdict, stopped
+from nbkit.notebook.cluster.control_result import ControlResult, stopped
 from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, News, State, Told, reduce
 
-__all__ = ["Cockpit", "cockpit_of"]
+__all__ = ["PanelController", "controller_of"]
 
 LOOK_SECONDS = 0.4
 _WORDS = {
@@ -31,17 +31,17 @@ _WORDS = {
     "save": "saving at the next step …",
     "stop": "stopping at the next step …",
 }
-_cockpits: weakref.WeakKeyDictionary[Cluster, Cockpit] = weakref.WeakKeyDictionary()
+_controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.WeakKeyDictionary()
 
 
-def cockpit_of(cluster: Cluster) -> Cockpit:
-    """The cluster's own, made when it is first asked for."""
-    if cluster not in _cockpits:
-        _cockpits[cluster] = Cockpit(cluster)
-    return _cockpits[cluster]
+def controller_of(cluster: Cluster) -> PanelController:
+    """The controller of a cluster, made at the first call."""
+    if cluster not in _controllers:
+        _controllers[cluster] = PanelController(cluster)
+    return _controllers[cluster]
 
 
-class Cockpit:
+class PanelController:
     """One per cluster object."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -53,12 +53,12 @@ class Cockpit:
         self._looking: threading.Thread | None = None
 
     def listen(self, listener: Callable[[State], None]) -> None:
-        """Call it with the state now, and with every later one, on any thread."""
+        """Call `listener` with the state now, and with every later one, on any thread."""
         with self._lock:
             self._listeners.append(listener)
             listener(self.state)
             if self._looking is None:
-                self._looking = threading.Thread(target=self._keep_looking, name="nbkit-cockpit", daemon=True)
+                self._looking = threading.Thread(target=self._keep_looking, name="nbkit-panel", daemon=True)
                 self._looking.start()
 
     def leave(self, listener: Callable[[State], None]) -> None:
@@ -80,7 +80,7 @@ class Cockpit:
             return self._news(Lost(str(error).splitlines()[0]))
 
     def ask(self, do: str, **args: Any) -> None:
-        """Do something to the training, e.g. ask("switch", strategy="zero3"); what comes of it is told to all."""
+        """Do something to the training, e.g. ask("switch", strategy="zero3"); all panels show the result."""
         with self._lock:
             if self.state.asked and do != "stop":
                 return  # one at a time; the panels show what is being done
@@ -96,13 +96,13 @@ class Cockpit:
         self._news(Told(verdict))
         self._wake.set()
 
-    def _verdict(self, do: str, args: dict[str, Any]) -> Verdict:
+    def _verdict(self, do: str, args: dict[str, Any]) -> ControlResult:
         cluster = self._cluster()
         assert cluster is not None
         training = cluster.training
         if do == "stop":
             return _stopped(cluster, lambda words: self._news(Asked(words)))
-        acts: dict[str, Callable[..., Verdict]] = {
+        acts: dict[str, Callable[..., ControlResult]] = {
             "switch": training.switch,
             "try": training.try_out,
             "undo": training.undo,
@@ -132,8 +132,8 @@ class Cockpit:
             return state
 
 
-def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
-    """Stop the cell that runs, and wait for that. tell: is given what the user has to know meanwhile."""
+def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
+    """Stop the cell that runs, and wait for its end. tell: is given what the user has to know meanwhile."""
     connection = cluster.connection
     execution, told = connection.busy(), ""
     if execution is not None:
@@ -152,7 +152,7 @@ def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> Verdict:
     return stopped(cluster.training.look().get("step", 0))
 
 
-def _failed(do: str, args: dict[str, Any], error: Exception) -> Verdict:
+def _failed(do: str, args: dict[str, Any], error: Exception) -> ControlResult:
     what = getattr(error, "what", "") or f"{type(error).__name__}: {error}".splitlines()[0]
     numbers, hint = getattr(error, "numbers", ""), getattr(error, "hint", "")
-    return Verdict("", do, args, 0, "", False, type(error).__name__, what, numbers, hint, {})
+    return ControlResult("", do, args, 0, "", False, type(error).__name__, what, numbers, hint, {})

@@ -9,7 +9,7 @@ from typing import Any
 
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, note_words
-from nbkit.notebook.widgets.panel.controller import Cockpit, cockpit_of
+from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
 
@@ -29,9 +29,9 @@ class StrategyPanel:
     def __init__(self, cluster: Cluster | None = None) -> None:
         cluster = cluster or current()
         cluster.training.look_well(PATIENCE_SECONDS)
-        self.cockpit = cockpit_of(cluster)
-        self.cockpit.look()
-        self.widget = _widget(self.cockpit)
+        self.controller = controller_of(cluster)
+        self.controller.look()
+        self.widget = _widget(self.controller)
 
     def close(self) -> None:
         """End the widget."""
@@ -39,7 +39,7 @@ class StrategyPanel:
             self.widget.close()
 
     def __repr__(self) -> str:
-        return text_of(self.cockpit.state)
+        return text_of(self.controller.state)
 
     def _ipython_display_(self) -> None:
         display_with_words(self, lost_words(**here()) if self.widget is not None else "")
@@ -54,11 +54,11 @@ class StrategyPanel:
 
 
 def _plain(shown: Any) -> dict[str, Any]:
-    """Of a bundle, or of (bundle, metadata)."""
+    """The MIME bundle, also where it comes as (bundle, metadata)."""
     return dict(shown[0] if isinstance(shown, tuple) else shown)
 
 
-def _widget(cockpit: Cockpit) -> Any:
+def _widget(controller: PanelController) -> Any:
     """None without anywidget."""
     try:
         import anywidget
@@ -91,15 +91,15 @@ def _widget(cockpit: Cockpit) -> Any:
             widget.send({"heard": message["press"]})  # the page says so when this does not come
         do, text = str(message.get("do", "")), str(message.get("strategy", ""))
         if do == "check":
-            widget.send({"checked": checked(cockpit.state, text)})
+            widget.send({"checked": checked(controller.state, text)})
         elif do == "switch":
-            cockpit.ask("switch", strategy=text)
+            controller.ask("switch", strategy=text)
         elif do == "try":
-            cockpit.ask("try", strategy=text, steps=TRY_STEPS)
+            controller.ask("try", strategy=text, steps=TRY_STEPS)
         elif do in ("undo", "pause", "resume", "save", "stop"):
-            cockpit.ask(do)
+            controller.ask(do)
 
     widget.on_msg(heard)
-    cockpit.listen(show)
-    widget.observe(lambda change: cockpit.leave(show) if change["new"] is None else None, names="comm")
+    controller.listen(show)
+    widget.observe(lambda change: controller.leave(show) if change["new"] is None else None, names="comm")
     return widget

@@ -1,4 +1,4 @@
-"""What the strategy panel knows, as one frozen value, and how each piece of news changes it. No widget in here."""
+"""The state of the strategy panel as one frozen value, and how each message changes it. No widget in here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nbkit.notebook.cluster.control_result import Verdict
+from nbkit.notebook.cluster.control_result import ControlResult
 
 __all__ = ["Asked", "Looked", "Lost", "News", "State", "Told", "reduce"]
 
@@ -30,7 +30,7 @@ class State:
     pulse: Mapping[str, Any] = field(default_factory=dict)
     table: Mapping[str, Any] = field(default_factory=dict)
     asked: str = ""
-    told: tuple[Verdict, ...] = ()
+    told: tuple[ControlResult, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Looked:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user has asked for something, in words: "switching to zero3"."""
+    """The user has asked for a control, in words: "switching to zero3"."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Told:
-    """It is over."""
+    """A control has ended, with this result."""
 
-    verdict: Verdict
+    verdict: ControlResult
 
 
 @dataclass(frozen=True)

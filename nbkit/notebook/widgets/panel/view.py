@@ -1,4 +1,4 @@
-"""What the strategy panel shows of a State: plain values for its JavaScript, and the same as text."""
+"""The view of a State: plain values for the panel's JavaScript, and the same as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HELD_WORDS = {
 
 
 def pulse_view(state: State) -> dict[str, Any]:
-    """What changes with every step: headline, what can be pressed, what came of the last controls."""
+    """The part that changes with every step: headline, buttons that can be pressed, results of the last controls."""
     busy = bool(state.asked)
     here = bool(state.table) and state.phase != "gone"
     job, stepping = here and not busy, state.phase in ("training", "held")
@@ -100,7 +100,7 @@ def axis_of(strategy: str) -> str:
 
 
 def checked(state: State, text: str) -> dict[str, Any]:
-    """What a line that the user has typed means: {"text", "ok", "strategy", "why"}."""
+    """Parse a strategy that the user has typed: {"text", "ok", "strategy", "why"}."""
     try:
         strategy = Strategy.parse(text, state.table.get("ranks", state.ranks))
     except StrategyError as error:
@@ -184,7 +184,7 @@ def _step(row: Mapping[str, Any]) -> str:
 
 
 def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:
-    """After how many steps the pause is won back, where the three figures are known."""
+    """The number of steps after which a switch has paid for its pause, where the three figures are known."""
     if pause is None or step is None or step_now is None:
         return ""
     if step >= step_now:

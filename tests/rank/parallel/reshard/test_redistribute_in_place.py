@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
+from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
 from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
-from nbkit.planner.reshard.rounds import peaks
 from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, emptied, hollow
 from tests.rank.parallel.reshard.test_redistribute import MODEL, RANKS, Wire, pairs, part_of, same

@@ -1,0 +1,58 @@
+"""Ask nvidia-smi and read its csv answers, without CUDA and torch: for the notebook and for the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+__all__ = ["CSV", "ask", "find", "number", "rows"]
+
+CSV = "--format=csv,noheader,nounits"
+# On WSL the driver puts it where PATH does not look.
+_WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+def find() -> str | None:
+    """The path of nvidia-smi; None where it is not installed."""
+    return shutil.which("nvidia-smi") or (_WSL_SMI if os.access(_WSL_SMI, os.X_OK) else None)
+
+
+def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:
+    """The answers to questions (arguments), all asked at once: without persistence mode each wakes every GPU.
+
+    "" where the driver sees no GPU. Raises OSError, subprocess.TimeoutExpired after `seconds` for one of them, or
+    subprocess.SubprocessError with nvidia-smi's own complaint.
+    """
+    running = [
+        subprocess.Popen([smi, *question], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for question in questions
+    ]
+    try:
+        said = [process.communicate(timeout=seconds) for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, (out, err) in zip(running, said, strict=True):
+        # 6: the driver works and sees no GPU.
+        if process.returncode not in (0, 6):
+            complaint = (err.strip() or out.strip() or f"exit status {process.returncode}").splitlines()[0]
+            raise subprocess.SubprocessError(complaint)
+    return ["" if process.returncode else out for process, (out, _) in zip(running, said, strict=True)]
+
+
+def rows(answer: str) -> list[list[str]]:
+    """The cells of a csv answer."""
+    # nvidia-smi never quotes, so a csv reader would trip over a quote in a process name.
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if "," in line]
+
+
+def number(text: str) -> float | None:
+    """The number that a cell begins with; None for "[N/A]" and the like."""
+    found = _NUMBER.match(text.strip())
+    return float(found[0]) if found else None
