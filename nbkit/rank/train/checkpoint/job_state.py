@@ -6,6 +6,7 @@ apart, the numbers it keeps per parameter (step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def scalars(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> di
 def allocate(
     sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    kinds: dict[str, dict[str, torch.dtype]],
-    numbers: dict[str, dict[str, Any]],
+    kinds: Mapping[str, Mapping[str, torch.dtype]],
+    numbers: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Give `optimizer` empty state for what it updates here. kinds: name -> {key: dtype}; numbers: see `scalars`."""
     # Fused and capturable optimizers keep their counters beside the parameters.
