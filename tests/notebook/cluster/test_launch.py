@@ -7,16 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from clusters import home_of_clusters
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
 
 from nbkit import Cluster
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.wire.processes import followers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder without the clusters that other files share."""
+    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
+        yield home
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
@@ -40,7 +49,7 @@ def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     # A sitecustomize that breaks a module which only ranks import.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.watchdog'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ClusterError, match=r"nbkit\.rank\.watchdog"):
+    with pytest.raises(ClusterError, match=r"nbkit\.rank\.world\.watchdog"):
         Cluster.start(2, cpu=True, name="broken")
     assert processes_of(nbkit_home) == []
     assert registry.find("broken") is None
