@@ -14,12 +14,13 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files, as `--dist loadfile`; those of the browser on one worker: each of them alone fills the machine."""
+    """A worker for each file, as `--dist loadfile`, and for each package, whose files share a browser or a cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "tests/browser" if file.startswith("tests/browser/") else file
+            folder = file.rpartition("/")[0]
+            return folder if (config.rootpath / folder / "__init__.py").exists() else file
 
     return Scheduling(config, log)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import end_clusters
 from jupyter_client.manager import start_new_kernel
-
-from nbkit.notebook.cluster import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -36,8 +35,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         # A cell that failed half-way leaves its cluster behind.
-        for entry in registry.entries():
-            registry.end(entry)
+        end_clusters(tmp_path / "NBKIT_HOME")
 
 
 def run(client: Any, source: str) -> str:

@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import home_of_clusters
 
 from nbkit import Cluster
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Clusters of tests live in a folder of their own, and leave no process behind."""
-    home = tmp_path_factory.mktemp("clusters")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBKIT_HOME", str(home))
+    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two(nbkit_home: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this

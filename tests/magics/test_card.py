@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,9 @@ trainer = nbkit.Trainer(
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with Kernel(tmp_path_factory.mktemp("home")) as kernel:
-        kernel.run("%load_ext nbkit")
-        assert kernel.run("%cluster start -n 2 --cpu --name carded --ttl 60").status == "ok"
-        assert kernel.run(TRAINER).status == "ok"
-        yield kernel
-        kernel.run("%cluster stop")
+def kernel(kernel: Kernel) -> Kernel:
+    assert kernel.run(TRAINER).status == "ok"
+    return kernel
 
 
 def cards(cell: Cell) -> list[tuple[str, dict[str, Any]]]:

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from kernel_client import Kernel
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with Kernel(tmp_path_factory.mktemp("home")) as kernel:
-        kernel.run("%load_ext nbkit")
-        cell = kernel.run("%cluster start -n 2 --cpu --name drill")
-        assert cell.status == "ok", cell.text
-        yield kernel
-        kernel.run("%cluster stop")
 
 
 def test_prints_arrive_as_they_were_made(kernel: Kernel) -> None:

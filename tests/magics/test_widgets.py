@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,6 @@ BAR = (
     "import time\nfor i in tqdm(range(20), desc='epoch'): time.sleep(0.05)\n"
     "print('after the bar', rank); time.sleep(0.5); print('the end')"
 )
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with Kernel(tmp_path_factory.mktemp("home")) as kernel:
-        kernel.run("%load_ext nbkit")
-        cell = kernel.run("%cluster start -n 2 --cpu --name shown")
-        assert cell.status == "ok", cell.text
-        yield kernel
-        kernel.run("%cluster stop")
 
 
 def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:

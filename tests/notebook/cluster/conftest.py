@@ -1,4 +1,4 @@
-"""A real cluster of this test process, shared by the tests of one file; none survives the run."""
+"""Real clusters of this test process, shared by all files of this folder; none survives them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import home_of_clusters
 
 from nbkit import Cluster
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Clusters of tests live in a folder of their own, and leave no process behind."""
-    home = tmp_path_factory.mktemp("clusters")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBKIT_HOME", str(home))
+    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def two(nbkit_home: Path) -> Iterator[Cluster]:
     cluster = Cluster.start(2, cpu=True, name="two", ttl=600)
     yield cluster
     cluster.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def four(nbkit_home: Path) -> Iterator[Cluster]:
     cluster = Cluster.start(4, cpu=True, name="four", ttl=600)
     yield cluster

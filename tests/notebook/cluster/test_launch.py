@@ -7,16 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from clusters import home_of_clusters
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
 
 from nbkit import Cluster
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.wire.processes import followers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder without the clusters that other files share."""
+    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
+        yield home
 
 
 def processes_of(home: Path) -> list[psutil.Process]:

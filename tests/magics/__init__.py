@@ -1,0 +1,1 @@
+"""A package, so that the kernel of its tests ends with the last of them."""

@@ -1,0 +1,1 @@
+"""A package, so that the clusters of its tests end with the last of them."""
