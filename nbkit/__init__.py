@@ -20,7 +20,7 @@ _HOME = {
     "Trainer": "nbkit.rank.train.trainer",
     "from_pretrained": "nbkit.rank.models.pretrained",
     "prepare": "nbkit.rank.train.job",
-    "check": "nbkit.rank.parallel.check",
+    "check": "nbkit.rank.parallel.check_model",
     "GPT": "nbkit.rank.models.gpt",
     "GPTConfig": "nbkit.rank.models.gpt",
     "TextDataset": "nbkit.rank.models.text",

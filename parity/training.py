@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from nbkit.layout import Layout
 from nbkit.rank.data.batch import call
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.train.checkpoint.job_state import weights
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
+from nbkit.tensor_layout import Layout
 from parity.cells import Cell
 from parity.subjects import SUBJECTS, mean, weighted
 

@@ -24,7 +24,7 @@ from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.planner.stage_partition import partition
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
-from nbkit.rank.world.place import Place
+from nbkit.rank.world.rank_place import Place
 from nbkit.rank.world.world import World
 from nbkit.strategy import _KEYS
 

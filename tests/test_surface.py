@@ -18,7 +18,7 @@ import nbkit
 from magics.arguments import PARSERS
 from nbkit import errors, strategy
 from nbkit.commands import prepare_parser, subcommands
-from nbkit.notebook.cluster import registry, site
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.training_control import Training
 from nbkit.rank.train.checkpoint import manifest
@@ -46,7 +46,7 @@ def surface() -> Iterator[str]:
     found = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
     lines = (f"{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})" for kind in found)
     yield from _section("Errors", lines)
-    yield from _section("nbkit.toml", [" ".join(site._KEYS)])
+    yield from _section("nbkit.toml", [" ".join(site_settings._KEYS)])
     text = "".join(path.read_text() for path in SOURCES)
     yield from _section("Environment", [" ".join(sorted(set(re.findall(r"NBKIT_[A-Z_]+", text))))])
     numbered = {"cluster.json": registry.FORMAT, "record files": records.FORMAT, "checkpoints": manifest._FORMAT}

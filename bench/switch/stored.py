@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nbkit.layout import Layout
+from nbkit.tensor_layout import Layout
 
 __all__ = ["stored"]
 

@@ -17,8 +17,8 @@ import numpy as np
 from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.table import Row, skipped
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
+from nbkit.tensor_layout import Layout
 
 RANKS = (4, 8)
 SIZES = {4: {"width": 256, "layers": 8, "batch": 8}, 8: {"width": 128, "layers": 8, "batch": 16}}

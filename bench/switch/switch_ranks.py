@@ -19,13 +19,13 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from bench.rigs.jobs import config, trainer
 from bench.rigs.loopback import measured
 from bench.switch.stored import stored
-from nbkit.bridge.controls import Control, Controls
+from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import Stopped
-from nbkit.layout import Layout
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak
 from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
+from nbkit.tensor_layout import Layout
 
 
 class Worker:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.rigs.loopback import measured
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.tensor_layout import Layout
 
 CPU = torch.device("cpu")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -10,7 +10,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter
-from nbkit.rank.train.recorder import Recorder
+from nbkit.rank.train.run_recorder import Recorder
 
 _RECORDS = (BoardWriter, ScalarWriter, Session, Recorder)
 

@@ -29,11 +29,11 @@ from bench.table import Row, absolute
 from nbkit.notebook.run import step_timeline
 from nbkit.notebook.run.follower import Run
 from nbkit.records import record_file
-from nbkit.records.advice import largest_loss
 from nbkit.records.late_ranks import Bar, Late, late_rank
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import bars, members_of, usual_bars
 from nbkit.records.records import Detail, Group, Header, Record, StepRecord
+from nbkit.records.run_advice import largest_loss
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 

@@ -16,11 +16,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nbkit.bridge import controls
-from nbkit.bridge.controls import Control, Controls
+from nbkit.bridge import training_requests
 from nbkit.bridge.record_files import recorded
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
+from nbkit.bridge.training_requests import Control, Controls
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
@@ -37,7 +37,7 @@ class Requests:
         self.runner, self.stopping = runner, stopping
         self.process = psutil.Process()
         self.delivered = ""
-        self.controls = controls.controls = Controls()
+        self.controls = training_requests.controls = Controls()
         step_boundary.handlers["cell"] = self._run_live
         step_boundary.handlers["nothing"] = lambda _: None
         step_boundary.handlers["unserved"] = self._not_run

@@ -27,12 +27,12 @@ from IPython.core.displayhook import DisplayHook
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.parent.link import Link
 from nbkit.bridge.shell import Shell, end_words, ends_well
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
-from nbkit.wire.encoding import encodable
+from nbkit.wire.text_encoding import encodable
 
 VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
 RECORDS_KEPT = 50
@@ -122,7 +122,7 @@ class Runner:
             bundle=None if _is_muted(request.source) else capturing.result,
             failure=failure,
             dirty=here.dirty if here else "this rank has no world",
-            counts=process_group.fingerprint(),
+            counts=delegating_group.fingerprint(),
         )
         self.records[request.id], self.requests[request.id] = record, request
         while len(self.records) > RECORDS_KEPT:
@@ -223,7 +223,7 @@ class Runner:
             traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {_said(error)}",),
             moment=time.time(),
             line=self._line(error),
-            where=process_group.where().partition(", issued")[0],
+            where=delegating_group.where().partition(", issued")[0],
         )
         # IPython keeps the last exception, and with it every tensor in its frames.
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):

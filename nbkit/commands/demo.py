@@ -15,7 +15,7 @@ from typing import Any
 
 import nbkit
 from nbkit.errors import CellError, NbkitError, UsageError
-from nbkit.notebook.cluster import site
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
     """(which ranks, in words; the notebook's parameters)."""
-    pins = pins_within(site.read(), arguments.n, cpu=arguments.cpu).pins
+    pins = pins_within(site_settings.read(), arguments.n, cpu=arguments.cpu).pins
     on_gpus = pins[0].kind == "gpu"
     n = arguments.n or (min(max(len(pins) // 2 * 2, 2), MOST_RANKS) if on_gpus else CPU_RANKS)
     if n % 2 or not 2 <= n <= MOST_RANKS:

@@ -20,10 +20,10 @@ from typing import Literal
 
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
-from nbkit.notebook.cluster import site
+from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.launch.device_pinning import cores_here
 from nbkit.notebook.cluster.launch.gpus import Survey, show_mib, survey_gpus
 from nbkit.notebook.cluster.launch.limits import pins_within
-from nbkit.notebook.cluster.launch.pinning import cores_here
 from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking, torch_version
 
 _DISTRIBUTION = "nbkit-train"
@@ -215,7 +215,7 @@ def _devices(survey: Survey) -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     """What the nbkit.toml of this machine, user and project say."""
     try:
-        found = site.read()
+        found = site_settings.read()
     except NbkitError as error:
         yield Finding("Settings", "nbkit.toml", f"{error.what} {error.numbers}", "missing", error.hint)
         return
@@ -225,13 +225,13 @@ def _settings() -> Iterator[Finding]:
     for note in found.notes:
         yield Finding("Settings", "note", note, "note")
     if not found.sources:
-        yield Finding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site.files()))}")
+        yield Finding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site_settings.files()))}")
 
 
 def _cluster(survey: Survey) -> Iterator[Finding]:
     """What `%cluster start` without options would do now."""
     try:
-        plan = pins_within(site.read(), survey=replace(survey, problem=""))
+        plan = pins_within(site_settings.read(), survey=replace(survey, problem=""))
     except NbkitError as error:
         yield Finding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
         return

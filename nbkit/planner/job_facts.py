@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from nbkit.layout import Layout
 from nbkit.planner.stage_partition import place
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Cuts", "Facts", "Weight", "cuts_for", "held", "holders"]
 

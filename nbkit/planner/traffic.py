@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nbkit.errors import StrategyError
-from nbkit.layout import bounds
 from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.memory import ADAM, Bytes
 from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Traffic", "per_step", "wire_bytes"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
-from nbkit.layout import bounds
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.strategy import Strategy, divisors
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Finding", "refuse", "validate"]
 

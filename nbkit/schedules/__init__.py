@@ -6,6 +6,6 @@
 
 from nbkit.schedules.ops import Kind, Op
 from nbkit.schedules.schedule import NAMES, Schedule
-from nbkit.schedules.timeline import Span, Timeline, simulate
+from nbkit.schedules.simulate import Span, Timeline, simulate
 
 __all__ = ["NAMES", "Kind", "Op", "Schedule", "Span", "Timeline", "simulate"]

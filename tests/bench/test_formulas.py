@@ -9,8 +9,8 @@ import pytest
 from bench.pipeline.balance import _least
 from bench.rigs.formulas import Model, bytes_at_rest, wire_bytes
 from bench.switch.switch import _bound, strategies, tour
-from nbkit.layout import Layout
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 MODEL = Model(vocab=32, block=8, layers=4, width=16, batch=16)
 BLOCK = 4 * 16 * 16 + 4 * 16 + 8 * 16 * 16 + 5 * 16 + 4 * 16

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.bridge.controls import VERDICTS_KEPT, Control, Controls
+from nbkit.bridge.training_requests import VERDICTS_KEPT, Control, Controls
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.integrity import Integrity
@@ -99,8 +99,8 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     controls: Controls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
-    monkeypatch.setattr("nbkit.bridge.controls.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.controls.measured_step", lambda job, strategy: next(iter(timed), None))
+    monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_step", lambda job, strategy: next(iter(timed), None))
     monkeypatch.setattr(
         "nbkit.rank.train.estimate.strategy_table.table",
         lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step},

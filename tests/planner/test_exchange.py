@@ -11,13 +11,13 @@ import pytest
 from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.planner.reshard.placement import orders, placed
 from nbkit.planner.reshard.rank_steps import steps
 from nbkit.planner.reshard.rounds import rounds
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 Side = list[dict[str, Layout]]
 WIDTH, LAYERS, VOCABULARY = 512, 12, 8192

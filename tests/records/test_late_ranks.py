@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.records.advice import reading
 from nbkit.records.late_ranks import Bar, Late, late_rank
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import bars, usual_bars
 from nbkit.records.records import Detail, StepRecord, TimedCall, Traffic
+from nbkit.records.run_advice import reading
 from nbkit.strategy import Strategy
 
 MS = 0.001

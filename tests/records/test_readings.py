@@ -8,9 +8,9 @@ import pytest
 
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
-from nbkit.records.advice import largest_loss, reading
 from nbkit.records.readings import Bar, Late, bars, late_rank, mean_bars, table, traffic_matrix
 from nbkit.records.records import Group, StepRecord, Traffic
+from nbkit.records.run_advice import largest_loss, reading
 
 N = 4
 ALL = {"dp 1 [0,1,2,3]": (0, 1, 2, 3)}

@@ -19,9 +19,9 @@ for _name in (
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "pytest",
-    "nbkit.bridge.controls",
+    "nbkit.bridge.training_requests",
     "nbkit.rank.models.pretrained",
-    "nbkit.rank.parallel.check",
+    "nbkit.rank.parallel.check_model",
     "nbkit.rank.train.trainer",
     "nbkit.rank.world.watchdog",
 ):

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from nbkit.bridge.output.comms import Comms
 from nbkit.wire.cells import COMM_TYPES
-from nbkit.wire.encoding import encodable
+from nbkit.wire.text_encoding import encodable
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it

@@ -27,7 +27,7 @@ from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
 from nbkit.bridge.parent.controller import controller_of, end_schedulers
 from nbkit.bridge.parent.link import Link
-from nbkit.rank.world.place import open_listener
+from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.processes import Process
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
-from nbkit.notebook.cluster import registry, site
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -23,9 +23,9 @@ from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
 from nbkit.notebook.cluster.launch.limits import pins_within
-from nbkit.notebook.cluster.launch.pinning import Pinning
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name
 from nbkit.notebook.cluster.output import display
@@ -124,7 +124,7 @@ class Cluster:
         Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
-        settings = site.read()
+        settings = site_settings.read()
         ttl = settings.ttl_of(ttl)
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
         if name is None and _current is not None and (again := _current._taken_again(options)):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterNotFound
-from nbkit.notebook.cluster.site import home_here
+from nbkit.notebook.cluster.site_settings import home_here
 from nbkit.wire.processes import Process as Process
 from nbkit.wire.processes import followers
 

@@ -93,7 +93,7 @@ class Training:
         return trace(RunDirectory(self._connection), begin, self._check, path)
 
     def look(self) -> dict[str, Any]:
-        """What a rank answers about its training, whatever it is doing: see nbkit.bridge.controls. {}: no answer.
+        """What a rank answers about its training, whatever it is doing: see bridge/training_requests.py. {}: no answer.
 
         "table" is the estimate for every strategy, {} while it is being computed.
         """
@@ -119,7 +119,7 @@ class Training:
         return {}
 
     def ask(self, do: str, **args: Any) -> ControlResult:
-        """Have all ranks do one of nbkit.bridge.controls at the same boundary, or now when none makes steps."""
+        """Have all ranks serve a request at the same boundary, or now when none makes steps."""
         self._check()
         id = uuid.uuid4().hex[:12]
         predicted = self._predicted(do, args)
@@ -168,7 +168,7 @@ class Training:
     def _run_as_cell(self, id: str, do: str, args: dict[str, Any]) -> None:
         connection = self._connection
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
-        call = f"__import__('nbkit.bridge.controls', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
+        call = f"__import__('nbkit.bridge.training_requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
         request = request_for(connection, f"# {words}\n{call}")
         note = connection.ensure_world()
         wait_here(connection, connection.send(request, NoScreen(), note))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.run.curve import Curve
-from nbkit.notebook.run.timeline import Timeline, point_of
+from nbkit.notebook.run.run_timeline import Timeline, point_of
 from nbkit.records import record_lookup
 from nbkit.records.readings import Late, bars, late_rank, usual_bars
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since

@@ -9,12 +9,12 @@ from typing import Any
 from nbkit.notebook.run import step_timeline
 from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.host_health import health
-from nbkit.notebook.run.timeline import PARTS
+from nbkit.notebook.run.run_timeline import PARTS
 from nbkit.planner import forecast
-from nbkit.records.advice import reading
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, StepRecord
+from nbkit.records.run_advice import reading
 
 __all__ = ["lateness", "picture"]
 

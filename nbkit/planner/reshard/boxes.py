@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nbkit.layout import Box, Layout
+from nbkit.tensor_layout import Box, Layout
 
 __all__ = ["halves", "held", "overlap", "uncovered", "within"]
 

@@ -15,8 +15,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Box, Layout
 from nbkit.planner.reshard.boxes import held, uncovered, within
+from nbkit.tensor_layout import Box, Layout
 
 __all__ = ["Alike", "Holding", "Move", "Plan", "spreads"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Box, Layout
 from nbkit.planner.reshard.exchange import Move, Plan
 from nbkit.planner.reshard.rounds import Round
+from nbkit.tensor_layout import Box, Layout
 
 __all__ = ["Copy", "Piece", "Place", "Step", "steps"]
 

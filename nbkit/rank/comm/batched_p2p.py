@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nbkit.rank.comm.process_group import DelegatingGroup
+from nbkit.rank.comm.delegating_group import DelegatingGroup
 
 __all__ = ["install_batched"]
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.batched_p2p import install_batched
-from nbkit.rank.comm.process_group import FOREVER, Broken, DelegatingGroup, live
+from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.world import sockets
 
 __all__ = ["install", "nccl_backend", "reform_group", "release", "shut_all"]

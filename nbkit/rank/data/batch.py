@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.layout import bounds
+from nbkit.tensor_layout import bounds
 
 __all__ = [
     "Shard",

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.sample_rows import Sample
-from nbkit.rank.loss.additivity import Defect, LossAlone, coarsest, loss_alone
-from nbkit.rank.loss.advice import advice
+from nbkit.rank.loss.loss_advice import advice
+from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, coarsest, loss_alone
 from nbkit.rank.loss.output_tensors import leaves
 from nbkit.rank.loss.row_pair import RowPair, apart, far
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows

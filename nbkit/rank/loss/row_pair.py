@@ -8,7 +8,7 @@ from math import isclose, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from nbkit.rank.loss.additivity import shown
+from nbkit.rank.loss.mean_over_rows import shown
 from nbkit.rank.loss.row_trial import Measured
 
 __all__ = ["RowPair", "apart", "far"]

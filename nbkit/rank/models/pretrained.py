@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
 from nbkit.rank.parallel.module.meta_module import homes, replace
-from nbkit.rank.parallel.reshard.load_local import copy_part
+from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
 

@@ -10,7 +10,7 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
-from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan

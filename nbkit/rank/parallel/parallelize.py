@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nbkit.layout import Layout
 from nbkit.planner.stage_partition import partition, spelled
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
@@ -37,6 +36,7 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Cut", "cut", "parallelize"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.device_mesh import Axes, all_made, group_of, groups_along
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Connections", "connect", "served"]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nbkit.layout import Layout
 from nbkit.planner.stage_partition import partition
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows
@@ -18,6 +17,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["RankLayouts", "ShardLayouts"]
 

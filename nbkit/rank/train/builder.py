@@ -35,7 +35,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
-from nbkit.rank.parallel.reshard.load_local import fill_state, fill_weights
+from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove

@@ -13,7 +13,7 @@ from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.train import validation
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.step.precision import PRECISIONS
 
 __all__ = ["TrainConfig", "example_of", "warn_without_effect"]
@@ -52,7 +52,7 @@ class TrainConfig:
                 numbers="None, 'cpu'",
                 hint="offload='cpu'",
             )
-        validation.check_counts(microbatch_size=self.microbatch_size)
+        argument_checks.check_counts(microbatch_size=self.microbatch_size)
 
 
 def warn_without_effect(

@@ -23,12 +23,12 @@ from nbkit.rank.data.data_position import Feed
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.train import validation
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
-from nbkit.rank.train.recorder import record_run
+from nbkit.rank.train.run_recorder import record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.records.events import RunStarted, RunStopped
@@ -114,7 +114,7 @@ class Job(Switchable):
         DataLoader shuffles or a dataset draws is seeded here, so that the ranks agree. A loop that was left by an
         error ends when the next one begins.
         """
-        validation.check_loader(loader)
+        argument_checks.check_loader(loader)
         self._leave_loop()
         batches = self._steps(loader)
         self._loop = weakref.ref(batches)
@@ -212,7 +212,7 @@ class Job(Switchable):
                 hint="wait, or stop it",
             )
         self.level()  # a step of zero 3 that was broken off shows whole parameters until then
-        validation.check_parameters(
+        argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
         )
         reason = "error"

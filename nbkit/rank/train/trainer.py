@@ -20,6 +20,7 @@ from nbkit.rank.data.stream import open_stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
@@ -29,7 +30,6 @@ from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
-from nbkit.rank.train.validation import check_counts
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 

@@ -19,7 +19,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.recorder import Recorder
+from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.optimizer import OptimizerHandle
 from nbkit.rank.train.step.precision import Precision

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
-from nbkit.rank.comm.process_group import DelegatingGroup, registered
+from nbkit.rank.comm.delegating_group import DelegatingGroup, registered
 from nbkit.rank.world import watchdog, world
 
 __all__ = ["Alarm", "Heard"]

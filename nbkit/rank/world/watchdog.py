@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from nbkit.rank.comm import background_creation, group_creation, process_group
+from nbkit.rank.comm import background_creation, delegating_group, group_creation
 from nbkit.rank.world import world
 
 __all__ = ["break_out", "dump_on_signal", "main_thread_stack", "wake", "where"]
@@ -49,7 +49,7 @@ def wake(reason: str) -> None:
     background_creation.forming.broken = background_creation.forming.broken or reason
     group_creation.shut_all()
     if communicators := [
-        backend for group in process_group.live() if (backend := group_creation.nccl_backend(group)) is not None
+        backend for group in delegating_group.live() if (backend := group_creation.nccl_backend(group)) is not None
     ]:
         # Aborting may itself wait for the device; the caller may not.
         aborting = threading.Thread(target=_abort, args=(communicators,), name="nbkit-abort", daemon=True)
@@ -71,7 +71,7 @@ def main_thread_stack() -> list[str]:
 
 def where() -> str:
     """One line: the user's innermost line, and the operation issued last. Empty when there is neither."""
-    stack, issued = main_thread_stack(), process_group.where()
+    stack, issued = main_thread_stack(), delegating_group.where()
     return "; ".join(part for part in (stack[-1] if stack else "", issued and f"last issued {issued}") if part)
 
 

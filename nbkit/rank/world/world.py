@@ -25,11 +25,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
+from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.comm.group_creation import install, reform_group, release
-from nbkit.rank.comm.process_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.world import init_process_group
 from nbkit.rank.world.broken_step import clear_broken_steps
-from nbkit.rank.world.place import Place, keep_local, open_listener
+from nbkit.rank.world.rank_place import Place, keep_local, open_listener
 
 __all__ = ["Place", "World", "current", "open_listener"]
 

@@ -20,8 +20,8 @@ from tensorboard.plugins import base_plugin
 from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.live import following
 from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.run_timeline import PARTS, Timeline
 from nbkit.notebook.run.step_picture import picture
-from nbkit.notebook.run.timeline import PARTS, Timeline
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records import record_lookup
 from nbkit.records.records import Header, StepRecord

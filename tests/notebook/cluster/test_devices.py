@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning, cores_here, pins_here, plan_pins
 from nbkit.notebook.cluster.launch.gpus import Gpu, GpuProcess, Survey
-from nbkit.notebook.cluster.launch.pinning import Pin, Pinning, cores_here, pins_here, plan_pins
 
 A100 = "NVIDIA A100-SXM4-80GB"
 STRANGER = GpuProcess(48213, "/usr/bin/python", 30720)

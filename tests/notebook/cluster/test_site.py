@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster import registry, site
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.launch.gpus import Gpu, Survey
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.registry import Entry
@@ -22,7 +22,7 @@ Files = tuple[Path, Path, Path]
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     """Of a machine, a user and a project, none of which is there yet."""
     found = tmp_path / "machine.toml", tmp_path / "user.toml", tmp_path / "project.toml"
-    monkeypatch.setattr(site, "files", lambda: found)
+    monkeypatch.setattr(site_settings, "files", lambda: found)
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "home"))
     return found
 
@@ -42,12 +42,12 @@ def gpus(count: int) -> Survey:
 
 def test_a_later_file_wins_and_a_limit_of_the_machine_is_only_lowered(files: Files) -> None:
     machine, user, project = files
-    assert site.read() == site.Site()
+    assert site_settings.read() == site_settings.Site()
 
     machine.write_text('max_ranks = 8\nmax_gpus = 2\nttl = "1h"\n')
     user.write_text('max_ranks = 16\nttl = "30min"\nhome = "/scratch"\n')
     project.write_text("max_gpus = 1\nttl = 60\n")
-    found = site.read()
+    found = site_settings.read()
 
     assert (found.max_ranks, found.max_gpus, found.ttl, found.home) == (8, 1, 60.0, Path("/scratch"))
     assert found.sources["max_gpus"] == project
@@ -70,7 +70,7 @@ def test_what_means_nothing_is_refused_with_the_file_and_doctor_says_so(files: F
     files[2].write_text(text)
 
     with pytest.raises(UsageError) as error:
-        site.read()
+        site_settings.read()
 
     assert str(files[2]) in error.value.what and says in error.value.numbers
     assert says in repr(doctor()) and not doctor().ok
@@ -81,9 +81,9 @@ def test_one_user_takes_no_more_than_the_machine_allows(files: Files) -> None:
     held(2)
 
     with pytest.raises(UsageError, match=r"2 ranks asked for, max_ranks is 3 in .*; 2 are taken by taken") as error:
-        pins_within(site.read(), 2, cpu=True)
+        pins_within(site_settings.read(), 2, cpu=True)
     assert error.value.hint == "-n 1   or   %cluster stop taken"
-    fewer = pins_within(site.read(), survey=Survey())
+    fewer = pins_within(site_settings.read(), survey=Survey())
     assert len(fewer.pins) == 1
     assert any("1 of 2 ranks are taken, since max_ranks is 3" in note for note in fewer.notes)
 
@@ -92,30 +92,30 @@ def test_gpus_are_counted_by_themselves(files: Files) -> None:
     files[0].write_text("max_gpus = 2\n")
     held(2, "GPU 7 A100", "GPU 7 A100")
 
-    assert len(pins_within(site.read(), 5, cpu=True).pins) == 5
-    assert [pin.label for pin in pins_within(site.read(), survey=gpus(4)).pins] == ["GPU 0 A100"]
+    assert len(pins_within(site_settings.read(), 5, cpu=True).pins) == 5
+    assert [pin.label for pin in pins_within(site_settings.read(), survey=gpus(4)).pins] == ["GPU 0 A100"]
     with pytest.raises(UsageError, match="2 GPUs asked for"):
-        pins_within(site.read(), gpus="0,1", survey=gpus(4))
+        pins_within(site_settings.read(), gpus="0,1", survey=gpus(4))
 
 
 def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:
-    assert site.read().ttl_of(None) == 7200
+    assert site_settings.read().ttl_of(None) == 7200
     files[0].write_text('max_ttl = "1h"\n')
 
-    assert site.read().ttl_of(None) == 3600
-    assert site.read().ttl_of(60.0) == 60
+    assert site_settings.read().ttl_of(None) == 3600
+    assert site_settings.read().ttl_of(60.0) == 60
     with pytest.raises(UsageError, match="max_ttl is 1 h"):
-        site.read().ttl_of(7200.0)
+        site_settings.read().ttl_of(7200.0)
 
 
 def test_clusters_live_where_the_machine_says(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     files[0].write_text('home = "/scratch"\n')
     monkeypatch.delenv("NBKIT_HOME")
-    monkeypatch.setattr(site, "getpass", type("Known", (), {"getuser": staticmethod(lambda: "ada")}))
-    site.home_here.cache_clear()
+    monkeypatch.setattr(site_settings, "getpass", type("Known", (), {"getuser": staticmethod(lambda: "ada")}))
+    site_settings.home_here.cache_clear()
 
     assert registry.home() == Path("/scratch/ada/nbkit")
-    site.home_here.cache_clear()
+    site_settings.home_here.cache_clear()
 
 
 def test_doctor_shows_each_setting_with_its_file(files: Files) -> None:

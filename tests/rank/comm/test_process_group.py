@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nbkit.errors import ClusterError
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.world.world import World
 from nbkit.records.divergence import differences
 
@@ -236,7 +236,8 @@ def all_workloads(who: Any) -> dict[str, Any]:
         store = dist.TCPStore("127.0.0.1", port, N, rank == 0, wait_for_workers=False, master_listen_fd=fd)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=N)
     return {
-        work.__name__: (work(rank), isinstance(dist.group.WORLD, process_group.DelegatingGroup)) for work in WORKLOADS
+        work.__name__: (work(rank), isinstance(dist.group.WORLD, delegating_group.DelegatingGroup))
+        for work in WORKLOADS
     }
 
 
@@ -269,9 +270,9 @@ def test_results_equal_those_of_raw_gloo(raw_and_ours: tuple[list[Any], list[Any
 
 def counted(world: World) -> Any:
     rank, heard = world.place.rank, []
-    before = process_group.where()
+    before = delegating_group.where()
     pair, _ = dist.new_subgroups(2)
-    process_group.listeners.append(lambda *told: heard.append(told))
+    delegating_group.listeners.append(lambda *told: heard.append(told))
     dist.all_reduce(torch.ones(8))
     parts = [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
     dist.all_gather(parts, torch.ones(4, dtype=torch.float64), group=pair)
@@ -280,9 +281,9 @@ def counted(world: World) -> Any:
         dist.send(torch.ones(3), 1)
     if rank == 1:
         dist.recv(torch.ones(3), 0)
-    process_group.listeners.clear()
+    delegating_group.listeners.clear()
     dist.barrier()
-    return process_group.fingerprint(), heard, before, process_group.where()
+    return delegating_group.fingerprint(), heard, before, delegating_group.where()
 
 
 def test_operations_are_counted_told_and_shown() -> None:
@@ -328,18 +329,18 @@ def other_kinds(world: World) -> Any:
     assert default is not None
     timeouts = [default._get_backend(torch.device("cpu")).options._timeout]
     named = dist.new_group(backend="gloo")
-    assert isinstance(named, process_group.DelegatingGroup)
+    assert isinstance(named, delegating_group.DelegatingGroup)
     timeouts.append(named._get_backend(torch.device("cpu")).options._timeout)
     asked = dist.new_group(timeout=timedelta(seconds=7))
-    assert isinstance(asked, process_group.DelegatingGroup)
+    assert isinstance(asked, delegating_group.DelegatingGroup)
     timeouts.append(asked._get_backend(torch.device("cpu")).options._timeout)
     fake = dist.new_group(backend="fake")
-    return timeouts, isinstance(fake, process_group.DelegatingGroup), dist.get_backend(fake)
+    return timeouts, isinstance(fake, delegating_group.DelegatingGroup), dist.get_backend(fake)
 
 
 def test_only_gloo_and_nccl_are_delegated_and_only_an_asked_timeout_holds() -> None:
     for timeouts, fake_is_delegated, name in run_ranks(other_kinds, 2):
-        assert timeouts == [process_group.FOREVER, process_group.FOREVER, timedelta(seconds=7)]
+        assert timeouts == [delegating_group.FOREVER, delegating_group.FOREVER, timedelta(seconds=7)]
         assert (fake_is_delegated, name) == (False, "fake")
 
 
@@ -356,7 +357,7 @@ def test_monitored_barrier_names_the_rank_that_did_not_come() -> None:
 
 
 def test_every_communication_method_of_this_torch_is_delegated() -> None:
-    inherited = {name for name in vars(dist.ProcessGroup) if name not in vars(process_group.DelegatingGroup)}
+    inherited = {name for name in vars(dist.ProcessGroup) if name not in vars(delegating_group.DelegatingGroup)}
     # What is right on the outer object itself, and what its constructor sets there.
     own = {
         "rank", "size", "boxed", "unbox", "_id", "_device_types", "_register_backend", "_set_default_backend",
@@ -368,7 +369,7 @@ def test_every_communication_method_of_this_torch_is_delegated() -> None:
 
 
 def test_a_broken_group_says_why_and_what_to_type() -> None:
-    broken = process_group.Broken("Group dp is broken.", numbers="members [0, 1]", hint="new_group(...)")
+    broken = delegating_group.Broken("Group dp is broken.", numbers="members [0, 1]", hint="new_group(...)")
 
     with pytest.raises(ClusterError, match=r"Group dp is broken\.\nmembers \[0, 1\]\n→ new_group"):
         broken.allreduce([torch.ones(1)])

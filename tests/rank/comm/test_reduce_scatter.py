@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from ranks import run_ranks
 
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.world import sockets
 from nbkit.rank.world.world import World
 
@@ -112,10 +112,10 @@ class Spy:
 
 def on_the_wire(world: World) -> Any:
     group = dist.group.WORLD
-    assert isinstance(group, process_group.DelegatingGroup)
+    assert isinstance(group, delegating_group.DelegatingGroup)
     group.inner = spy = Spy(group.inner)
     heard: list[Any] = []
-    process_group.listeners.append(lambda *told: heard.append(told))
+    delegating_group.listeners.append(lambda *told: heard.append(told))
     before = group.count
     out = torch.empty(2, 5, dtype=torch.float64)
     group._reduce_scatter_base(out, given(world.place.rank), dist.ReduceScatterOptions()).wait()
@@ -133,7 +133,7 @@ def test_it_is_one_exchange_of_the_input_and_counted_as_one_reduce_scatter() -> 
 def peer_gone(world: World) -> bool:
     if world.place.rank == 1:
         group = dist.group.WORLD
-        assert isinstance(group, process_group.DelegatingGroup)
+        assert isinstance(group, delegating_group.DelegatingGroup)
         sockets.shut(group.sockets)
         return True
     work = dist.reduce_scatter_tensor(torch.empty(1 << 18), torch.zeros(2 << 18), async_op=True)

@@ -9,13 +9,13 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import clip, grad_norm
 from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.tensor_layout import Layout
 
 SHAPES = {"even": (8, 3), "uneven": (5, 2), "few": (1, 4), "scalar": (), "never": (3,)}
 
@@ -46,9 +46,9 @@ def norms(world: Any) -> dict[str, Any]:
                 p.grad = (whole[rows] if p.dim() else whole).to(p.dtype).clone()
         replication = {name: 4 if not shape else 4 // shard for name, shape in SHAPES.items()}
         heard: list[Any] = []
-        process_group.listeners.append(lambda *told, heard=heard: heard.append(told))
+        delegating_group.listeners.append(lambda *told, heard=heard: heard.append(told))
         norm = grad_norm(axis.held, replication, device=torch.device("cpu"))
-        process_group.listeners.clear()
+        delegating_group.listeners.clear()
         clip(axis.held, 2.0, norm)
         after = grad_norm(axis.held, replication, device=torch.device("cpu"))
         clip(axis.held, 100.0, after)

@@ -20,8 +20,8 @@ from nbkit.rank.telemetry.session import Session, record_path
 from nbkit.rank.telemetry.step_breakdown import traffic_of
 from nbkit.rank.world.world import World
 from nbkit.records import readings, record_file, records
-from nbkit.records.advice import reading
 from nbkit.records.events import Checkpointed, RunStarted, RunStopped, StepDone
+from nbkit.records.run_advice import reading
 
 N = 3
 DELAY = 0.1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import next_generation, run_ranks
 
 from nbkit.errors import ClusterError
-from nbkit.rank.comm.process_group import DelegatingGroup
+from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.world import watchdog
 from nbkit.rank.world.failure_alarm import Alarm, Heard
 

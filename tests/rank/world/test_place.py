@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from nbkit.rank.world.place import Place
+from nbkit.rank.world.rank_place import Place
 
 
 def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank() -> None:

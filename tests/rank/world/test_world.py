@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.world import sockets, watchdog
-from nbkit.rank.world.place import keep_local
+from nbkit.rank.world.rank_place import keep_local
 from nbkit.rank.world.world import Place, World, current, open_listener
 
 
@@ -37,7 +37,7 @@ def joined(world: World) -> Any:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: os.environ[name] for name in names}
     mine = current() is world and world.alive() and not world.dirty and world.generation == 1
-    counted = process_group.fingerprint()["world"]
+    counted = delegating_group.fingerprint()["world"]
     x = torch.full((2,), float(world.place.rank))
     dist.all_reduce(x)
     # A store of the user's own on env:// joins the one that is there.
@@ -90,7 +90,7 @@ def destroy_and_init(world: World) -> Any:
         assert not world.alive()
         dist.init_process_group("gloo")
         told.append(world.dirty)
-    return told, total(), isinstance(dist.group.WORLD, process_group.DelegatingGroup), world.alive()
+    return told, total(), isinstance(dist.group.WORLD, delegating_group.DelegatingGroup), world.alive()
 
 
 def test_destroy_marks_the_world_dirty_and_init_joins_again() -> None:
@@ -199,7 +199,7 @@ def reformed_with_sub_groups(world: World) -> Any:
         dist.destroy_process_group(odd)
     total()
     next_generation(world)
-    reset = {number for key, number in process_group.fingerprint().items() if key != "groups made"}
+    reset = {number for key, number in delegating_group.fingerprint().items() if key != "groups made"}
     sums = total(), total(mesh.get_group("dp")), total(mesh.get_group("tp"))
     gone = ""
     if rank == 1:
@@ -314,7 +314,7 @@ def replaced(rank: int) -> Any:
     with pytest.raises(RuntimeError):
         total()
     next_generation(world)
-    lost = isinstance(pair.inner, process_group.Broken)
+    lost = isinstance(pair.inner, delegating_group.Broken)
     return total(), total(dist.new_group([0, 1])), lost
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.run_timeline import PARTS, point_of
 from nbkit.notebook.run.step_picture import short
-from nbkit.notebook.run.timeline import PARTS, point_of
 from nbkit.records.events import RunStopped
 from nbkit.records.readings import bars, mean_bars, members_of
 from nbkit.records.record_file import overview_of, rank_files, read_head

@@ -23,8 +23,8 @@ from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher
 from nbkit.errors import ClusterError, ClusterExists
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
-from nbkit.notebook.cluster.launch.pinning import Pin, Pinning
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.processes import Process, followers

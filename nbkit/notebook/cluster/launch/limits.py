@@ -1,4 +1,4 @@
-"""How much of a machine one user's clusters may take together: see nbkit.notebook.cluster.site."""
+"""How much of a machine one user's clusters may take together: see nbkit.notebook.cluster.site_settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_here
 from nbkit.notebook.cluster.launch.gpus import Survey, survey_gpus
-from nbkit.notebook.cluster.launch.pinning import Pinning, pins_here
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.cluster.site import Site
+from nbkit.notebook.cluster.site_settings import Site
 
 __all__ = ["pins_within"]
 

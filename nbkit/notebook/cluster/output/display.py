@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nbkit.wire.encoding import encodable
+from nbkit.wire.text_encoding import encodable
 
 BLOCK_CHARACTERS = 200_000
 

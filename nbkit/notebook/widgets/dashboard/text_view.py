@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.notebook.run.timeline import PARTS
+from nbkit.notebook.run.run_timeline import PARTS
 
 __all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
 

@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import StrategyError
-from nbkit.layout import bounds
 from nbkit.rank.parallel.context.peers import Group, Peers
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
+from nbkit.tensor_layout import bounds
 
 __all__ = ["ContextSplit", "Positionwise", "Spread", "context_parallel", "dim_of_positions"]
 

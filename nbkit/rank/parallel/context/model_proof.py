@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from nbkit.layout import bounds
 from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
 from nbkit.rank.parallel.context.context_parallel import dim_of_positions
 from nbkit.rank.parallel.context.first_difference import gap
-from nbkit.rank.parallel.pipeline.dataflow import tensors_in
+from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Between", "replaced", "run_between"]
 

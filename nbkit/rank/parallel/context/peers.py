@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Group", "Peers", "Threads"]
 

@@ -30,9 +30,9 @@ from nbkit.rank.parallel.context.model_proof import Between, replaced, run_betwe
 from nbkit.rank.parallel.context.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.pipeline.dataflow import SHAPE_ONLY, tensors_in
 from nbkit.rank.parallel.pipeline.layer_chain import unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY, tensors_in
 
 __all__ = ["try_in_parts"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
+from nbkit.tensor_layout import Layout
 
 __all__ = ["DataAxis", "Part", "fresh"]
 

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nbkit.layout import bounds
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Packing"]
 

@@ -21,7 +21,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
@@ -30,6 +29,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
+from nbkit.tensor_layout import Layout
 
 __all__ = ["data_axis"]
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
 from nbkit.rank.parallel.data_parallel.ddp import came_twice, chunks, refuse_sparse
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.tensor_layout import Layout
 
 __all__ = ["ShardedOptimizer"]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.context.random_draws import Draws
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.pipeline.dataflow import Entry, Flow, tensors_in
 from nbkit.rank.parallel.pipeline.partial_forward import Gates, plain_attention
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow, tensors_in
 
 __all__ = ["Chain", "find_chain", "unchanged"]
 

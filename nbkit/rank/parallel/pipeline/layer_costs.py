@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.pipeline.dataflow import Entry, tensors_in
 from nbkit.rank.parallel.pipeline.layer_chain import Chain, unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, tensors_in
 
 __all__ = ["measure_costs"]
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
-from nbkit.rank.parallel.pipeline.dataflow import Entry
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
 
 __all__ = ["Gates", "plain_attention"]

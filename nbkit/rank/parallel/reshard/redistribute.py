@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.planner.reshard.rank_steps import Step, steps
 from nbkit.planner.reshard.rounds import rounds
+from nbkit.tensor_layout import Layout
 
 __all__ = [
     "ROUND_BYTES",

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Box, Layout, bounds
 from nbkit.planner.reshard.boxes import halves, held, uncovered
+from nbkit.tensor_layout import Box, Layout, bounds
 
 __all__ = ["digest", "scratch_bytes", "sums"]
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: which module is split how (`plan_of`), and the split itself (`tensor_parallel`)."""
 
 from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
-from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
 

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.layout import Layout
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, placeholder, replace
 from nbkit.rank.parallel.tensor.attention import SplitAttention
 from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
-from nbkit.rank.parallel.tensor.plan.choose import plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
 from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
+from nbkit.tensor_layout import Layout
 
 __all__ = ["TensorSplit", "parts_of", "tensor_parallel"]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.layout import bounds
+from nbkit.tensor_layout import bounds
 
 __all__ = ["copy_to", "gather_from", "gather_seq", "reduce_from", "reduce_scatter_seq", "split_to"]
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.collectives import gather_seq, reduce_from, reduce_scatter_seq
 from nbkit.rank.parallel.tensor.sequence_tensor import for_parts
 from nbkit.rank.rng.shard_offsets import Present, _present, extent, extent_of, gathered, present, restored
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Link", "Team", "become", "first_tensor", "mapped"]
 

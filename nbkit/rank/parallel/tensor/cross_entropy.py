@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.layout import bounds
+from nbkit.tensor_layout import bounds
 
 __all__ = ["split_cross_entropy"]
 

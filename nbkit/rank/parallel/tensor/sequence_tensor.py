@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_seq, split_to
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts, whole
+from nbkit.tensor_layout import bounds
 
 __all__ = ["PositionShard", "completed", "for_parts", "give_whole", "positions_of", "sendable"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from nbkit.errors import TrainingError
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.collectives import gather_from
+from nbkit.tensor_layout import bounds
 
 __all__ = ["InParts", "whole"]
 

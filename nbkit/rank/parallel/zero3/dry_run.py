@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
 from nbkit.rank.parallel.module.backward_hooks import in_backward
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.zero3.unit import Slot, Unit, assigned
 from nbkit.rank.parallel.zero3.weight_reads import WeightUse
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Uses", "rehearse"]
 

@@ -17,8 +17,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight
 from nbkit.rank.parallel.data_parallel.ddp import came_twice, refuse_sparse
 from nbkit.rank.parallel.module.backward_hooks import awaited, in_backward, is_nested, marked
+from nbkit.rank.parallel.zero3.backward_order import OutOfOrder, Tour, backward_tour
 from nbkit.rank.parallel.zero3.module_hooks import weakly
-from nbkit.rank.parallel.zero3.traversal_order import OutOfOrder, Tour, backward_tour
 from nbkit.rank.parallel.zero3.unit import Unit
 
 __all__ = ["GatherOrder"]

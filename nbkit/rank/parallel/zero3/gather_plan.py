@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.pipeline.dataflow import tensors_in, written_by
 from nbkit.rank.parallel.pipeline.layer_chain import unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in, written_by
+from nbkit.rank.parallel.zero3.backward_order import OutOfOrder
 from nbkit.rank.parallel.zero3.dry_run import Uses, rehearse
 from nbkit.rank.parallel.zero3.placeholder import used_outside
-from nbkit.rank.parallel.zero3.traversal_order import OutOfOrder
 from nbkit.rank.parallel.zero3.weight_reads import changed_in_place
 
 __all__ = ["GatherPlan", "plan_gathers"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.pipeline.dataflow import SHAPE_ONLY
+from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY
 
 __all__ = ["NotGathered", "used_outside"]
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Slot", "Unit", "assigned", "units_of"]
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.pipeline.dataflow import SHAPE_ONLY, tensors_in, written_by
+from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY, tensors_in, written_by
 from nbkit.rank.parallel.zero3.placeholder import used_outside
 from nbkit.rank.parallel.zero3.unit import Slot, Unit
 

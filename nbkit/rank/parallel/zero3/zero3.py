@@ -12,15 +12,15 @@ from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
 from nbkit.rank.parallel.module.meta_module import homes
+from nbkit.rank.parallel.zero3.backward_order import nested
 from nbkit.rank.parallel.zero3.gather_order import GatherOrder
 from nbkit.rank.parallel.zero3.module_hooks import watch
-from nbkit.rank.parallel.zero3.traversal_order import nested
 from nbkit.rank.parallel.zero3.unit import Unit, units_of
 from nbkit.rank.parallel.zero3.weight_reads import WeightUse, refuse_use
+from nbkit.tensor_layout import Layout
 
 __all__ = ["ShardedParameters"]
 

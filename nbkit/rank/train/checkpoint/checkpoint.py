@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.fit_check import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.json_values import encoded
+from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
+from nbkit.tensor_layout import Layout
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nbkit.layout import Box, Layout
 from nbkit.planner.reshard.boxes import within
 from nbkit.rank.train.checkpoint.json_values import viewed
 from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, written
 from nbkit.rank.train.checkpoint.torch_archive import elements_in
+from nbkit.tensor_layout import Box, Layout
 
 __all__ = ["Reader", "Saving", "Writer", "fill"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.layout import Layout
 from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
+from nbkit.tensor_layout import Layout
 
 __all__ = ["export"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.tensor_layout import Layout
 
 __all__ = ["JobState", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from nbkit.layout import Box
 from nbkit.planner.reshard.boxes import within
 from nbkit.rank.train.checkpoint.json_values import DTYPES, decoded, name_of
+from nbkit.tensor_layout import Box
 
 __all__ = ["OURS", "Chunk", "Kept", "Manifest", "opened", "read", "written"]
 

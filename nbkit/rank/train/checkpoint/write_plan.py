@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbkit.layout import Box, Layout
 from nbkit.planner.reshard.boxes import halves, held, uncovered
 from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.tensor_layout import Box, Layout
 
 __all__ = ["Everyone", "by_name", "everyone", "shares"]
 

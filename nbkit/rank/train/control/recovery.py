@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Progress", "Standing", "compare", "level", "whole_ranks"]
 

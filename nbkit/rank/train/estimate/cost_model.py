@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.layout import bounds
 from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight
 from nbkit.planner.memory import Bytes
@@ -28,6 +27,7 @@ from nbkit.rank.parallel.tensor.sequence_parallel import Block
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import bounds
 
 __all__ = ["CostModel"]
 

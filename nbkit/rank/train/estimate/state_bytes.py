@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.planner.memory import Rest
 from nbkit.planner.reshard.boxes import overlap
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Census", "Flow"]
 

@@ -8,7 +8,7 @@ import time
 from nbkit.errors import NbkitError, NotFinite
 from nbkit.rank.world import world
 from nbkit.records.events import Failed
-from nbkit.wire.encoding import encodable
+from nbkit.wire.text_encoding import encodable
 
 __all__ = ["PEER_GONE", "failure_of"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nbkit.errors import Stopped, TrainingError
-from nbkit.rank.train import validation
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
 from nbkit.rank.train.step.pending_step import Pending
@@ -105,9 +105,9 @@ class History:
         """
         numbers = pending.reduction.read()
         self._torn |= pending.made and not numbers.whole
-        validation.check_whole(numbers, pending)
-        validation.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
-        validation.check_streams(numbers, pending)
+        argument_checks.check_whole(numbers, pending)
+        argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
+        argument_checks.check_streams(numbers, pending)
         if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
             self.agreed = pending.asked
         return numbers

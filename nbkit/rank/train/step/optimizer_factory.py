@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import validation
+from nbkit.rank.train import argument_checks
 
 __all__ = ["Template"]
 
@@ -36,7 +36,7 @@ class Template:
         Raises TrainingError when it is no optimizer, or holds other tensors than the model's.
         """
         made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(skeleton)
-        validation.check_optimizer(made, module, skeleton)
+        argument_checks.check_optimizer(made, module, skeleton)
         if hasattr(getattr(made, "step", None), "_wrapped_by_lr_sched"):
             raise TrainingError(
                 "An LR scheduler is on the optimizer already; it would change a learning rate that nobody uses.",

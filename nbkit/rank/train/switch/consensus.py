@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import SwitchError
-from nbkit.layout import Layout
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_together
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.switch.plan_cache import Kinds, Plans
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Consensus", "Said", "agreed", "planned"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 __all__ = ["Kinds", "Plans"]
 

@@ -41,11 +41,11 @@ from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.collective_guard import Guard, let_go
 from nbkit.rank.train.control.deferred_interrupt import held_back
 from nbkit.rank.train.estimate.free_memory import roomy
-from nbkit.rank.train.switch.beside import prepare
 from nbkit.rank.train.switch.consensus import Consensus
 from nbkit.rank.train.switch.in_place import exchange_in_place, in_pieces, prepare_in_place, without_gradients
 from nbkit.rank.train.switch.pending_switch import PendingSwitch, free
 from nbkit.rank.train.switch.rank_reports import Gathered, gather
+from nbkit.rank.train.switch.switch_beside import prepare
 from nbkit.rank.train.switch.verify import Comparison
 from nbkit.rank.train.training import Training
 from nbkit.rank.train.training_state import TrainingState

@@ -11,7 +11,6 @@ from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.context.context_parallel import context_parallel
@@ -23,6 +22,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.tensor_layout import Layout
 
 
 def build(name: str) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel import ddp
 from nbkit.rank.parallel.data_parallel.ddp import Replicas, broadcast_from_first
 
@@ -74,7 +74,7 @@ def traffic(world: Any) -> list[Any]:
     replicas = Replicas(model, world_size=2)
     sent: list[tuple[str, int]] = []
     reduced(model, replicas, lambda: model(torch.ones(1, 256)).sum())
-    process_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
+    delegating_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
     reduced(model, replicas, lambda: model(torch.ones(1, 256)).sum())
     during: list[int] = []
     model[1].register_full_backward_hook(lambda *_: during.append(len(sent)))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.data_parallel import ddp
@@ -20,6 +19,7 @@ from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.tensor_layout import Layout
 
 STEPS = 5
 

@@ -12,7 +12,7 @@ from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.p2p_groups import edge_groups, meet
 from nbkit.rank.world import sockets
@@ -262,7 +262,7 @@ def broken_off(world: Any) -> float:
 
     def failing(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if stage == 2 and micro == 1:
-            for group in process_group.live():  # what the watchdog does, so that the other rank waits no longer
+            for group in delegating_group.live():  # what the watchdog does, so that the other rank waits no longer
                 sockets.shut(group.sockets)
             raise ValueError("on purpose")
         return model.stage(stage, received, micros[micro], 0.25)

@@ -17,9 +17,9 @@ from nbkit.rank.models.gpt import Block, GPTConfig
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.pipeline import layer_chain as chains
 from nbkit.rank.parallel.pipeline import layer_costs
-from nbkit.rank.parallel.pipeline.dataflow import Entry
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
 

@@ -12,10 +12,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_together
+from nbkit.tensor_layout import Layout
 
 CPU = torch.device("cpu")
 Side = list[dict[str, Layout]]
@@ -122,11 +122,11 @@ class Wire:
     def __enter__(self) -> list[tuple[str, int]]:
         self.sent: list[tuple[str, int]] = []
         self.listener = lambda operation, group, moved: self.sent.append((operation, moved))
-        process_group.listeners.append(self.listener)
+        delegating_group.listeners.append(self.listener)
         return self.sent
 
     def __exit__(self, *_: object) -> None:
-        process_group.listeners.remove(self.listener)
+        delegating_group.listeners.remove(self.listener)
 
 
 def moves_all(world: Any) -> int:

@@ -9,10 +9,10 @@ from ranks import run_ranks
 from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, emptied, hollow
+from nbkit.tensor_layout import Layout
 from tests.rank.parallel.reshard.test_redistribute import MODEL, RANKS, Wire, pairs, part_of, same
 
 CPU = torch.device("cpu")

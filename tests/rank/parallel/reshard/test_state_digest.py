@@ -11,9 +11,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.tensor_layout import Layout
 
 CPU = torch.device("cpu")
 MASK, MASK_32 = (1 << 64) - 1, (1 << 32) - 1
@@ -82,7 +82,7 @@ def part_of(whole: Tensor, layout: Layout) -> Tensor:
 
 def all_ways(world: Any, ranks: int) -> tuple[list[str], list[int]]:
     found, moved = [], []
-    process_group.listeners.append(lambda operation, group, size: moved.append(size))
+    delegating_group.listeners.append(lambda operation, group, size: moved.append(size))
     for way in ("replicated", "rows", "columns", "stages", "packed", "overlapping"):
         every = layouts(way, ranks)
         state = {key: (part_of(VALUES[key], layout), layout) for key, layout in every[world.place.rank].items()}

@@ -13,7 +13,7 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.tensor import plan_of
-from nbkit.rank.parallel.tensor.plan.choose import candidates
+from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 
 
 def rows(name: str) -> dict[str, str]:

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
-from nbkit.layout import bounds
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.tensor import tensor_parallel
 from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, completed, sendable
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.tensor_layout import bounds
 
 B, T, D = 3, 7, 4
 BYTES = 8 * B * T * D
@@ -135,7 +135,7 @@ def ways(world: Any) -> dict[str, Any]:
     start, stop = bounds(T, group.size(), group.rank())
     whole = double(B, T, D, seed=0).detach()
     sent: list[tuple[str, int]] = []
-    process_group.listeners.append(lambda operation, label, num: sent.append((operation, num)))
+    delegating_group.listeners.append(lambda operation, label, num: sent.append((operation, num)))
     found: dict[str, Any] = {}
     for name, way in {**WAYS, **GATHERING}.items():
         truth = whole.clone().requires_grad_()
@@ -209,7 +209,7 @@ def wire(world: Any, names: list[str]) -> dict[str, Counter[str]]:
     """Bytes that this rank hands to each operation in a forward and backward pass."""
     axes = axes_of(world)
     sent: Counter[str] = Counter()
-    process_group.listeners.append(lambda operation, label, num: sent.update({operation: num}))
+    delegating_group.listeners.append(lambda operation, label, num: sent.update({operation: num}))
     found = {}
     for name in names:
         model, (value, target) = ZOO[name].build(torch.float64), ZOO[name].batch(B, dtype=torch.float64)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
-from nbkit.layout import bounds
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.tensor import VocabShard, collectives
+from nbkit.tensor_layout import bounds
 
 V, B, T = 11, 3, 5
 
@@ -56,7 +56,7 @@ def shards(world: Any) -> dict[str, Any]:
     target = torch.randint(V, (B, T), generator=draw)
     start, stop = bounds(V, group.size(), group.rank())
     sent: list[int] = []
-    process_group.listeners.append(lambda operation, label, num: sent.append(num))
+    delegating_group.listeners.append(lambda operation, label, num: sent.append(num))
     found: dict[str, Any] = {}
     for name, loss in {**losses(target), **gathering(target)}.items():
         truth = whole.clone().requires_grad_()

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.zero3.traversal_order import backward_tour, nested
+from nbkit.rank.parallel.zero3.backward_order import backward_tour, nested
+from nbkit.tensor_layout import Layout
 
 D = 6
 
@@ -187,9 +187,9 @@ def wrapped(world: Any) -> list[float]:
     found = []
     for entry in (module, module.inner, module.inner.inner):
         heard: list[str] = []
-        process_group.listeners.append(lambda op, group, nbytes, heard=heard: heard.append(op))
+        delegating_group.listeners.append(lambda op, group, nbytes, heard=heard: heard.append(op))
         step(axis, entry, rank)
-        process_group.listeners.clear()
+        delegating_group.listeners.clear()
         assert heard.count("all_gather") == 5 + 4
         found.append(gap(axis, Wrapper(Wrapper(net))))
         for p in axis.held.values():
@@ -214,7 +214,7 @@ def pipelined(world: Any) -> list[Any]:
     for keep in (True, False):
         module, axis = prepared(world, built(""), keep=keep)
         heard: list[str] = []
-        process_group.listeners.append(lambda op, group, nbytes, heard=heard: heard.append(op))
+        delegating_group.listeners.append(lambda op, group, nbytes, heard=heard: heard.append(op))
         axis.reset()
         losses = [module(x).square().sum() for x in data(rank, 3)]
         if not keep:
@@ -227,7 +227,7 @@ def pipelined(world: Any) -> list[Any]:
                 loss.backward()
             axis.finish()
             found += [gap(axis, reference("", ranks, 3)), heard.count("all_gather"), heard.count("reduce_scatter")]
-        process_group.listeners.clear()
+        delegating_group.listeners.clear()
         axis.begin_again()
         # Left in the middle of everything, the next step is right.
         step(axis, module, rank)

@@ -11,13 +11,13 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.mesh import Mesh
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
+from nbkit.tensor_layout import Layout
 
 WIDTH, LAYERS = 256, 6
 
@@ -68,7 +68,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         optimizer.zero_grad()
         axis.reset()
         if step == 2:
-            process_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
+            delegating_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
             for block in module.blocks:
 
                 def look(*_: Any) -> None:
@@ -86,7 +86,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         axis.finish()
         optimizer.step()
         axis.after_step()
-    process_group.listeners.clear()
+    delegating_group.listeners.clear()
     del output
     time.sleep(0.5)  # gloo's threads let go of what they sent a moment after it has arrived
     held = num_bytes() - before

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
-from nbkit.layout import Layout
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.checkpoint.write_plan import Everyone, shares
 from nbkit.rank.train.trainer import Trainer
+from nbkit.tensor_layout import Layout
 
 THROUGH = ("ddp", "zero1", "dp=2 tp=2", "zero3", "pp microbatches=4", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}

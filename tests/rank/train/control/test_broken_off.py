@@ -13,7 +13,7 @@ from ranks import next_generation, run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm import process_group
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel import ddp
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import sockets
@@ -163,7 +163,7 @@ def in_the_last_backward(world: Any) -> list[float]:
             passes.append(1)
             if len(passes) == 4:
                 time.sleep(0.5)  # the other rank would have updated its weights by now
-                for group in process_group.live():  # what the watchdog does, so that the other rank waits no longer
+                for group in delegating_group.live():  # what the watchdog does, so that the other rank waits no longer
                     sockets.shut(group.sockets)
                 raise KeyboardInterrupt
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from nbkit.errors import UsageError
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.recorder import Recorder
+from nbkit.rank.train.run_recorder import Recorder
 
 CPU = torch.device("cpu")
 GB = 1 << 30

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from nbkit.layout import Layout
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.module.meta_module import skeleton_of
@@ -15,6 +14,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.shard_layouts import RankLayouts, ShardLayouts
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 
 class Counting(GPT):

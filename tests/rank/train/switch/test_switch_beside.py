@@ -14,7 +14,7 @@ import torch
 from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.controls import Controls
+from nbkit.bridge.training_requests import Controls
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.comm.all_gather_objects import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from nbkit.bridge.controls import Control, Controls
+from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying

@@ -17,7 +17,7 @@ import torch
 from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.controls import Control, Controls
+from nbkit.bridge.training_requests import Control, Controls
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
 from nbkit.rank.telemetry.phases import clock

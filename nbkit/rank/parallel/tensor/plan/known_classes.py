@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import functional as F
 
-from nbkit.rank.parallel.tensor.plan.infer import POINTWISE
+from nbkit.rank.parallel.tensor.plan.infer_plan import POINTWISE
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 

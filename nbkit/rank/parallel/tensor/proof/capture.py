@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbkit.rank.parallel.pipeline.dataflow import _memory, tensors_in, written_by
+from nbkit.rank.parallel.pipeline.trace_dataflow import _memory, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 

@@ -22,10 +22,10 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import placeholder
 from nbkit.rank.parallel.pipeline.layer_chain import unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
-from nbkit.rank.parallel.tensor.plan.choose import candidates
+from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
-from nbkit.rank.parallel.tensor.proof.calls import kind_of
+from nbkit.rank.parallel.tensor.proof.call_kinds import kind_of
 from nbkit.rank.parallel.tensor.proof.capture import Call, Capture, Given
 from nbkit.rank.parallel.tensor.proof.gradients import Gradients
 from nbkit.rank.parallel.tensor.proof.paths import inside, relative, relative_path, under

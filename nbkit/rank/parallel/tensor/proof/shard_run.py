@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nbkit.layout import bounds
 from nbkit.rank.parallel.tensor.attention import _Weights
 from nbkit.rank.parallel.tensor.column_row_pair import first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import sizes
@@ -27,6 +26,7 @@ from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
 from nbkit.rank.parallel.tensor.proof.compare import unlike
 from nbkit.rank.parallel.tensor.proof.twin import Unit, WithoutDropout, twin_of
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Differs", "Point", "Run"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nbkit.layout import bounds
 from nbkit.rank.parallel.module.meta_module import placeholder
 from nbkit.rank.parallel.tensor.column_row_pair import become
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
+from nbkit.tensor_layout import bounds
 
 __all__ = ["Maps", "Unit", "WithoutDropout", "twin_of"]
 

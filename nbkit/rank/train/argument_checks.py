@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.layout import bounds
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.tensor_layout import bounds
 
 __all__ = [
     "check_counts",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from nbkit.layout import Layout
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.tensor_layout import Layout
 
 __all__ = ["copy_part", "fill_state", "fill_weights"]
 

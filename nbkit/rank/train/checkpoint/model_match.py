@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbkit.errors import TrainingError
-from nbkit.layout import Layout
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.tensor_layout import Layout
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader

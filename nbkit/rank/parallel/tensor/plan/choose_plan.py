@@ -9,7 +9,7 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.plan.heads import counts_heads, heads_of
-from nbkit.rank.parallel.tensor.plan.infer import infer_pairs, infer_vocabulary
+from nbkit.rank.parallel.tensor.plan.infer_plan import infer_pairs, infer_vocabulary
 from nbkit.rank.parallel.tensor.plan.known_classes import known_block, known_pair, known_path
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_lora, sizes
 from nbkit.rank.parallel.tensor.plan.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
