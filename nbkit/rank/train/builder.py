@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError
+from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
@@ -41,7 +42,6 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.seeding import build
-from nbkit.rank.train.checkpoint.checkpoint import agree
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload

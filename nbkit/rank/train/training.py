@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -162,29 +161,12 @@ class Training:
 
         Raises TrainingError on every rank when one could not write: what was at `path` before stands.
         """
-        about = {
-            "step": self.step,
-            "position": self.feed.position(),
-            "history": list(self.ledger.records),
-            "seed": self.seed,
-            "precision": self.precision.state_dict(),
-            "strategy": str(self.strategy),
-        }
-        checkpoint.save(
-            path,
-            self.sharded_model,
-            self.optimizer.inner,
-            skeleton=self.builder.skeleton,
-            groups=self._groups(),
-            about=about,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        about = {"history": list(self.ledger.records), "seed": self.seed}
+        checkpoint.save(path, self.state, self.builder, about)
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
-        skeleton, groups = self.builder.skeleton, self._groups()
-        return checkpoint.opened(path, self.sharded_model, self.optimizer.inner, skeleton=skeleton, groups=groups)
+        return checkpoint.opened(path, self.state, self.builder)
 
     def load(self, saved: checkpoint.Saved) -> None:
         """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.
@@ -203,16 +185,7 @@ class Training:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         self.level()
-        return checkpoint.full_state_dict(
-            self.sharded_model,
-            skeleton=self.builder.skeleton,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-        )
-
-    def _groups(self) -> Sequence[Sequence[str]]:
-        return self.builder.template.groups_of(self.optimizer.inner, self.sharded_model.held)
+        return checkpoint.full_state_dict(self.sharded_model, self.builder)
 
     def bytes_per_element(self) -> dict[str, dict[str, int]]:
         """Of every parameter, and of what the optimizer keeps of it: see job_state.bytes_per_element."""

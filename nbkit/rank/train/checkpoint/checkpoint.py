@@ -7,23 +7,24 @@ it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.errors import NbkitError, TrainingError
 from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.comm.agree import agree, failed
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
+from nbkit.rank.train.training_state import TrainingState
 from nbkit.tensor_layout import Layout
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Saved",
-    "agree",
     "full_state_dict",
     "opened",
     "restore",
@@ -40,7 +40,6 @@ __all__ = [
     "take_settings",
 ]
 
-_HINT = "a path that every rank sees, with room and rights to write"
 _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 # How an optimizer computes is this run's business; what it computes is the checkpoint's.
@@ -59,20 +58,9 @@ class Saved:
         return self.reader.about
 
 
-def save(
-    path: str | Path,
-    sharded_model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    *,
-    skeleton: nn.Module,
-    groups: Sequence[Sequence[str]],
-    about: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-) -> None:
-    """Write what `sharded_model` and `optimizer` hold, and `about`, to the directory `path`. Collective.
+def save(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> None:
+    """Write `state`, and `about`, what else is to be kept, to the directory `path`. Collective.
 
-    groups: the names of the parameters in each of the optimizer's groups.
     Raises TrainingError on every rank when one could not write: what was at `path` before stands.
     """
     # Its import takes a while, which only those who save wait for.
@@ -81,14 +69,25 @@ def save(
 
     from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
 
+    sharded_model, optimizer, rank = state.sharded_model, state.optimizer, builder.rank
     held = job_state.state(sharded_model, optimizer)
-    every = everyone(held, job_state.scalars(sharded_model, optimizer), world_size=world_size)
+    every = everyone(held, job_state.scalars(sharded_model, optimizer), builder.world_size, builder.device)
     written = [""]
 
     def describe() -> None:
-        of_model = {"names": _names_of(skeleton), "groups": groups}
-        of_optimizer = {"settings": settings_of(optimizer), "numbers": dict(every.numbers)}
-        written[0] = encoded({**of_model, **of_optimizer, **about})
+        written[0] = encoded(
+            {
+                "names": _names_of(builder.skeleton),
+                "groups": builder.template.groups_of(optimizer, sharded_model.held),
+                "settings": settings_of(optimizer),
+                "numbers": dict(every.numbers),
+                "step": state.step,
+                "position": state.position,
+                "precision": state.precision,
+                "strategy": str(sharded_model.strategy),
+                **about,
+            }
+        )
 
     what = f"The checkpoint {str(path)!r} could not be written."
     agree(describe if rank == 0 else lambda: None, what=what)
@@ -102,17 +101,10 @@ def save(
         failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
         if isinstance(own := failures.get(rank), KeyboardInterrupt):
             raise own from None
-        raise _failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
+        raise failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
 
 
-def opened(
-    path: str | Path,
-    sharded_model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    *,
-    skeleton: nn.Module,
-    groups: Sequence[Sequence[str]],
-) -> Saved:
+def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:
     """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
     Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit. Each rank reads what it
@@ -130,12 +122,13 @@ def opened(
     what = f"The checkpoint {str(path)!r} could not be read."
     agree(open_it, what=what, hint=_WHOLE)
     saved = found[0]
-    own = settings_of(optimizer)
+    own, held = settings_of(state.optimizer), state.sharded_model.held
     settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
 
     def look_through() -> None:
-        check_fits(saved.about, names=_names_of(skeleton), groups=groups, settings=settings)
-        check_tensors(saved.reader, sharded_model)
+        groups = builder.template.groups_of(state.optimizer, held)
+        check_fits(saved.about, names=_names_of(builder.skeleton), groups=groups, settings=settings)
+        check_tensors(saved.reader, state.sharded_model)
 
     agree(look_through, what=what, hint=_WHOLE)
     return saved
@@ -162,20 +155,20 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
     sharded_model.data.refresh()
 
 
-def full_state_dict(
-    sharded_model: ShardedModel, *, skeleton: nn.Module, rank: int, world_size: int, device: torch.device
-) -> dict[str, Tensor]:
+def full_state_dict(sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
     """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
 
     Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """
     own = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
-    every = everyone(own, {}, world_size=world_size)
-    names = _names_of(skeleton)
+    every = everyone(own, {}, builder.world_size, builder.device)
+    names = _names_of(builder.skeleton)
     wanted = {key: Layout.whole(shape) for _, key, shape in names}
-    plan = Plan.of(every.layouts, [wanted] * world_size, {key: kind.itemsize for key, kind in every.kinds.items()})
+    plan = Plan.of(
+        every.layouts, [wanted] * builder.world_size, {key: kind.itemsize for key, kind in every.kinds.items()}
+    )
     whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}
-    Exchange(plan, rank).run(own, whole, device=device)
+    Exchange(plan, builder.rank).run(own, whole, device=builder.device)
     return {name: whole[key][0] for name, key, _ in names}
 
 
@@ -211,30 +204,3 @@ def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) 
                 group[key].fill_(value)
             else:
                 group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-
-
-def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
-    """Run `act` on every rank. Raises TrainingError on all of them when it failed on any, or returned other texts.
-
-    It says `what`, and why of the first rank that failed; on a rank whose own was an error of ours, that one is raised.
-    """
-    failure, mark, own = "", None, None
-    try:
-        mark = act()
-    except NbkitError as error:
-        own, failure = error, error.what + f" {error.numbers}" * bool(error.numbers)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    told = [(failure, mark)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [("", None)] * dist.get_world_size()
-        dist.all_gather_object(told, (failure, mark))
-    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
-        raise own or _failed(what, failed, hint)
-    if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
-        raise _failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
-
-
-def _failed(what: str, failures: list[tuple[int, str]], hint: str = _HINT) -> TrainingError:
-    more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-    return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbkit.planner.reshard.boxes import halves, held, uncovered
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.tensor_layout import Box, Layout
 
@@ -30,16 +28,15 @@ class Everyone:
     numbers: Mapping[str, Mapping[str, Any]]
 
 
-def everyone(own: JobState, numbers: Mapping[str, Mapping[str, Any]], *, world_size: int) -> Everyone:
-    """Tell each other what everyone holds. Collective: one all-gather of layouts and numbers, compressed."""
+def everyone(
+    own: JobState, numbers: Mapping[str, Mapping[str, Any]], world_size: int, device: torch.device
+) -> Everyone:
+    """What all ranks hold. Collective: one all-gather of layouts and numbers."""
     # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
     known: dict[Layout, Layout] = {}
     layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in own.items()}
-    found: list[Any] = [(layouts, {key: tensor.dtype for key, (tensor, _) in own.items()}, numbers)]
-    if world_size > 1:
-        packed: list[bytes] = [b""] * world_size
-        dist.all_gather_object(packed, zlib.compress(pickle.dumps(found[0])))
-        found = [pickle.loads(zlib.decompress(each)) for each in packed]
+    mine = layouts, {key: tensor.dtype for key, (tensor, _) in own.items()}, numbers
+    found = all_gather_objects(mine, world_size=world_size, device=device)
     return Everyone(
         tuple({key: known.setdefault(layout, layout) for key, layout in one.items()} for one, _, _ in found),
         {key: kind for _, kinds, _ in found for key, kind in kinds.items()},

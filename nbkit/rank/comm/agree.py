@@ -1,0 +1,41 @@
+"""What any rank may fail in, and all must know of: run on every rank, and raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from nbkit.errors import NbkitError, TrainingError
+
+__all__ = ["agree", "failed"]
+
+_HINT = "a path that every rank sees, with room and rights to write"
+
+
+def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
+    """Run `act` on every rank. Raises TrainingError on all of them when it failed on any, or returned other texts.
+
+    It says `what`, and why of the first rank that failed; on a rank whose own was an error of ours, that one is raised.
+    """
+    failure, mark, own = "", None, None
+    try:
+        mark = act()
+    except NbkitError as error:
+        own, failure = error, error.what + f" {error.numbers}" * bool(error.numbers)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    told = [(failure, mark)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [("", None)] * dist.get_world_size()
+        dist.all_gather_object(told, (failure, mark))
+    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        raise own or failed(what, failed, hint)
+    if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
+        raise failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
+
+
+def failed(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:
+    """The error that every rank raises: `what`, and why of the first of the ranks that failed."""
+    more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
