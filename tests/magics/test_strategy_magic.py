@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import pytest
 from kernel_client import Kernel
 
+# Trainings rest in each step: what is waited for comes as soon, and the machine is free for who waits.
 TRAINER = """%%distributed
+import time
 torch.set_num_threads(1)
 trainer = nbkit.Trainer(
     model=lambda: nbkit.GPT(nbkit.GPTConfig(block=16, layers=2, heads=2, width=16)),
     loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    data=nbkit.TextDataset(block=16, limit=20_000), batch_size=8, log_dir=None, progress=False)"""
+    data=nbkit.TextDataset(block=16, limit=20_000), batch_size=8, log_dir=None, progress=False,
+    callbacks=[lambda *_: time.sleep(0.02)])"""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,7 @@ def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
 
 
 FRAGILE = """%%distributed
+import time
 class Fragile(torch.nn.Module):
     def forward(self, x):
         if fragile is not None and rank == 1 and str(fragile.strategy) == "dp=2 zero=3":
@@ -111,7 +115,8 @@ def made():
     data = [(torch.randn(6, generator=draw), torch.tensor(i % 3)) for i in range(64)]
     return nbkit.Trainer(
         model=build, loss=torch.nn.functional.cross_entropy, data=data, batch_size=8, log_dir=None, progress=False,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        callbacks=[lambda *_: time.sleep(0.02)])
 
 fragile = None
 fragile = made()"""
@@ -155,13 +160,13 @@ def test_a_strategy_whose_first_step_fails_is_taken_back_and_training_goes_on(ke
 
 
 def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
-    kernel.run("%%distributed --detach\nimport time; time.sleep(6)")
+    kernel.run("%%distributed --detach\nimport time; time.sleep(60)")
 
     refused = kernel.run("%strategy ddp")
 
     assert refused.status == "error"
     assert "The ranks are busy" in refused.text
-    kernel.run("%train wait")
+    kernel.run("handle.stop()")
 
 
 def test_words_that_do_not_go_together(kernel: Kernel) -> None:

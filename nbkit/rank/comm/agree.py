@@ -29,8 +29,8 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
     if dist.is_initialized() and dist.get_world_size() > 1:
         told = [("", None)] * dist.get_world_size()
         dist.all_gather_object(told, (failure, mark))
-    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
-        raise own or failed(what, failed, hint)
+    if broken := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        raise own or failed(what, broken, hint)
     if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
         raise failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nbkit import Cluster
-from nbkit.errors import CellError, CellRunning, UsageError
+from nbkit.errors import CellError, CellRunning, ClusterExists, UsageError
 
 
 def plain(text: str) -> str:
@@ -41,6 +41,25 @@ def test_the_process_group_is_up_and_says_gloo(two: Cluster) -> None:
 def test_a_second_init_process_group_is_harmless(two: Cluster) -> None:
     results = two.run("dist.init_process_group('gloo'); x = torch.ones(1); dist.all_reduce(x); x.item()")
     assert results.values == {0: 2.0, 1: 2.0}
+
+
+def test_a_name_can_be_used_once_at_a_time(two: Cluster) -> None:
+    with pytest.raises(ClusterExists, match="attach two"):
+        Cluster.start(2, cpu=True, name="two")
+    assert two.run("rank").values == {0: 0, 1: 1}
+
+
+def test_an_idle_cluster_is_next_to_no_work(two: Cluster) -> None:
+    roots = [psutil.Process(pid) for pid in (two.entry.controller.pid, two.entry.parent.pid)]
+    family = [member for root in roots for member in (root, *root.children(recursive=True))]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        before = sum(member.num_ctx_switches().voluntary for member in family)
+        time.sleep(2)
+        # The heartbeat wakes the hub some 5 times a second; at its first pace it is 40 times.
+        if (sum(member.num_ctx_switches().voluntary for member in family) - before) / 2 < 15:
+            return
+    pytest.fail("the heartbeat has not slowed down")
 
 
 def test_nothing_listens_but_on_loopback(two: Cluster) -> None:

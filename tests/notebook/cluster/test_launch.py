@@ -72,16 +72,6 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
     assert registry.find("interrupted") is None
 
 
-def test_a_name_can_be_used_once_at_a_time(nbkit_home: Path) -> None:
-    cluster = Cluster.start(2, cpu=True, name="one")
-    try:
-        with pytest.raises(ClusterExists, match="attach one"):
-            Cluster.start(2, cpu=True, name="one")
-        assert cluster.run("rank").values == {0: 0, 1: 1}
-    finally:
-        cluster.stop()
-
-
 def test_a_nameless_cluster_gets_a_name_and_is_listed(nbkit_home: Path) -> None:
     cluster = Cluster.start(1, cpu=True)
     try:
@@ -178,23 +168,6 @@ def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypa
     finally:
         cluster.stop()
     assert processes_of(nbkit_home) == []
-
-
-def test_an_idle_cluster_is_next_to_no_work(nbkit_home: Path) -> None:
-    cluster = Cluster.start(2, cpu=True, name="calm")
-    try:
-        roots = [psutil.Process(pid) for pid in (cluster.entry.controller.pid, cluster.entry.parent.pid)]
-        family = [member for root in roots for member in (root, *root.children(recursive=True))]
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            before = sum(member.num_ctx_switches().voluntary for member in family)
-            time.sleep(2)
-            # The heartbeat wakes the hub some 5 times a second; at its first pace it is 40 times.
-            if (sum(member.num_ctx_switches().voluntary for member in family) - before) / 2 < 15:
-                return
-        pytest.fail("the heartbeat has not slowed down")
-    finally:
-        cluster.stop()
 
 
 def test_more_ranks_than_cores_is_allowed_and_said(nbkit_home: Path) -> None:
