@@ -341,3 +341,14 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
     run.event("run_stopped", reason="done")
     assert fit(0, until=5) == {"step 5 · "}  # a loop over job.batches
     run.close()
+
+
+def test_the_last_step_is_sent_also_when_the_picture_has_read_it_first(run: Any) -> None:
+    page = Page()
+    refresh = RefreshThread(lambda: run.folder, page.take)
+    refresh.turn(1.0)
+    run.step()
+    assert refresh.reader is not None
+    refresh.reader.picture()
+    refresh.turn(100.0)
+    assert page.points[-1][0] == 21

@@ -96,11 +96,12 @@ class RefreshThread:
 
     def _tell_curve(self) -> None:
         assert self.reader is not None
-        new = self.reader.look()
-        if not new and self._told[0] >= 0:
-            return
         with self.reader.lock:
+            self.reader.look()
             curve = self.reader.curve
+            # Not what `look` has read: a picture reads the same file.
+            if self._told == (curve.epoch, len(curve.points), len(curve.events)):
+                return
             grown = curve.since(*self._told)
             self._told = grown.epoch, len(curve.points), len(curve.events)
             content = {
