@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nbkit.errors import NbkitError, TrainingError
 
-__all__ = ["agree", "failed"]
+__all__ = ["agree", "failed_on"]
 
 _HINT = "a path that every rank sees, with room and rights to write"
 
@@ -29,13 +29,13 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
     if dist.is_initialized() and dist.get_world_size() > 1:
         told = [("", None)] * dist.get_world_size()
         dist.all_gather_object(told, (failure, mark))
-    if broken := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
-        raise own or failed(what, broken, hint)
+    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        raise own or failed_on(what, failed, hint)
     if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
-        raise failed(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
+        raise failed_on(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
 
 
-def failed(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:
+def failed_on(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:
     """The error that every rank raises: `what`, and why of the first of the ranks that failed."""
     more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)

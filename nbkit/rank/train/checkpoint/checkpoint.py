@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.planner.reshard.exchange import Plan
-from nbkit.rank.comm.agree import agree, failed
+from nbkit.rank.comm.agree import agree, failed_on
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
@@ -101,7 +101,7 @@ def save(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
         failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
         if isinstance(own := failures.get(rank), KeyboardInterrupt):
             raise own from None
-        raise failed(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
+        raise failed_on(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
 
 
 def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:
