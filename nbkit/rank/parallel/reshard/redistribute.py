@@ -2,7 +2,7 @@
 
 On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
 plan. A plan that moves nothing sends no message. Both sides are there at the same time; where memory does not hold
-them, see inplace.py.
+them, see redistribute_in_place.py.
 """
 
 from __future__ import annotations
