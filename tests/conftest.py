@@ -21,6 +21,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
             folder = file.rpartition("/")[0]
-            return folder if (config.rootpath / folder / "__init__.py").exists() else file
+            shared = folder != "tests" and (config.rootpath / folder / "__init__.py").exists()
+            return folder if shared else file
 
     return Scheduling(config, log)

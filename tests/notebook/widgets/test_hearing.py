@@ -60,4 +60,4 @@ def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str]) -> 
     display_with_words(Shown(), "Nothing above?")
 
     shown = capsys.readouterr().out
-    assert 0 < shown.index("the panel as text") < shown.index("Nothing above?")
+    assert shown.index("the panel as text") < shown.index("Nothing above?")

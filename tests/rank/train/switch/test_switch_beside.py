@@ -199,7 +199,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plans, "_holdings", without_one)
+        patch.setattr(Plans, "_layouts_by_rank", without_one)
         patch.setattr(joining, "plan_together", _noted(said, joining.plan_together))
         found["told"] = trainer.switch("zero1").identical
     found["said"] = len(said)

@@ -37,7 +37,7 @@ def through_tp(world: Any) -> dict[str, Any]:
         foretold, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         table = {row["strategy"]: row for row in strategy_table.table(job.job)["options"]}
-        seen = strategy_table.foresight_of(job.job)
+        seen = job.job.cost_model()
         again = job.switch(text)  # whatever the order: it is the strategy in force
         said.append(
             {
