@@ -182,6 +182,8 @@ class Trainer:
                 numbers=f"steps={steps}, until={until}",
                 hint="trainer.fit(500)   or   trainer.fit(until=2000)",
             )
+        if until is not None:
+            self.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
         first = self.step
         left = steps or max((until or 0) - first, 0)
         if not left:

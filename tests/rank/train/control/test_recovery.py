@@ -35,7 +35,11 @@ class Interruptible(torch.optim.AdamW):
         super().step()
 
 
-def interrupted(world: Any, within: tuple[int, ...]) -> dict[str, Any]:
+def interrupted_until(world: Any) -> dict[str, Any]:
+    return interrupted(world, (0,), until=6)
+
+
+def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, Any]:
     """Ranks in `within` break off inside their third optimizer step, the others right after it."""
     rank = world.place.rank
     Interruptible.when = "within" if rank in within else ""
@@ -55,7 +59,7 @@ def interrupted(world: Any, within: tuple[int, ...]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(3)
+            trainer.fit(**again or {"steps": 3})
         except TrainingError as error:
             return {"error": str(error)}
     return {
@@ -76,6 +80,13 @@ def test_ranks_interrupted_within_and_after_a_step_go_on_from_the_whole_one() ->
         torch.testing.assert_close(one["weights"], flat(model), rtol=1e-4, atol=1e-6)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     assert "2, 3; all go on from rank 1's step 3" in found[0]["said"][0] and not found[1]["said"]
+
+
+def test_until_counts_from_where_the_ranks_stand_together() -> None:
+    found = run_ranks(interrupted_until, 2)
+
+    assert [one["before"] for one in found] == [2, 3]
+    assert [len(one["losses"]) for one in found] == [6, 6] and found[0]["losses"] == found[1]["losses"]
 
 
 def test_when_no_rank_has_whole_weights_it_says_so() -> None:
