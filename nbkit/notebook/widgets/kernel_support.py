@@ -12,7 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["display_with_words", "hear_always", "here", "in_vscode", "kernel_version", "lost_words", "note_words"]
+__all__ = [
+    "display_with_words",
+    "hear_always",
+    "here",
+    "in_vscode",
+    "kernel_version",
+    "lost_words",
+    "note_words",
+    "text_and_widget",
+]
 
 _DETACH = "%%distributed --detach"
 _HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell
@@ -54,6 +63,14 @@ def lost_words(version: str, *, vscode: bool) -> str:
         f"over. Train with {_DETACH} and it is there at once, or update ipykernel "
         "(pip install -U ipykernel) and restart the kernel."
     )
+
+
+def text_and_widget(text: str, widget: Any, **options: Any) -> dict[str, Any]:
+    """A MIME bundle: the text for pages and notebooks without widgets, and the widget where it is not None."""
+    bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+    shown = (widget._repr_mimebundle_(**options) or {}) if widget is not None else {}
+    # Some versions of ipywidgets give (bundle, metadata).
+    return dict(shown[0] if isinstance(shown, tuple) else shown) | bundle
 
 
 def display_with_words(obj: Any, words: str) -> None:

@@ -6,7 +6,6 @@ nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
 
 from __future__ import annotations
 
-import html
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
-from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words
+from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, text_and_widget
 from nbkit.notebook.widgets.report import write_report
 
 __all__ = ["Dashboard"]
@@ -101,13 +100,7 @@ class Dashboard:
         display_with_words(self, lost_words(**here()) if self.widget is not None else "")
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        text = repr(self)
-        bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
-        if self.widget is not None:
-            shown = self.widget._repr_mimebundle_(**options) or {}
-            shown = shown[0] if isinstance(shown, tuple) else shown
-            bundle |= {kind: data for kind, data in shown.items() if kind not in bundle}
-        return bundle
+        return text_and_widget(repr(self), self.widget, **options)
 
 
 def _always(folder: str | Path) -> Callable[[], Path]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import threading
 from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster.cluster import Cluster, current
-from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, note_words
+from nbkit.notebook.widgets.kernel_support import (
+    display_with_words,
+    hear_always,
+    here,
+    lost_words,
+    note_words,
+    text_and_widget,
+)
 from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
@@ -45,17 +51,7 @@ class StrategyPanel:
         display_with_words(self, lost_words(**here()) if self.widget is not None else "")
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        text = repr(self)
-        bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
-        if self.widget is not None:
-            shown = self.widget._repr_mimebundle_(**options) or {}
-            bundle |= {kind: data for kind, data in _plain(shown).items() if kind not in bundle}
-        return bundle
-
-
-def _plain(shown: Any) -> dict[str, Any]:
-    """The MIME bundle, also where it comes as (bundle, metadata)."""
-    return dict(shown[0] if isinstance(shown, tuple) else shown)
+        return text_and_widget(repr(self), self.widget, **options)
 
 
 def _widget(controller: PanelController) -> Any:
