@@ -107,7 +107,8 @@ class Requests:
         return {"cell": request.id, "source": request.source, "number": request.number, "ranks": request.ranks}
 
     def stop(self, cell: str, number: int, live: bool = False) -> dict[str, Any]:
-        return {"found": self.stopping.stop(cell, number, live)}
+        patience = self.stopping.stop(cell, number, live)
+        return {"found": patience is not None, "patience": patience or 0.0}
 
     def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
         """Queue a live cell for the step boundary that all ranks agree on."""

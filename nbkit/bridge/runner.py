@@ -40,11 +40,12 @@ RECORDS_KEPT = 50
 
 @dataclass
 class Running:
-    """A cell that runs now."""
+    """A cell that runs now. asked: the user wants it to stop. stopped: it was interrupted for that."""
 
     request: CellRequest
     started: float
     released: str = ""
+    asked: bool = False
     stopped: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 

@@ -8,12 +8,13 @@ because the main thread is the one that is stuck.
 from __future__ import annotations
 
 import threading
+import time
 
 from nbkit.bridge.runner import Runner, Running
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog
 
-COOPERATE_SECONDS = 0.7  # a training gets this long to reach its next step boundary
+TICK_SECONDS = 0.05
 SIGINT_SECONDS = 0.15  # Python code needs less than that; what needs more is waiting in C
 AGAIN_SECONDS = 0.5
 ROUNDS = 20
@@ -25,12 +26,14 @@ class Stopping:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.withdrawn: set[str] = set()  # live cells whose stop came before they began
+        self._hurried: set[str] = set()  # cells that were asked twice: their training is not waited for
 
-    def stop(self, cell: str, number: int, live: bool = False) -> bool:
-        """The user's Stop. False: the cell does not run here.
+    def stop(self, cell: str, number: int, live: bool = False) -> float | None:
+        """The user's Stop; asked again, it interrupts at once.
 
         number: of the request that asks a training to stop at a step boundary, the same on every rank.
         live: it is a live cell that is stopped; the training around it goes on.
+        Returns the seconds that a training gets to reach that boundary, 0 without one; None: no such cell runs here.
         """
         # Posted in any case: the numbers of requests have no gap, or later ones would wait for the missing one.
         step_boundary.inbox.post(number, "nothing" if live else "stop", None)
@@ -38,9 +41,14 @@ class Stopping:
         if running is None:
             if live:
                 self.withdrawn.add(cell)
-            return False
-        threading.Thread(target=self._stop, args=(running, live), name="nbkit-stop", daemon=True).start()
-        return True
+            return None
+        if running.asked:
+            self._hurried.add(cell)
+            return 0.0
+        running.asked = True
+        patience = 0.0 if live else step_boundary.patience()
+        threading.Thread(target=self._stop, args=(running, patience), name="nbkit-stop", daemon=True).start()
+        return patience
 
     def release(self, cell: str, reason: str) -> None:
         """Another rank failed: end this rank's part of the cell too. reason: "rank 1 failed"."""
@@ -50,8 +58,8 @@ class Stopping:
         running.released = reason
         threading.Thread(target=self._release, args=(running, reason), name="nbkit-release", daemon=True).start()
 
-    def _stop(self, running: Running, live: bool) -> None:
-        if not live and step_boundary.training() is not None and running.ended.wait(COOPERATE_SECONDS):
+    def _stop(self, running: Running, patience: float) -> None:
+        if self._ends_in(running, patience):
             return
         running.stopped = True
         self.runner.interrupt(running)
@@ -64,6 +72,19 @@ class Stopping:
         if not running.ended.wait(SIGINT_SECONDS):
             self.runner.interrupt(running)
             self._insist(running)
+
+    def _ends_in(self, running: Running, patience: float) -> bool:
+        """Whether the training in the cell reaches a boundary in time, and the cell ends there.
+
+        An interrupt within a step can cost the training: ranks that hold different parts of a model may then stand at
+        different steps.
+        """
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and running.request.id not in self._hurried:
+            if running.ended.wait(TICK_SECONDS):
+                return True
+        self._hurried.discard(running.request.id)
+        return False
 
     def _insist(self, running: Running) -> None:
         """User code may swallow one interrupt in a loop of its own; it rarely swallows twenty."""

@@ -16,7 +16,7 @@ from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 2 --cpu --ttl 30 --name shown",
+    "start": "%cluster start -n 2 --cpu --ttl 10min --name shown",
     "dashboard": "%dashboard",
     "trainer": (
         "%%distributed\nimport time\n"

@@ -12,7 +12,7 @@ import pytest
 
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 2 --cpu --ttl 30",
+    "start": "%cluster start -n 2 --cpu --ttl 10min",
     "values": "%%distributed\nx = torch.ones(1) * (rank + 1); dist.all_reduce(x)\nprint('from', rank)\nx.item()",
     "ticks": "%%distributed\nimport time\nfor tick in range(600):\n    print('tick', tick)\n    time.sleep(0.05)",
     "kept": "%%distributed\ntick > 3",

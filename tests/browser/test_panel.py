@@ -12,7 +12,7 @@ import pytest
 
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 4 --cpu --ttl 30",
+    "start": "%cluster start -n 4 --cpu --ttl 10min",
     "trainer": (
         "%%distributed\nimport time\n"
         "torch.set_num_threads(1)\n"
@@ -61,10 +61,16 @@ class PanelOnPage:
     def __init__(self, page: Any, cell: int) -> None:
         self.page, self.root = page, page.cell(cell).locator(".nbkit-panel")
 
+    def trained(self) -> str:
+        """The end of what the cell that trains shows."""
+        return str(self.page.output(NUMBER["train"]))[-1000:]
+
     def wait(self, what: Callable[[], bool], why: str, seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < deadline, f"{why}; the panel shows:\n{self.root.inner_text()}"
+            assert time.monotonic() < deadline, (
+                f"{why}; the panel shows:\n{self.root.inner_text()}\nand the cell that trains:\n{self.trained()}"
+            )
             self.page.page.wait_for_timeout(100)
 
     @property

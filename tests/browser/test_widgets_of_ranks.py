@@ -13,7 +13,7 @@ from tests.browser.test_lab import notebook_of
 
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 4 --cpu --ttl 30",
+    "start": "%cluster start -n 4 --cpu --ttl 10min",
     "widget": (
         "%%distributed\nfrom tqdm.notebook import tqdm\nimport os, time\n"
         "for i in tqdm(range(40), desc='epoch'):\n"

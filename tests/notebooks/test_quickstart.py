@@ -15,7 +15,7 @@ from clusters import end_clusters
 from nbkit.notebook.cluster import registry
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "01_quickstart.ipynb"
-SMALL = 'CLUSTER = "-n 2 --cpu --ttl 30"\nSTEPS, MORE_STEPS, BATCH, TEXT_BYTES = 60, 100, 4, 300_000'
+SMALL = 'CLUSTER = "-n 2 --cpu --ttl 10min"\nSTEPS, MORE_STEPS, BATCH, TEXT_BYTES = 60, 100, 4, 300_000'
 ASK = "import json; print(json.dumps({'losses': losses, 'bigram': bigram}))"
 SECONDS_PER_CELL = 120
 

@@ -15,6 +15,7 @@ import pytest
 from nbkit import Cluster
 from nbkit.errors import CellError, CellStopped
 from nbkit.notebook.cluster.cells import rank_signals
+from nbkit.notebook.cluster.cells.handle import CellHandle
 
 # `re` holds the interpreter and looks for signals now and then; the sum holds it and never looks.
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
@@ -263,3 +264,53 @@ def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, 
     assert handle.status == "interrupted"
     assert 3 in mortal.connection.deaths
     assert shown.text.count("has not ended") == 1
+
+
+# Rank 1 sleeps within the optimizer's step: an interrupt there leaves rank 0 a step ahead.
+SLOW_TRAINING = """
+import time
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(naps.pop() * rank if naps else 0)
+        super().step(closure)
+naps = []
+trainer = nbkit.Trainer(
+    model=lambda: nbkit.GPT(nbkit.GPTConfig(block=8, layers=2, heads=2, width=8)),
+    loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),
+    optimizer=lambda model: Slow(model.parameters(), lr=0.1),
+    data=nbkit.TextDataset(block=8, limit=1000), batch_size=4, strategy="tp=2", log_dir=None, progress=False)
+trainer.fit(2)
+naps += [NAPS]
+trainer.fit(2)
+"""
+
+
+def slow_training(cluster: Cluster, naps: str) -> CellHandle:
+    """A training in its fifth step or later, the first of which took 1.2 s. naps: of the later ones, in seconds."""
+    cluster.run(SLOW_TRAINING.replace("NAPS", f"{naps}, 1.2, 1.2"))
+    handle = cluster.run("trainer.fit(1000)", detach=True)
+    when(lambda: cluster.training.look()["step"] > 4)
+    return handle
+
+
+def test_a_training_of_long_steps_stops_at_a_boundary_and_not_within_a_step(two: Cluster, shown: Shown) -> None:
+    handle = slow_training(two, naps="*[1.2] * 99")
+    assert handle.stop().status == "interrupted"
+    steps = two.run("naps.clear(); trainer.fit(2)[-1]['step']").values
+    assert steps[0] == steps[1] > 5
+    assert "The training stops after the step that it makes, and has " in shown
+    assert "has not ended" not in shown
+
+
+def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two: Cluster, shown: Shown) -> None:
+    handle = slow_training(two, naps="60, 1.2")
+    time.sleep(1.5)
+    first = threading.Thread(target=handle.stop, daemon=True)
+    first.start()
+    when(lambda: "Press stop again" in shown)
+    time.sleep(2.2)
+    handle.stop()
+    first.join(timeout=30)
+    assert handle.status == "interrupted"
+    assert "The training is interrupted within its step." in shown
+    assert two.connection.deaths == {}

@@ -1,6 +1,7 @@
 """Stopping a cell from the notebook: a ladder. Each rung is shown, and none is taken before the one below had its time.
 
-1. Every rank is asked to stop, over the channel that works while its main thread is busy.
+1. Every rank is asked to stop, over the channel that works while its main thread is busy. A training stops at a step
+   boundary and gets the time of some steps to reach one; a press meanwhile interrupts it within the step.
 2. A rank that has not answered after ANSWER_SECONDS keeps its interpreter to itself, or is suspended. It is interrupted
    from outside, by SIGINT, as the stop button does it with a plain kernel.
 3. PATIENCE_SECONDS after that a warning says which ranks have not ended, since when, what they do, and what a further
@@ -38,6 +39,7 @@ PATIENCE_SECONDS = 3.0
 READ_SECONDS = 2.0
 END_AFTER_SECONDS = 30.0
 DYING_SECONDS = 1.0  # a process that was ended is gone, and known to be, in less
+LONG_STEP_SECONDS = 2.0  # a training that may take longer to reach a boundary is spoken of
 UNSEEN_SECONDS = 5.0  # a warning that is not on screen after this will not come
 LIVE_PATIENCE_SECONDS = 1.5
 
@@ -75,6 +77,8 @@ class Stop:
         self.replies = execution.stop_ranks()
         self.last_rung = self.began
         self.interrupted: list[int] = []
+        self.long_since = 0.0  # when it was said that the training needs long for its step
+        self.hurried = False  # and is not waited for any more
         self.warned: list[int] = []
         self.warned_at = 0.0
         self.shown_at = 0.0  # when the warning was on screen
@@ -117,8 +121,10 @@ class Stop:
             # Ranks that have begun end by themselves; one that has not will not begin, and none is ended for it.
             if not unheard and (pressed or now - self.last_rung > LIVE_PATIENCE_SECONDS):
                 self.client.soon(self.execution.withdraw)
+        elif now < (boundary := self.began + self._patience()):
+            self._await_boundary(boundary - now, pressed, now)
         elif not self.warned:
-            if now - self.last_rung > PATIENCE_SECONDS:
+            if now - max(self.last_rung, boundary) > PATIENCE_SECONDS:
                 self._warn(waiting, now)
             elif pressed:
                 self._have_patience(
@@ -130,6 +136,28 @@ class Stop:
             self._give_back()
         elif self.end_after is not None and now - self.ended_at > self.end_after:
             self._give_back()
+
+    def _patience(self) -> float:
+        """The seconds that a training gets to reach a step boundary; 0 without a training."""
+        if self.hurried:
+            return 0.0
+        told = [reply.result()["content"] for reply in self.replies.values() if reply.done() and not reply.exception()]
+        return max((answer.get("patience", 0.0) for answer in told), default=0.0)
+
+    def _await_boundary(self, left: float, pressed: bool, now: float) -> None:
+        """The training makes its step; a press that was told what it does interrupts it."""
+        if not self.long_since and left > LONG_STEP_SECONDS:
+            self.long_since = now
+            self._tell(
+                f"The training stops after the step that it makes, and has {left:.0f} s for that. Press stop again, "
+                f"{READ_SECONDS:.0f} s from now or later, to interrupt it within the step: that may cost the training."
+            )
+        elif pressed and self.long_since and now - self.long_since > READ_SECONDS:
+            self.execution.stop_ranks()
+            self.hurried, self.last_rung = True, now
+            self._tell("The training is interrupted within its step.")
+        elif pressed:
+            self._have_patience("asked", "the training stops after the step that it makes")
 
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
@@ -190,7 +218,9 @@ class Stop:
 
     def _until_warning(self, now: float) -> float:
         ranks_answer = not self._silent(self.execution.waiting_for)
-        rung = self.last_rung if ranks_answer or self.interrupted else self.began + ANSWER_SECONDS
+        rung = max(self.last_rung, self.began + self._patience())
+        if not (ranks_answer or self.interrupted):
+            rung = self.began + ANSWER_SECONDS
         return max(1.0, rung + PATIENCE_SECONDS - now)
 
     def _silent(self, ranks: list[int]) -> list[int]:

@@ -18,8 +18,20 @@ import torch.distributed as dist
 
 from nbkit.errors import Stopped
 
-__all__ = ["LACKS", "READY", "Inbox", "Preparation", "handlers", "inbox", "preparers", "progress", "training"]
+__all__ = [
+    "LACKS",
+    "READY",
+    "Inbox",
+    "Preparation",
+    "handlers",
+    "inbox",
+    "patience",
+    "preparers",
+    "progress",
+    "training",
+]
 
+LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
 LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
 
 
@@ -130,13 +142,26 @@ def training() -> Any:
 
 
 def progress() -> dict[str, Any]:
-    """step, total (0: not known), loss, tokens_per_s, eta_s of the running or last training. From any thread."""
+    """step, goal (0: not known), loss, tokens_per_s, step_s (the longest of late), eta_s of the newest training.
+
+    From any thread.
+    """
     return dict(_progress)
 
 
 def report(**numbers: Any) -> None:
     """Set what `progress` answers."""
     _progress.update(numbers)
+
+
+def patience() -> float:
+    """Seconds that a stop waits for the training to reach a boundary; 0 when no training runs. From any thread.
+
+    The ranks agree on a request within two steps, and ranks on GPUs read what was agreed one step later.
+    """
+    if _training is None:
+        return 0.0
+    return max(LEAST_PATIENCE, 4 * float(_progress.get("step_s") or 0.0))
 
 
 def enter(job: Any, device: torch.device) -> None:

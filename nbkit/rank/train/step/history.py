@@ -20,6 +20,8 @@ from nbkit.records.events import Event, StepDone
 
 __all__ = ["History", "Records"]
 
+_LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
+
 
 class Records(list[dict[str, Any]]):
     """A list of step records that shows itself in one line, so that a cell may end with `trainer.fit(500)`."""
@@ -50,7 +52,7 @@ class History:
     def begin(self, total: int) -> None:
         """A run of `total` steps (0: not known) begins now."""
         self._first, self._total = self.step, total
-        step_boundary.report(step=self.step, goal=self._goal)
+        step_boundary.report(step=self.step, goal=self._goal, step_s=self._longest)
         self.clock.restart()
 
     def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
@@ -62,6 +64,11 @@ class History:
     def _goal(self) -> int:
         """The step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0
+
+    @property
+    def _longest(self) -> float:
+        """Seconds of the longest of the last steps."""
+        return max((record["seconds"] for record in self.records[-_LAST_STEPS:]), default=0.0)
 
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
         """Add numbers to the record of the newest step; `loss` is there already."""
@@ -168,4 +175,6 @@ class History:
         self._pace = seconds if step == self._first + 1 else 0.9 * self._pace + 0.1 * seconds
         left = (self._goal - step) * self._pace if self._total else None
         speed = record["tokens"] / self._pace if self._pace else 0.0
-        step_boundary.report(step=step, goal=self._goal, loss=record["loss"], tokens_per_s=speed, eta_s=left)
+        step_boundary.report(
+            step=step, goal=self._goal, loss=record["loss"], tokens_per_s=speed, step_s=self._longest, eta_s=left
+        )
