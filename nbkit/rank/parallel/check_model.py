@@ -206,11 +206,10 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
     ]
     if norms and (strategy.dp > 1 or (strategy.microbatches or 1) > 1):
-        cut = (strategy.microbatches or 1) > 1
         yield Finding(
-            cut or not torch.cuda.is_available(),
+            (strategy.microbatches or 1) > 1,
             f"BatchNorm {norms[0]!r} takes its statistics from the whole batch.",
-            f"{len(norms)} of them; {strategy} gives each forward a part. On GPUs they are synchronised over dp",
+            f"{len(norms)} of them; {strategy} gives each forward a part. Over dp they are synchronised",
             "nn.GroupNorm or nn.LayerNorm; or module.eval() on it, which freezes its statistics",
         )
 

@@ -60,7 +60,6 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "clip": ({"clip_norm": 0}, ["clip_norm", "0"]),
     "schedule": ({"lr_schedule": lambda optimizer: optimizer.lr}, ["not a function of the step", "AttributeError"]),
     "nowhere to save": ({"save_every": 2}, ["nowhere to write", "save_path="]),
-    "batch norm": ({"model": lambda: nn.Sequential(net(), nn.BatchNorm1d(3))}, ["BatchNorm '1'", "2 CPU ranks"]),
     "contrastive": (
         {"loss": lambda out, _: (out @ out.T).softmax(1).diagonal().log().mean().neg()},
         ["no mean over rows", "16 rows", "together; each alone: ", "(loss.sum(), mask.sum())", "contrastive"],

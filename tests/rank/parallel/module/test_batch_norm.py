@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.mesh import AXES, Mesh
 from nbkit.rank.parallel.device_mesh import Axes
@@ -27,13 +32,71 @@ def test_what_does_not_couple_samples_passes_as_it_is() -> None:
         assert synchronised(norm := nn.BatchNorm1d(3), axes=alone, micros=1, device=CPU) is norm
 
 
-def test_on_cpu_ranks_it_is_refused_and_on_cuda_synchronised() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(TrainingError, match="BatchNorm '1'"):
-        synchronised(model, axes=ranks(2), micros=1, device=CPU)
+class Image(nn.Module):
+    """BatchNorm of images and of rows, with a mean of all batches, without weights, frozen."""
 
-    cuda = torch.device("cuda")
-    assert isinstance(synchronised(model, axes=ranks(2), micros=1, device=cuda)[1], nn.SyncBatchNorm)
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU())
+            for norm in (nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).eval())
+        )
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def train(self, mode: bool = True) -> Image:
+        super().train(mode)
+        self.blocks[2][1].eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x.mean((2, 3))))  # type: ignore[no-any-return]
+
+
+def trained(recompute: bool = False) -> nbkit.Trainer:
+    torch.manual_seed(0)
+    images = torch.randn(33, 1, 5, 5, dtype=torch.float64) * torch.linspace(0.2, 5, 33).view(-1, 1, 1, 1) + 100
+    return nbkit.Trainer(
+        model=lambda: Image().double(),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+        data=TensorDataset(images, torch.arange(33) % 3),
+        batch_size=6,  # the last batch has two rows on one rank, one on the other
+        log_dir=None,
+        progress=False,
+        recompute=recompute,
+    )
+
+
+def through_strategies(world: Any, strategies: list[str], recompute: bool) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = trained(recompute)
+    for strategy in strategies:
+        if trainer.job.world_size > 1:
+            trainer.switch(strategy)
+        trainer.fit(3)
+    return [record["loss"] for record in trainer.history], trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(recompute: bool) -> None:
+    strategies = ["ddp", "zero1", "zero3", "zero2"]
+    ((losses, state),) = run_ranks(through_strategies, 1, strategies, False)
+
+    for parted, held in run_ranks(through_strategies, 2, strategies, recompute):
+        torch.testing.assert_close(parted, losses, rtol=1e-11, atol=1e-11)
+        assert set(held) == set(state)
+        assert "stem.1.running_var" in held
+        for name, expected in state.items():
+            torch.testing.assert_close(held[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_on_cuda_it_is_torchs_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    found = synchronised(model, axes=ranks(2), micros=1, device=torch.device("cuda"))
+    assert type(found[1]) is nn.SyncBatchNorm  # type: ignore[index]
 
 
 def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:
@@ -42,12 +105,15 @@ def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:
         synchronised(model, axes=ranks(1, pp=2), micros=4, device=CPU)
 
 
-@pytest.mark.parametrize(("total", "microbatch_size"), [(8, None), (8, 1), (5, None)])
-def test_the_same_number_of_forwards_passes(total: int, microbatch_size: int | None) -> None:
+@pytest.mark.parametrize(("total", "microbatch_size"), [(8, None), (5, None), (8, 2)])
+def test_one_forward_of_every_rank_passes(total: int, microbatch_size: int | None) -> None:
     check_level(total, ranks=4, microbatch_size=microbatch_size)
 
 
-@pytest.mark.parametrize(("total", "microbatch_size"), [(3, None), (5, 1), (9, 2)])
-def test_an_uneven_number_of_forwards_is_refused(total: int, microbatch_size: int | None) -> None:
-    with pytest.raises(TrainingError, match="drop_last=True"):
+@pytest.mark.parametrize(
+    ("total", "microbatch_size", "hint"),
+    [(3, None, "drop_last"), (5, 1, "drop_last"), (9, 2, "drop_last"), (8, 1, "microbatch_size=None")],
+)
+def test_more_forwards_and_uneven_ones_are_refused(total: int, microbatch_size: int | None, hint: str) -> None:
+    with pytest.raises(TrainingError, match=hint):
         check_level(total, ranks=4, microbatch_size=microbatch_size)
