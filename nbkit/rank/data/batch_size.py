@@ -41,33 +41,19 @@ class Arithmetic:
                 hint=f"batch_size={above}" + (f" or {below}" if below else ""),
             )
         rows = batch_size // dp
-        if strategy.microbatches is not None:
-            return cls._in_pipeline(batch_size, rows, strategy)
-        micro = rows if microbatch_size is None else microbatch_size
-        if rows % micro:
+        name, whose, asked = "microbatches", "pipeline's micro-batches do", strategy.microbatches
+        if asked is None:
+            name, whose, asked = "microbatch_size", "micro-batch does", microbatch_size or rows
+        if rows % asked:
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
             raise TrainingError(
-                "The micro-batch does not divide what a rank gets of the global batch.",
-                numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / microbatch_size {micro} = "
-                f"{rows / micro:g}",
-                hint=f"microbatch_size={min(fitting, key=lambda n: abs(n - micro))}   "
+                f"The {whose} not divide what a rank gets of the global batch.",
+                numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / {name} {asked} = "
+                f"{rows / asked:g}",
+                hint=f"{name}={min(fitting, key=lambda n: abs(n - asked))}   "
                 f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
             )
-        return cls(total=batch_size, micro=micro, dp=dp)
-
-    @classmethod
-    def _in_pipeline(cls, batch_size: int, rows: int, strategy: Strategy) -> Arithmetic:
-        count = strategy.microbatches or 1
-        if rows % count:
-            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-            raise TrainingError(
-                "The pipeline's micro-batches do not divide what a rank gets of the global batch.",
-                numbers=f"batch_size {batch_size} / dp {strategy.dp} = {rows} rows per rank, / microbatches {count} = "
-                f"{rows / count:g}",
-                hint=f"microbatches={min(fitting, key=lambda n: abs(n - count))}   "
-                f"(fitting: {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)})",
-            )
-        return cls(total=batch_size, micro=rows // count, dp=strategy.dp)
+        return cls(total=batch_size, micro=asked if strategy.microbatches is None else rows // asked, dp=dp)
 
     @property
     def accum(self) -> int:

@@ -9,10 +9,11 @@ sample. What iterable data draws comes from a generator state of the stream's ow
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,58 +27,58 @@ __all__ = ["IterableStream", "MapStream", "Stream", "is_map_style", "open_stream
 Collate = Callable[[list[Any]], Any]
 
 
-class Stream(Protocol):
-    """Shards without end, and where it stands. own: each rank reads other samples, not all the same stream.
-
-    goes_back: what was read can be read again.
-    rank, ranks: which part of each global batch is read; may change between batches.
-    """
-
-    epoch: int
-    offset: int
-    seed: int
-    own: bool
-    goes_back: bool
-    rank: int
-    ranks: int
-
-    def next(self) -> Shard: ...
-    def seek(self, epoch: int, offset: int) -> None: ...
-
-
 def is_map_style(data: Any) -> bool:
     """Whether `data` has a length and items by index, as torch's map-style datasets have."""
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-class MapStream:
+@dataclass(eq=False)
+class Stream(ABC):
+    """Shards without end, and where it stands: `offset` samples into `epoch`.
+
+    rank, ranks: which part of each global batch is read; may change between batches. own: each rank reads other
+    samples, not all the same stream. goes_back: what was read can be read again.
+    """
+
+    data: Any
+    _: KW_ONLY
+    batch_size: int
+    rank: int
+    ranks: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    collate: Collate
+    epoch: int = field(default=0, init=False)
+    offset: int = field(default=0, init=False)
+    own: ClassVar[bool]
+    goes_back: bool = field(default=True, init=False)
+
+    @abstractmethod
+    def next(self) -> Shard:
+        """This rank's rows of the next global batch."""
+
+    @abstractmethod
+    def seek(self, epoch: int, offset: int) -> None:
+        """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""
+
+
+@dataclass(eq=False)
+class MapStream(Stream):
     """Shards of a map-style dataset."""
 
     own = True
-    goes_back = True
 
-    def __init__(
-        self,
-        data: Any,
-        *,
-        batch_size: int,
-        rank: int,
-        ranks: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        collate: Collate,
-    ) -> None:
-        if len(data) < batch_size:
+    def __post_init__(self) -> None:
+        data, ranks = self.data, self.ranks
+        if len(data) < self.batch_size:
             raise TrainingError(
                 "The dataset is smaller than one global batch.",
-                numbers=f"{len(data)} samples, batch_size {batch_size}",
+                numbers=f"{len(data)} samples, batch_size {self.batch_size}",
                 hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
             )
-        self.data, self.batch_size, self.rank, self.ranks = data, batch_size, rank, ranks
-        self.seed, self.shuffle, self.drop_last, self.collate = seed, shuffle, drop_last, collate
         self.length = len(data)
-        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 2), collate).data))
+        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 2), self.collate).data))
         self.seek(0, 0)
 
     def seek(self, epoch: int, offset: int) -> None:
@@ -108,32 +109,20 @@ class MapStream:
         return replace(shard, fingerprint=zlib.crc32(mark.encode()))
 
 
-class IterableStream:
+@dataclass(eq=False)
+class IterableStream(Stream):
     """Shards of a stream that can only be iterated; every rank iterates all of it."""
 
     own = False
 
-    def __init__(
-        self,
-        data: Iterable[Any],
-        *,
-        batch_size: int,
-        rank: int,
-        ranks: int,
-        seed: int,
-        drop_last: bool,
-        collate: Collate,
-    ) -> None:
-        self.data, self.batch_size, self.rank, self.ranks = data, batch_size, rank, ranks
-        self.seed, self.drop_last, self.collate = seed, drop_last, collate
-        self.epoch, self.offset = 0, 0
+    def __post_init__(self) -> None:
         self._samples: Iterator[Any] | None = None
         self._started = False
         self._drawn = torch.empty(0)
         # Of data that cannot begin again: where the newest batch begins and ends, its samples; those to be given again.
         self._newest: tuple[list[tuple[int, int]], list[Any]] | None = None
         self._again: list[Any] | None = None
-        self.goes_back = not isinstance(data, Iterator)
+        self.goes_back = not isinstance(self.data, Iterator)
 
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
@@ -154,7 +143,7 @@ class IterableStream:
             self.data.set_epoch(self.epoch)
         self._check_can_start()
         torch.default_generator.manual_seed(mixed(self.seed, self.epoch, ITERATED))
-        samples = iter(self.data)
+        samples: Iterator[Any] = iter(self.data)
         self._started = True
         passed = sum(1 for _ in islice(samples, self.offset))
         if passed < self.offset:
@@ -217,30 +206,11 @@ class IterableStream:
         return len(samples) == self.batch_size or (bool(samples) and not self.drop_last)
 
 
-def open_stream(
-    data: Any,
-    *,
-    batch_size: int,
-    rank: int,
-    ranks: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
-    collate: Collate,
-) -> Stream:
-    """The stream that fits the kind of `data`. Raises TrainingError when it is neither kind."""
+def open_stream(data: Any, **how: Any) -> Stream:
+    """The stream that fits the kind of `data`; how: see Stream. Raises TrainingError when it is neither kind."""
     _refuse_loader(data)
     if is_map_style(data):
-        return MapStream(
-            data,
-            batch_size=batch_size,
-            rank=rank,
-            ranks=ranks,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=collate,
-        )
+        return MapStream(data, **how)
     if not isinstance(data, Iterable):
         raise TrainingError(
             "The data is neither map-style nor iterable.",
@@ -248,9 +218,7 @@ def open_stream(
             f"__getitem__ {hasattr(data, '__getitem__')}, __iter__ {hasattr(data, '__iter__')}",
             hint="data=dataset with __len__ and __getitem__, or with __iter__",
         )
-    return IterableStream(
-        data, batch_size=batch_size, rank=rank, ranks=ranks, seed=seed, drop_last=drop_last, collate=collate
-    )
+    return IterableStream(data, **how)
 
 
 def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
