@@ -20,8 +20,8 @@ class TrainMagics(Magics):  # type: ignore[misc, untyped-decorator]
         except HelpShown:
             return None
         act = getattr(current().training, options.pop("verb"))
-        verdict: ControlResult | None = act(**options)
-        return verdict
+        result: ControlResult | None = act(**options)
+        return result
 
 
 TrainMagics.train.__doc__ = train_parser().format_help()

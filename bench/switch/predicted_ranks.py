@@ -29,7 +29,7 @@ class Worker:
     def steps(self, strategy: str, steps: int) -> tuple[float | None, float | None]:
         """Seconds of a step, foretold under ddp (None: unknown) and measured."""
         self.job.fit(steps)
-        foretold = self._row(strategy)["step_foretold_s"]
+        foretold = self._row(strategy)["predicted_step_s"]
         self.job.switch(strategy)
         self.job.fit(steps)
         return foretold, measured_step(self.job.job, self.job.job.strategy)
@@ -41,6 +41,6 @@ class Worker:
         dist.barrier()
         found: dict[str, Any] = next(
             (row for row in rows if row["strategy"] == wanted),
-            dict.fromkeys(("moved_bytes", "switch_s", "step_foretold_s")),
+            dict.fromkeys(("moved_bytes", "switch_s", "predicted_step_s")),
         )
         return found

@@ -46,13 +46,13 @@ class Worker:
     def click(self, strategy: str) -> dict[str, Any]:
         """The same, asked for by another thread while it trains, as a notebook does."""
         asked = Control(strategy, "switch", {"strategy": strategy})
-        self.controls.verdicts.clear()
+        self.controls.results.clear()
 
         def follow(trainer: Any, record: dict[str, Any]) -> None:
             if record["step"] == first:
                 number = step_boundary.inbox.acted + 1
                 Thread(target=step_boundary.inbox.post, args=(number, "control", asked)).start()
-            elif self.controls.verdicts:
+            elif self.controls.results:
                 raise Stopped("the switch has happened, at the same step on every rank")
 
         def train(act: Callable[[Callable[[], object]], None]) -> None:

@@ -7,9 +7,8 @@ import torch.distributed as dist
 from bench.rigs.jobs import config, trainer
 from bench.steps.paced import Paced
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter
+from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
 from nbkit.rank.train.run_recorder import Recorder
 
 _RECORDS = (BoardWriter, ScalarWriter, Session, Recorder)

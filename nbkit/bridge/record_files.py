@@ -23,18 +23,18 @@ def recorded(rank: int, file: str = "", offset: int = 0) -> dict[str, Any]:
     folder = getattr(newest(), "run_dir", None)
     if folder is None:
         return {"run": ""}
-    told: dict[str, Any] = {"run": str(folder)}
+    answer: dict[str, Any] = {"run": str(folder)}
     path = _path(folder, rank, file) if file else None
     if path is None:
-        return told
+        return answer
     try:
         with path.open("rb") as read:
             head = read.readline()
             read.seek(offset)
             data = read.read(_PIECE)
     except FileNotFoundError:
-        return told
-    return told | {"head": head.decode(errors="replace"), "data": base64.b64encode(data).decode()}
+        return answer
+    return answer | {"head": head.decode(errors="replace"), "data": base64.b64encode(data).decode()}
 
 
 def _path(folder: Path, rank: int, file: str) -> Path | None:

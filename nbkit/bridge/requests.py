@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-import torch
-import torch.distributed as dist
 
 from nbkit.bridge import training_requests
 from nbkit.bridge.record_files import recorded
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.bridge.training_requests import Control, Controls
+from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
@@ -47,7 +46,7 @@ class Requests:
             "stop": self.stop,
             "live": self.live_cell,
             "control": self.control,
-            "verdict": self.controls.verdict,
+            "result": self.controls.result,
             "strategies": self.controls.strategies,
             "recorded": recorded,
             "follow": self.follow,
@@ -116,7 +115,7 @@ class Requests:
         return self._post(number, "cell", request)
 
     def control(self, number: int, id: str, action: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Queue something to do to the training at a boundary; `verdict` tells what came of it."""
+        """Queue something to do to the training at a boundary; `result` answers what came of it."""
         return self._post(number, "control", Control(id, action, args))
 
     def _post(self, number: int, kind: str, payload: Any) -> dict[str, Any]:
@@ -170,10 +169,7 @@ class Requests:
         """Whether its stop has reached any rank. All must answer alike: a cell on some ranks meets no partners."""
         here = world.current()
         assert here is not None
-        told = torch.tensor([cell in self.stopping.withdrawn], dtype=torch.int32, device=here.place.device)
-        if here.place.world_size > 1:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return bool(told)
+        return any_rank(cell in self.stopping.withdrawn, device=here.place.device)
 
     def _not_run(self, request: tuple[int, str, Any]) -> None:
         """The training ended before it came to a live cell or a control."""

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -202,12 +203,11 @@ class Runner:
 
     def _within_cell(self) -> bool:
         """Whether code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes on."""
-        names = getattr(self.shell.compile, "_filename_map", {})
-        frame: types.FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code is not Runner._execute.__code__:
-            if frame.f_code.co_filename in names:
+        for frame, _ in walk_stack(sys._getframe()):
+            if frame.f_code is Runner._execute.__code__:
+                return False
+            if self.own.is_cell(frame):
                 return True
-            frame = frame.f_back
         return False
 
     def _failure(self, result: Any, escaped: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
@@ -235,13 +235,8 @@ class Runner:
 
     def _line(self, error: BaseException) -> int:
         """The line of the cell that led to the error: the innermost frame that is cell code."""
-        names = getattr(self.shell.compile, "_filename_map", {})
-        line, step = 0, error.__traceback__
-        while step is not None:
-            if step.tb_frame.f_code.co_filename in names:
-                line = step.tb_lineno
-            step = step.tb_next
-        return line
+        lines = [line for frame, line in walk_tb(error.__traceback__) if self.own.is_cell(frame)]
+        return lines[-1] if lines else 0
 
 
 def _status(failure: Failure | None, running: Running) -> Status:

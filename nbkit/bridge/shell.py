@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -160,17 +161,18 @@ class Shell:
 
     def _shown_by(self) -> str:
         """What shows a traceback now: "cell", "magic", or "code" of the user's that goes on."""
-        names = getattr(self.shell.compile, "_filename_map", {})
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(2)):
             if frame.f_code is Shell.run_cell.__code__:
                 return "magic" if frame.f_locals["direct"] else "code"
-            if frame.f_code.co_filename in names:
+            if self.is_cell(frame):
                 return "code"
             if frame.f_code is self._outermost:
                 return "cell"
-            frame = frame.f_back
         return "code"
+
+    def is_cell(self, frame: FrameType) -> bool:
+        """Whether its code is a cell's own."""
+        return frame.f_code.co_filename in getattr(self.shell.compile, "_filename_map", {})
 
 
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:

@@ -1,8 +1,8 @@
 """What a notebook does to a training from outside: switch, try, pause, trace, ...; and what it is told of it.
 
 While the training makes steps, a control is a request like a stop: all ranks serve it at the same boundary. A strategy
-that is refused ends nothing: the refusal is the control's verdict, and the training goes on. What breaks the
-training itself is its own error too. The verdict waits on each rank until the notebook asks for it.
+that is refused ends nothing: the refusal is the control's result, and the training goes on. What breaks the
+training itself is its own error too. The result waits on each rank until the notebook asks for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbkit.rank.train.estimate.time_model import measured_step
 from nbkit.rank.train.switch import prefetch
 from nbkit.records.events import Switched
 
-VERDICTS_KEPT = 50
+RESULTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
 TABLE_REST = 20  # times what the last one took: making them is at most a twentieth of this rank's time
 STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
@@ -44,7 +44,7 @@ class Controls:
     """One per rank."""
 
     def __init__(self) -> None:
-        self.verdicts: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.results: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._table: dict[str, Any] = {}
         self._stamp = ""
         self._timed = False  # whether it has seconds of a step of the strategy in force
@@ -94,9 +94,9 @@ class Controls:
         )
         self._tell(control, newest(), error=why)
 
-    def verdict(self, id: str) -> dict[str, Any]:
+    def result(self, id: str) -> dict[str, Any]:
         """What came of a control; None while nothing has."""
-        return {"verdict": self.verdicts.get(id)}
+        return {"result": self.results.get(id)}
 
     def strategies(self, known: str = "") -> dict[str, Any]:
         """Where the training is, and the newest table of its strategies, unless the notebook has the one `known`.
@@ -105,14 +105,14 @@ class Controls:
         """
         training = step_boundary.training()
         owner = training or newest()
-        told: dict[str, Any] = {"training": training is not None, "held": pause.is_held(), "job": owner is not None}
+        answer: dict[str, Any] = {"training": training is not None, "held": pause.is_held(), "job": owner is not None}
         if owner is None:
-            return {**told, "stamp": "", "table": None}
+            return {**answer, "stamp": "", "table": None}
         job = getattr(owner, "job", owner)
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
         timed = measured_step(job, job.strategy) is not None
-        stamp = f"{id(job)}/{strategy}/{len(self.verdicts)}/{age}/{timed}"
+        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}"
         idle = self._tabling is None or not self._tabling.is_alive()
         # The first step makes the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
@@ -124,8 +124,8 @@ class Controls:
             self._tabling.start()
             self._tabling.join(TABLE_SECONDS)
         table, stamp = self._table, self._stamp
-        told |= {"step": step, "strategy": strategy, "progress": step_boundary.progress(), "stamp": stamp}
-        return {**told, "table": table if stamp != known else None}
+        answer |= {"step": step, "strategy": strategy, "progress": step_boundary.progress(), "stamp": stamp}
+        return {**answer, "table": table if stamp != known else None}
 
     def _make_table(self, job: Any, stamp: str, timed: bool) -> None:
         began = time.time()
@@ -137,7 +137,7 @@ class Controls:
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
 
     def _tell(self, control: Control, owner: Any, *, result: Any = None, error: BaseException | None = None) -> None:
-        self.verdicts[control.id] = {
+        self.results[control.id] = {
             "id": control.id,
             "do": control.do,
             "args": dict(control.args),
@@ -151,8 +151,8 @@ class Controls:
             "hint": getattr(error, "hint", ""),
             "result": result if error is None else {},
         }
-        while len(self.verdicts) > VERDICTS_KEPT:
-            self.verdicts.popitem(last=False)
+        while len(self.results) > RESULTS_KEPT:
+            self.results.popitem(last=False)
 
 
 def _torn(owner: Any) -> bool:

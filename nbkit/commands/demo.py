@@ -135,7 +135,9 @@ class Story:
     def __init__(self, notebook: dict[str, Any], terminal: Terminal) -> None:
         self.notebook, self.terminal = notebook, terminal
         self.code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        self._untold = [(tag, cell) for tag in ("start", "switch", "proof", "sample") for cell in tagged(notebook, tag)]
+        self._unreported = [
+            (tag, cell) for tag in ("start", "switch", "proof", "sample") for cell in tagged(notebook, tag)
+        ]
         self.apart: float | None = None
 
     def on_cell(self, cell: dict[str, Any]) -> None:
@@ -154,8 +156,8 @@ class Story:
 
     def tell(self) -> None:
         """Say what has been finished and not been told."""
-        while self._untold and self._untold[0][1]["execution_count"] is not None:
-            tag, cell = self._untold.pop(0)
+        while self._unreported and self._unreported[0][1]["execution_count"] is not None:
+            tag, cell = self._unreported.pop(0)
             text = _LABEL.sub("", shown_by(cell)).strip("\n")
             if tag == "start":
                 self.terminal.say(text.partition("\n")[0])

@@ -8,6 +8,7 @@ import time
 from nbkit.durations import text_of
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.status import text_table
 
 _HEAD = ("NAME", "RANKS", "BACKEND", "STATE", "AGE", "HOST", "DEVICES")
 
@@ -18,10 +19,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     entries, unreadable = registry.entries(), registry.unreadable()
-    rows = [_HEAD, *(_row(entry) for entry in entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if entries else ():
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if entries:
+        print(text_table(_HEAD, [_row(entry) for entry in entries]))
     for said in unreadable:
         print(said)
     if not entries and not unreadable:

@@ -13,7 +13,7 @@ import psutil
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.run.reader import RunReader, read_run
-from nbkit.notebook.widgets.dashboard.text_view import Piece, lines_of, plain
+from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.records.record_file import check_format, newest_run, written
 
 _EVERY_S = 1.0
@@ -65,13 +65,9 @@ def _drawn(run: RunReader) -> Any:
     drawn = Text(no_wrap=True)
     for line in lines_of(run.snapshot(), _width()):
         for piece in line:
-            drawn.append(piece.text, style=_style(piece))
+            drawn.append(piece.text, style=_STYLES.get(piece.style, ""))
         drawn.append("\n")
     return drawn
-
-
-def _style(piece: Piece) -> str:
-    return _STYLES.get(piece.style, "")
 
 
 def _newest(what: str, run: RunReader) -> RunReader:

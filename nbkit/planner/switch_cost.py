@@ -29,9 +29,9 @@ def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequen
     buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still take while it holds the old
     side, None where that is not known. Where one rank has no room for both, all go in place.
     """
-    together = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
+    both_fit = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
     pairs = zip(old, new, strict=True)
-    if together:
+    if both_fit:
         return During(tuple(before + after + buffers for before, after in pairs), in_place=False)
     return During(tuple(max(before, after) + SPARE_BYTES for before, after in pairs), in_place=True)
 

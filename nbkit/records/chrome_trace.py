@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbkit.records.records import Detail, Group, Header, PipelineOp, StepRecord, TimedCall
+from nbkit.records.records import Detail, Group, Header, StepRecord, TimedCall
 
 __all__ = ["chrome_trace", "write_trace"]
 
@@ -88,36 +88,37 @@ class _Track:
     def add_step(self, detail: Detail, record: StepRecord | None) -> None:
         """The step itself, its states and its pipeline's operations."""
         if detail.laps:
-            told: dict[str, Any] = {}
+            args: dict[str, Any] = {}
             if record is not None:
-                told = {key: value for key, value in record.numbers.items() if isinstance(value, int | float | str)}
+                args = {key: value for key, value in record.numbers.items() if isinstance(value, int | float | str)}
                 every = round(sum(row.calls for row in record.traffic))
                 if every > len(detail.calls):
-                    told["calls that are not shown"] = every - len(detail.calls)
-            self._span(_STEPS, "steps", f"step {detail.step}", detail.laps[0][1], detail.laps[-1][2], told)
+                    args["calls that are not shown"] = every - len(detail.calls)
+            self._span(_STEPS, "steps", f"step {detail.step}", detail.laps[0][1], detail.laps[-1][2], args)
         for state, start, stop in detail.laps:
             self._span(_STATES, "what the training thread does", state, start, stop, {"step": detail.step})
         for op in detail.pipeline:
-            self._span(_PIPELINE, "pipeline", *_spoken(op), {"stage": op.stage, "micro-batch": op.micro})
+            name, where = f"{_OPS.get(op.op, op.op)} {op.micro}", {"stage": op.stage, "micro-batch": op.micro}
+            self._span(_PIPELINE, "pipeline", name, op.start_ns, op.stop_ns, where)
 
     def add_call(self, call: TimedCall, group: Group | None, first: Mapping[tuple[str, str, int], int]) -> Event:
         """A collective or message, from its issue to its end. What was not timed has no length, and says so."""
         axis = group.axis if group is not None else call.group
         stop = call.done if call.done is not None else call.issued
-        told: dict[str, Any] = {"bytes": call.bytes, "group": call.group, "number": call.place}
+        args: dict[str, Any] = {"bytes": call.bytes, "group": call.group, "number": call.place}
         if group is not None:
-            told["ranks"] = list(group.members)
+            args["ranks"] = list(group.members)
         if call.peer is not None:
-            told["peer"] = call.peer if call.peer != _ANYONE else "anyone"
+            args["peer"] = call.peer if call.peer != _ANYONE else "anyone"
         if call.done is None:
-            told["duration"] = "not known"
-        told["stood still, us"] = call.blocked / 1e3
+            args["duration"] = "not known"
+        args["stood still, us"] = call.blocked / 1e3
         if (earliest := first.get((call.op, call.group, call.place))) is not None:
-            told["issued after the first rank, us"] = (self._header.aligned(call.issued) - earliest) / 1e3
+            args["issued after the first rank, us"] = (self._header.aligned(call.issued) - earliest) / 1e3
         whom = "" if call.peer is None or call.peer == _ANYONE else f" {'to' if call.op == 'send' else 'from'} "
         name = f"{call.op.replace('_', ' ')}{whom}{call.peer if whom else ''}"
         line = self._line(axis, call.issued, stop)
-        return self._span(line, self._threads[line], name, call.issued, stop, told)
+        return self._span(line, self._threads[line], name, call.issued, stop, args)
 
     def _line(self, axis: str, start: int, stop: int) -> int:
         """The first of the axis' lines that is free: events of one thread must not overlap."""
@@ -130,12 +131,12 @@ class _Track:
                 return thread
             above += 1
 
-    def _span(self, thread: int, line: str, name: str, start: int, stop: int, told: dict[str, Any]) -> Event:
+    def _span(self, thread: int, line: str, name: str, start: int, stop: int, args: dict[str, Any]) -> Event:
         self._threads.setdefault(thread, line)
         at = (self._header.aligned(start) - self._begin) / 1e3
         event = {
             "name": name, "cat": line, "ph": "X", "ts": at, "dur": max(stop - start, 0) / 1e3,
-            "pid": self.rank, "tid": thread, "args": told,
+            "pid": self.rank, "tid": thread, "args": args,
         }  # fmt: skip
         self.events.append(event)
         return event
@@ -148,10 +149,6 @@ def _moments(detail: Detail) -> Iterator[int]:
     yield from (lap[1] for lap in detail.laps)
     yield from (op.start_ns for op in detail.pipeline)
     yield from (call.issued for call in detail.calls)  # on CUDA the host runs ahead of the device
-
-
-def _spoken(op: PipelineOp) -> tuple[str, int, int]:
-    return f"{_OPS.get(op.op, op.op)} {op.micro}", op.start_ns, op.stop_ns
 
 
 def _first_issued(

@@ -13,10 +13,12 @@ from nbkit.records.records import FORMAT, Header, Record, StepRecord, from_line
 
 __all__ = [
     "START",
+    "changed",
     "check_format",
     "cursor_near_end",
     "newest_run",
     "old_part",
+    "overview_lines",
     "overview_of",
     "rank_files",
     "read_head",
@@ -75,7 +77,15 @@ def written(path: Path) -> tuple[float, float]:
     A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little. In a
     long run the overview grows every 2, 4, 8, ... steps only.
     """
-    return _changed(overview_of(path)), _changed(path)
+    return changed(overview_of(path)), changed(path)
+
+
+def changed(path: Path) -> float:
+    """When a file was last written, by Unix time; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:  # not there yet; or a new part takes its place at this moment
+        return 0.0
 
 
 def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
@@ -134,13 +144,21 @@ def read_head(path: Path) -> list[Record]:
     return head
 
 
-def read_overview(path: Path) -> list[StepRecord]:
-    """The whole run, the oldest first, each record the mean of `span` steps."""
+def read_overview(path: Path, *, about: int | None = None) -> list[StepRecord]:
+    """The whole run, the oldest first, each record the mean of `span` steps. about: evenly spaced, so many of them."""
+    lines = overview_lines(path)
+    if about is not None:
+        # Counted from the end, so that all ranks choose the same steps and the newest is among them.
+        lines = lines[::-1][:: max(1, len(lines) // about)][::-1]
+    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def overview_lines(path: Path) -> list[bytes]:
+    """The overview as it is written; [] where there is none."""
     try:
-        lines = overview_of(path).read_bytes().splitlines()
+        return overview_of(path).read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 
 def newest_run(parent: Path) -> Path | None:
@@ -148,13 +166,6 @@ def newest_run(parent: Path) -> Path | None:
     folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
     found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
     return max(found)[1] if found else None
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # not there yet; or a new part takes its place at this moment
-        return 0.0
 
 
 def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:
@@ -174,8 +185,8 @@ def _parsed(data: bytes | None, part: int, cursor: Cursor, steps: int | None) ->
     whole = data[: data.rfind(b"\n") + 1] if data else b""
     lines = whole.splitlines()
     if steps is not None:
-        told = [i for i, line in enumerate(lines) if line.startswith(_STEP)]
-        old = set(told[: max(len(told) - steps, 0)])
+        steps_at = [i for i, line in enumerate(lines) if line.startswith(_STEP)]
+        old = set(steps_at[: max(len(steps_at) - steps, 0)])
         lines = [line for i, line in enumerate(lines) if i not in old]
     records = [record for line in lines if (record := from_line(line)) is not None]
     read = cursor[1] if part == cursor[0] else 0

@@ -9,22 +9,23 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from nbkit.records.record_file import old_part, overview_of
+from nbkit.records.record_file import old_part, overview_lines
 from nbkit.records.records import Detail, EventRecord, Group, MemoryRecord, Record, StepRecord, from_line
 
-__all__ = ["detail_near", "events_of", "groups_of", "newest_memory", "overview_sample", "step_at"]
+__all__ = ["detail_near", "events_of", "groups_of", "newest_memory", "step_at"]
 
 _AT_MOST = 2000
+
+R = TypeVar("R", bound=Record)
 
 
 def step_at(path: Path, step: int) -> StepRecord | None:
     """The record of a step; an overview's mean over the steps around it where that is all there is; or None."""
-    for data in _parts(path):
-        at = data.rfind(b'\n{"kind":"step","step":%d,' % step)
-        if at >= 0 and isinstance(found := _line(data, at + 1), StepRecord):
-            return found
-    for line in _overview(path):
+    if (exact := _newest(path, StepRecord, b'"step":%d,' % step)) is not None:
+        return exact
+    for line in overview_lines(path):
         last = _step_in(line)
         if last is not None and last >= step:
             found = from_line(line)
@@ -51,47 +52,39 @@ def detail_near(path: Path, step: int) -> Detail | None:
 
 def newest_memory(path: Path) -> MemoryRecord | None:
     """The last time that memory was counted."""
-    for data in _parts(path):
-        at = data.rfind(b'\n{"kind":"memory",')
-        if at >= 0 and isinstance(found := _line(data, at + 1), MemoryRecord):
-            return found
-    return None
+    return _newest(path, MemoryRecord)
 
 
 def events_of(path: Path) -> list[EventRecord]:
     """Every event of a rank's two parts, the oldest first."""
     found: list[EventRecord] = []
     for data in _parts(path):
-        those = [_line(data, at + 1) for at in _all(data, b'\n{"kind":"event",')]
-        found = [one for one in those if isinstance(one, EventRecord)] + found
+        found = _every(data, EventRecord) + found
     return found[-_AT_MOST:]
 
 
 def groups_of(path: Path) -> list[Group]:
     """The groups that a rank has made calls on: a part begins with those that were known, later ones follow."""
-    found = {one.label: one for data in _parts(path) for one in _groups_in(data)}
+    found = {one.label: one for data in _parts(path) for one in _every(data, Group)}
     return list(found.values())
 
 
-def overview_sample(path: Path, num: int) -> list[StepRecord]:
-    """At most about `num` lines of the overview, evenly spaced, the oldest first."""
-    lines = _overview(path)
-    every = max(1, len(lines) // num)
-    # Counted from the end, so that all ranks choose the same steps and the newest is among them.
-    chosen = lines[::-1][::every][::-1]
-    return [record for line in chosen if isinstance(record := from_line(line), StepRecord)]
+def _newest(path: Path, kind: type[R], field: bytes = b"") -> R | None:
+    """The last record of a kind that begins with `field`, of the newest part that has one."""
+    for data in _parts(path):
+        at = data.rfind(_beginning(kind) + field)
+        if at >= 0 and isinstance(found := _line(data, at + 1), kind):
+            return found
+    return None
 
 
-def _groups_in(data: mmap.mmap) -> list[Group]:
-    those = [_line(data, at + 1) for at in _all(data, b'\n{"kind":"group",')]
-    return [one for one in those if isinstance(one, Group)]
+def _every(data: mmap.mmap, kind: type[R]) -> list[R]:
+    those = [_line(data, at + 1) for at in _all(data, _beginning(kind))]
+    return [one for one in those if isinstance(one, kind)]
 
 
-def _overview(path: Path) -> list[bytes]:
-    try:
-        return overview_of(path).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
+def _beginning(kind: type[Record]) -> bytes:
+    return b'\n{"kind":"%b",' % kind.kind.encode()
 
 
 def _parts(path: Path) -> Iterator[mmap.mmap]:

@@ -80,6 +80,11 @@ def first_rank(magic_line: str) -> int:
     return int(named.group(1)) if named else 0
 
 
+def ranks_named(ranks: tuple[int, ...] | list[int]) -> str:
+    """`Rank 2` or `Ranks 0-2,5`: how a sentence about them begins."""
+    return f"Rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+
+
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
     """`(0, 1, 2, 5)` -> `"0-2,5"`: how ranks are written wherever a person reads them."""
     runs: list[list[int]] = []

@@ -31,7 +31,7 @@ class Process:
     def of(cls, pid: int) -> Process:
         """The process that has this pid now. Raises ProcessLookupError."""
         started, _ = _look(pid)
-        return cls(pid, started, _boot())
+        return cls(pid, started, boot_id())
 
     def is_alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
@@ -51,7 +51,7 @@ class Process:
 
     def _is(self, started: float) -> bool:
         if sys.platform == "linux":
-            return started == self.started and _boot() == self.boot
+            return started == self.started and boot_id() == self.boot
         return abs(started - self.started) < 1
 
 
@@ -93,7 +93,7 @@ def _was_given(pid: int, folder: str) -> bool:
 
 
 @cache
-def _boot() -> str:
+def boot_id() -> str:
     """What the kernel calls this boot, "" where it does not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.bridge.training_requests import VERDICTS_KEPT, Control, Controls
+from nbkit.bridge.training_requests import RESULTS_KEPT, Control, Controls
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.integrity import Integrity
@@ -37,7 +37,7 @@ def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
 def served(controls: Controls, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
     active_job.note(owner)
     controls.serve(Control("a", do, args))
-    return dict(controls.verdict("a")["verdict"])
+    return dict(controls.result("a")["result"])
 
 
 def test_a_refusal_is_a_verdict_and_no_error(controls: Controls) -> None:
@@ -53,7 +53,7 @@ def test_what_breaks_the_training_is_its_error_and_told_too(controls: Controls, 
     with pytest.raises(type(error)):
         served(controls, owner, strategy="tp=2")
 
-    told = controls.verdict("a")["verdict"]
+    told = controls.result("a")["result"]
     assert told is not None
     assert not told["ok"]
     assert told["error"] == type(error).__name__
@@ -72,7 +72,7 @@ def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
 
 def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
     controls.serve(Control("a", "undo", {}))
-    assert "no Trainer" in controls.verdict("a")["verdict"]["what"]
+    assert "no Trainer" in controls.result("a")["result"]["what"]
     owner = Refusing(StrategyError("No."))
     assert "not a control" in served(controls, owner, "explode")["what"]
     refused = served(controls, owner, "pause")
@@ -83,16 +83,16 @@ def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
 def test_a_control_that_came_too_late_is_told_so(controls: Controls) -> None:
     controls.unserved(Control("b", "switch", {"strategy": "tp"}))
 
-    assert "ended before its next step boundary" in controls.verdict("b")["verdict"]["what"]
-    assert controls.verdict("c") == {"verdict": None}
+    assert "ended before its next step boundary" in controls.result("b")["result"]["what"]
+    assert controls.result("c") == {"result": None}
 
 
-def test_verdicts_do_not_pile_up(controls: Controls) -> None:
-    for number in range(VERDICTS_KEPT + 9):
+def test_results_do_not_pile_up(controls: Controls) -> None:
+    for number in range(RESULTS_KEPT + 9):
         controls.serve(Control(str(number), "undo", {}))
 
-    assert len(controls.verdicts) == VERDICTS_KEPT
-    assert controls.verdict("0") == {"verdict": None}
+    assert len(controls.results) == RESULTS_KEPT
+    assert controls.result("0") == {"result": None}
 
 
 def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(

@@ -217,15 +217,6 @@ def test_ranks_that_hold_the_same_send_equally_much(pair: tuple[str, str]) -> No
     assert max(made.sent) <= 1.03 * sum(made.sent) / 4
 
 
-def test_a_box_comes_from_the_same_node_where_it_can() -> None:
-    whole = Layout.whole((4, 4))
-    old: Side = [{"a": whole}, {}, {"a": whole}, {}]
-
-    made = Plan.of(old, [{"a": whole}] * 4, {"a": 4}, nodes=[0, 1, 1, 0])
-
-    assert made.pairs == {(2, 1): 64, (0, 3): 64}
-
-
 def test_part_of_a_larger_box_may_come_from_the_rank_that_has_less_to_send() -> None:
     whole = Layout.whole((4, 4))
     old: Side = [{"a": whole, "b": whole}, {"a": whole.cut(0, 0, 2)}, {}]

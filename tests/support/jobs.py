@@ -88,7 +88,7 @@ def asked_for(
             threading.Thread(target=ask).start()
         if meanwhile is not None:
             meanwhile(record["step"] - steps)
-        if controls.verdict(strategy)["verdict"] is not None:
+        if controls.result(strategy)["result"] is not None:
             raise Stopped("on every rank at the same step")
         time.sleep(0.01)
 
@@ -96,7 +96,7 @@ def asked_for(
     with pytest.raises(Stopped):
         trainer.fit(5000)
     trainer._callbacks = ()
-    return dict(controls.verdict(strategy)["verdict"])
+    return dict(controls.result(strategy)["result"])
 
 
 def order(num: int, epoch: int, seed: int = SEED) -> list[int]:

@@ -22,7 +22,7 @@ Keep = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @dataclass
-class _Told:
+class _Update:
     """An update of a widget's state. state: all that it has told since the cell began. waiting: what has not gone."""
 
     stream: Any
@@ -41,7 +41,7 @@ class Comms:
     def __init__(self, send: Callable[..., Any], keep: Keep, mark: Callable[[], dict[str, Any]]) -> None:
         self._send, self._keep, self._mark = send, keep, mark
         self._output_widgets = OutputWidgets()
-        self._told: dict[str, _Told] = {}
+        self._updates: dict[str, _Update] = {}
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
 
@@ -50,8 +50,8 @@ class Comms:
         comm, data, widgets = content["comm_id"], content.get("data") or {}, self._output_widgets
         with self._lock:
             if _is_update(kind, data, options.get("buffers")):
-                told = self._told.setdefault(comm, _Told(stream, options, {}, {}))
-                self._hold(told, widgets.on_update(comm, data["state"]))
+                update = self._updates.setdefault(comm, _Update(stream, options, {}, {}))
+                self._hold(update, widgets.on_update(comm, data["state"]))
             elif not widgets.is_echo(comm, data):
                 self._let_go(comm, counted=False)  # what came before it has to arrive before it
                 mark = self._mark() if kind == "comm_msg" else self._kept(kind, content, options)
@@ -60,7 +60,7 @@ class Comms:
                 widgets.on_open(comm, data.get("state") or {})
             elif kind == "comm_close":
                 widgets.on_close(comm)
-                self._told.pop(comm, None)
+                self._updates.pop(comm, None)
         widgets.tell_objects()
 
     def take(self, kind: str, content: dict[str, Any]) -> bool:
@@ -68,18 +68,18 @@ class Comms:
         with self._lock:
             taken = self._output_widgets.take(kind, content)
             if taken is not None:
-                self._hold(self._told[taken[0]], taken[1])
+                self._hold(self._updates[taken[0]], taken[1])
             return taken is not None
 
     def settle(self) -> None:
         """The cell is about to end: what has changed in it goes out, and is counted."""
         with self._lock:
-            for comm in list(self._told):
+            for comm in list(self._updates):
                 self._let_go(comm, counted=True)
 
-    def _hold(self, told: _Told, state: dict[str, Any]) -> None:
-        told.state.update(state)
-        told.waiting.update(state)
+    def _hold(self, update: _Update, state: dict[str, Any]) -> None:
+        update.state.update(state)
+        update.waiting.update(state)
         if state and self._timer is None:
             size = sum(len(str(value)) for value in state.values())
             self._timer = threading.Timer(PACE_SECONDS + size / CHARACTERS_PER_SECOND, self._on_time)
@@ -89,19 +89,19 @@ class Comms:
     def _on_time(self) -> None:
         with self._lock:
             self._timer = None
-            for comm in list(self._told):
+            for comm in list(self._updates):
                 self._let_go(comm, counted=False)
 
     def _let_go(self, comm: str, *, counted: bool) -> None:
-        told = self._told.get(comm)
-        if told is None or not (told.state if counted else told.waiting):
+        update = self._updates.get(comm)
+        if update is None or not (update.state if counted else update.waiting):
             return
-        state, told.waiting = (told.state if counted else told.waiting), {}
+        state, update.waiting = (update.state if counted else update.waiting), {}
         content = {"comm_id": comm, "data": {"method": "update", "state": state, "buffer_paths": []}}
         if counted:
-            told.state = {}
-        mark = self._kept("comm_msg", content, told.options) if counted else self._mark()
-        self._send(told.stream, "comm_msg", content, **_marked(told.options, mark))
+            update.state = {}
+        mark = self._kept("comm_msg", content, update.options) if counted else self._mark()
+        self._send(update.stream, "comm_msg", content, **_marked(update.options, mark))
 
     def _kept(self, kind: str, content: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """Counts and keeps a message, with what JSON cannot hold as text; its mark."""

@@ -107,13 +107,13 @@ class OutputWidgets:
             comm = self._left.pop()
             manager = sys.modules["comm"].get_comm_manager()
             found, area = manager.comms.get(comm), self._areas.get(comm)
-            told = getattr(found, "_msg_callback", None)  # handle_msg would also run what runs around a cell
-            if area is None or told is None:
+            callback = getattr(found, "_msg_callback", None)  # handle_msg would also run what runs around a cell
+            if area is None or callback is None:
                 continue
             data = {"method": "update", "state": {"outputs": list(area.outputs)}, "buffer_paths": []}
             self._telling = comm
             try:
-                told({"content": {"comm_id": comm, "data": data}, "metadata": {}, "buffers": []})
+                callback({"content": {"comm_id": comm, "data": data}, "metadata": {}, "buffers": []})
             finally:
                 self._telling = ""
 

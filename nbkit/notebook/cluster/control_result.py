@@ -92,8 +92,8 @@ def stopped(step: int) -> ControlResult:
 
 def proof(switched: Mapping[str, Any]) -> str:
     """Whether the state is the same as before."""
-    told = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
-    return told[switched.get("identical")]
+    words = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
+    return words[switched.get("identical")]
 
 
 def size(count: float | None) -> str:

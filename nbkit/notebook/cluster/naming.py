@@ -53,7 +53,7 @@ def made_up_name() -> str:
 
 def notebook_number() -> int:
     """The number of the notebook cell that runs now; 0 outside of a notebook."""
-    shell = _shell()
+    shell = notebook_shell()
     if shell is None:
         return 0
     # The shell's own counter is ahead by one while a cell runs, in some versions of IPython.
@@ -63,10 +63,11 @@ def notebook_number() -> int:
 
 def names_of_notebook() -> frozenset[str]:
     """Names that are defined in the notebook's own namespace."""
-    shell = _shell()
+    shell = notebook_shell()
     return frozenset(shell.user_ns) if shell is not None else frozenset()
 
 
-def _shell() -> Any:
+def notebook_shell() -> Any:
+    """IPython's shell; None outside of IPython, which is not imported for the question."""
     module = sys.modules.get("IPython")
     return module.get_ipython() if module else None

@@ -112,19 +112,15 @@ def rank_rows(entry: Entry, answers: Mapping[int, dict[str, Any]], deaths: Mappi
     memory = _memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
-        answer = answers.get(rank)
-        pid = entry.ranks[rank].pid
+        state, cell, age = "does not answer", "", 0.0
         if rank in deaths:
-            row = RankRow(rank, pid, entry.labels[rank], "", f"dead ({deaths[rank].how})", "", 0.0, entry.reasons[rank])
-        elif answer is None:
-            row = RankRow(rank, pid, entry.labels[rank], "", "does not answer", "", 0.0, entry.reasons[rank])
-        else:
+            state = f"dead ({deaths[rank].how})"
+        elif (answer := answers.get(rank)) is not None:
             cell = f"[{answer['number']}] {first_line(answer['source'])}" if answer["cell"] else ""
-            state = _state(answer)
-            row = RankRow(
-                rank, pid, entry.labels[rank], memory.get(rank, ""), state, cell, answer["age"], entry.reasons[rank]
-            )
-        rows.append(row)
+            state, age = _state(answer), answer["age"]
+        held = memory.get(rank, "") if rank not in deaths else ""
+        label, why = entry.labels[rank], entry.reasons[rank]
+        rows.append(RankRow(rank, entry.ranks[rank].pid, label, held, state, cell, age, why))
     return rows
 
 

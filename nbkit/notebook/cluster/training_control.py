@@ -176,9 +176,9 @@ class Training:
     def _result(self, id: str) -> ControlResult:
         """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
         while True:
-            for answer in self._connection.client.ask([0], "verdict", ANSWER_SECONDS, id=id).values():
-                if answer["verdict"] is not None:
-                    return ControlResult(**answer["verdict"])
+            for answer in self._connection.client.ask([0], "result", ANSWER_SECONDS, id=id).values():
+                if answer["result"] is not None:
+                    return ControlResult(**answer["result"])
             self._check()
             time.sleep(TICK_SECONDS)
 

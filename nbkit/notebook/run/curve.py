@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nbkit.records.records import EventRecord, Header, Record, StepRecord
 
-__all__ = ["COLUMNS", "Curve", "Grown", "packed"]
+__all__ = ["COLUMNS", "Curve", "Grown", "folded", "packed"]
 
 COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
 POINTS = 4000
@@ -16,6 +17,8 @@ _EVENTS = 1000
 
 Point = tuple[float, ...]  # of COLUMNS; strategy: which of Curve.strategies. NaN: not known
 _UNKNOWN = float("nan")
+
+P = TypeVar("P", bound=Sequence[Any])
 
 
 @dataclass(frozen=True)
@@ -116,28 +119,28 @@ class Curve:
         """Neighbours become means, so that every point stands for about as many steps, and there is room again."""
         room = self._at_most * 3 // 4
         width = 2 * (self.points[-1][0] - self.points[0][0] + self.points[0][1]) / self._at_most
-        folded = _folded(self.points, max(width, 2))
-        while len(folded) > room and width < self.points[-1][0]:
+        fewer = folded(self.points, max(width, 2), _mean)
+        while len(fewer) > room and width < self.points[-1][0]:
             width *= 1.5
-            folded = _folded(self.points, width)
+            fewer = folded(self.points, width, _mean)
         # Where strategies change all the time nothing can be folded: then the oldest go.
-        self.points = folded[-room:]
+        self.points = fewer[-room:]
         self.epoch += 1
 
 
 def packed(points: list[Point]) -> bytes:
     """Rows of COLUMNS as little-endian doubles."""
-    values = array("d", (value for point in points for value in point))
-    return values.tobytes()
+    return array("d", (value for point in points for value in point)).tobytes()
 
 
-def _folded(points: list[Point], width: float) -> list[Point]:
+def folded(points: list[P], width: float, mean: Callable[[P, P], P]) -> list[P]:
+    """Neighbouring points as means of at most `width` steps. A point: its span comes second, its strategy last."""
     made = points[:1]
     for point in points[1:]:
         last = made[-1]
         # Steps of two strategies are never mixed.
         if last[1] + point[1] <= width and last[-1] == point[-1]:
-            made[-1] = _mean(last, point)
+            made[-1] = mean(last, point)
         else:
             made.append(point)
     return made

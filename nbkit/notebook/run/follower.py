@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Run:
         self._cursors: dict[int, tuple[int, int]] = {}
         self._last: dict[int, int] = {}
         self._size = -1  # of that rank's file
-        self._closed = 0
+        self.newest = 0  # step that all ranks have recorded
         self._looked = 0.0
 
     @property
@@ -61,16 +61,6 @@ class Run:
         """Ranks of the job."""
         known = max((header.world_size for header in self.headers.values()), default=0)
         return max(known, 1 + max(self.files, default=-1))
-
-    @property
-    def newest(self) -> int:
-        """The newest step that all ranks have recorded; 0 when there is none."""
-        return self._closed
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of the run, each once."""
-        return self.curve.events
 
     def look(self) -> bool:
         """Read what is new in the file of the lowest rank only; whether anything is."""
@@ -113,6 +103,10 @@ class Run:
         if kept and step >= newest_kept:
             return max(kept, key=lambda one: one.step)
         return record_lookup.detail_near(self.files[rank], step) if rank in self.files else None
+
+    def details_near(self, ranks: Iterable[int], step: int) -> dict[int, Detail]:
+        """`detail_of` each of these ranks that has one."""
+        return {rank: one for rank in ranks if (one := self.detail_of(rank, step)) is not None}
 
     def memory_of(self, rank: int, step: int) -> MemoryRecord | None:
         """The memory of a rank as it was last counted up to `step`, or first after it."""
@@ -175,16 +169,16 @@ class Run:
             return
         past: dict[int, dict[int, StepRecord]] = {}
         for rank, path in self.files.items():
-            for record in record_lookup.overview_sample(path, _SAMPLES):
+            for record in read_overview(path, about=_SAMPLES):
                 past.setdefault(record.step, {})[rank] = record
             if (memory := record_lookup.newest_memory(path)) is not None:
                 self._take(rank, memory)
         for step, steps in sorted(past.items()):
             if not self._newest_only:
                 point = point_of(steps, bars(steps, self.members))
-                point[1] = step - self._closed  # it stands for those that were passed over too
+                point[1] = step - self.newest  # it stands for those that were passed over too
                 self.timeline.add(point)
-            self._closed = step
+            self.newest = step
         if self._cursors[self.first] != START:
             self._read_curve(self.files[self.first])
 
@@ -219,7 +213,7 @@ class Run:
 
     def _take_step(self, rank: int, record: StepRecord) -> None:
         if record.step <= self._last.get(rank, 0):  # a checkpoint was loaded, and the job makes these steps again
-            self._closed = min(self._closed, record.step - 1)
+            self.newest = min(self.newest, record.step - 1)
             for step in [step for step in self.steps if step > record.step]:
                 self.steps[step].pop(rank, None)
                 if not self.steps[step]:
@@ -229,12 +223,12 @@ class Run:
 
     def _close_steps(self) -> None:
         reached = sorted(self._last.values())
-        for step in sorted(step for step in self.steps if step > self._closed):
+        for step in sorted(step for step in self.steps if step > self.newest):
             here = self.steps[step]
             complete = len(here) == len(self.files) or (reached and step + _PATIENCE <= reached[-1])
             if not complete:
                 break
-            self._closed = step
+            self.newest = step
             if self._newest_only:
                 continue
             self.timeline.add(point_of(here, bars(here, self.members)))

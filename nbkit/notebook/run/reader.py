@@ -12,7 +12,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.step_picture import picture
-from nbkit.records.record_file import check_format, rank_files
+from nbkit.records.record_file import changed, check_format, rank_files
 
 __all__ = ["RunReader", "read_run"]
 
@@ -80,7 +80,8 @@ class RunReader:
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
-            quiet = time.time() - _changed(self._run.files.get(self._run.first)) > _LIVE_S
+            path = self._run.files.get(self._run.first)
+            quiet = path is None or time.time() - changed(path) > _LIVE_S
             if last is not None and last["kind"] == "run_stopped":
                 stands = f"ended: {last.get('reason', '')}"
             elif quiet and self.curve.events and _ends(event := self.curve.events[-1]):
@@ -126,10 +127,3 @@ def _goal(events: Sequence[dict[str, Any]]) -> int:
         elif event.get("action") == "loaded" and goal:
             goal += event["step"] - event.get("before", event["step"])
     return goal
-
-
-def _changed(path: Path | None) -> float:
-    try:
-        return path.stat().st_mtime if path is not None else 0.0
-    except OSError:
-        return 0.0

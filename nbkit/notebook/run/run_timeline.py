@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nbkit.notebook.run.curve import folded
 from nbkit.records.readings import Bar
 from nbkit.records.records import StepRecord
 
-__all__ = ["PARTS", "Timeline", "point_of"]
+__all__ = ["PARTS", "Timeline", "point_of", "short"]
 
 PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
 POINTS = 480
@@ -21,19 +22,19 @@ def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> Point:
     """The mean over ranks of one step: its number, how many steps it stands for, seconds, parts, numbers, strategy."""
     first = steps[min(steps)]
     seconds = sum(one.seconds for one in steps.values()) / len(steps)
-    parts = [_short(sum(getattr(bar, part) for bar in bars) / len(bars)) if bars else 0.0 for part in PARTS]
+    parts = [short(sum(getattr(bar, part) for bar in bars) / len(bars)) if bars else 0.0 for part in PARTS]
     numbers = first.numbers
     tokens = numbers.get("tokens")
     wall = numbers.get("seconds") or seconds
-    rate = _short(tokens / wall) if isinstance(tokens, (int, float)) and wall else None
+    rate = short(tokens / wall) if isinstance(tokens, (int, float)) and wall else None
     loss = numbers.get("loss")
     return [
         first.step,
         first.span,
-        _short(seconds),
+        short(seconds),
         *parts,
         rate,
-        _short(loss) if isinstance(loss, (int, float)) else None,
+        short(loss) if isinstance(loss, (int, float)) else None,
         str(numbers.get("strategy", "")),
     ]
 
@@ -64,15 +65,7 @@ class Timeline:
         """Neighbours become means, until half as many are left; each then stands for about as many steps."""
         total = self.points[-1][0] - self.points[0][0] + self.points[0][1]
         width = 2 * total / self._at_most
-        folded: list[Point] = [self.points[0]]
-        for point in self.points[1:]:
-            last = folded[-1]
-            # Steps of two strategies are never mixed.
-            if last[1] + point[1] <= max(width, 2) and last[-1] == point[-1]:
-                folded[-1] = _mean(last, point)
-            else:
-                folded.append(point)
-        self.points = folded[-self._at_most :]
+        self.points = folded(self.points, max(width, 2), _mean)[-self._at_most :]
         self.epoch += 1
 
 
@@ -82,9 +75,10 @@ def _mean(a: Point, b: Point) -> Point:
     for i in _MEANS:
         known = [(one[i], one[1]) for one in (a, b) if one[i] is not None]
         weight = sum(n for _, n in known)
-        means.append(_short(sum(value * n for value, n in known) / weight) if known else None)
+        means.append(short(sum(value * n for value, n in known) / weight) if known else None)
     return [b[0], span, *means, b[-1]]
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
+def short(value: Any) -> Any:
+    """Five digits are more than anyone sees."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from nbkit.notebook.run import step_timeline
 from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.host_health import health
-from nbkit.notebook.run.run_timeline import PARTS
+from nbkit.notebook.run.run_timeline import PARTS, short
 from nbkit.planner import forecast
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
@@ -42,7 +42,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "strategy": strategy,
         "numbers": {key: short(value) for key, value in first.numbers.items()},
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
-        "seconds": short(_mean(record.seconds for record in steps.values())),
+        "seconds": short(fmean(record.seconds for record in steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
         "missing": sorted(set(range(run.world_size)) - set(steps)),
         "reading": reading(usual, rows, slow=_slow_link(run, step, rows, of)),
@@ -54,7 +54,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "memory": _memory(run, step, predicted),
         "health": health(run),
         "moments": step_timeline.of_step(run, step, strategy, replica=replica),
-        "own": short(_mean(record.own_seconds for record in steps.values())),
+        "own": short(fmean(record.own_seconds for record in steps.values())),
         "lost": sum(record.lost for record in steps.values()),
     }
 
@@ -77,20 +77,15 @@ def lateness(run: Run) -> dict[str, Any]:
     return {"of": len(run.late), "rows": rows[:8]}
 
 
-def short(value: Any) -> Any:
-    """Five digits are more than anyone sees."""
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
     """The slow link of a pipeline, from the detailed step that is nearest."""
     if not of or not any(row.op == "recv" for row in rows):
         return None
-    details = {rank: one for rank in run.files if (one := run.detail_of(rank, step)) is not None}
+    details = run.details_near(run.files, step)
     newest = max((one.step for one in details.values()), default=0)
     offsets = {rank: header.offset_ns for rank, header in run.headers.items()}
     every = links({rank: one for rank, one in details.items() if one.step == newest}, offsets)
-    return slow_link(every, _mean(bar.seconds for bar in of))
+    return slow_link(every, fmean(bar.seconds for bar in of))
 
 
 def _late(of: list[Bar]) -> dict[str, Any] | None:
@@ -110,11 +105,7 @@ def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
 
 def _traffic(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any]:
     matrix = traffic_matrix(steps, run.members, run.world_size)
-    return {
-        "world": run.world_size,
-        "sent": _cells(matrix.sent),
-        "modelled": _cells(matrix.modelled),
-    }
+    return {"world": run.world_size, "sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled)}
 
 
 def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[float]]:
@@ -144,8 +135,3 @@ def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[di
             }
         )
     return made
-
-
-def _mean(values: Any) -> float:
-    every = list(values)
-    return sum(every) / len(every) if every else 0.0

@@ -31,10 +31,10 @@ def of_step(run: Run, step: int, strategy: str, *, replica: int = 0) -> dict[str
     if chosen is not None and chosen.pp > 1:
         groups = _lines(run, step, chosen)
         ranks = groups[min(max(replica, 0), len(groups) - 1)]
-        details = {rank: one for rank in ranks if (one := run.detail_of(rank, step)) is not None}
+        details = run.details_near(ranks, step)
         if len(details) == len(ranks) and all(one.pipeline for one in details.values()):
             return _pipeline(run, chosen, ranks, details) | {"replicas": len(groups)}
-    details = {rank: one for rank in list(run.files)[:_RANKS_AT_MOST] if (one := run.detail_of(rank, step)) is not None}
+    details = run.details_near(list(run.files)[:_RANKS_AT_MOST], step)
     return _laps(run, details) if details else None
 
 

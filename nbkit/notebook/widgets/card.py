@@ -61,7 +61,7 @@ class LiveCard:
         self._reader: RunReader | None = None
         self._first = 0  # the step that the cell's training began with
         self._lock = threading.Lock()
-        self._told: dict[str, str] = {}
+        self._last: dict[str, str] = {}
         self._shown = False
         self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
         execution.observers.append(self._finish)
@@ -124,7 +124,7 @@ class LiveCard:
             return {}
         seen = snapshot | {"points": points}
         bundle = {"text/plain": card_text(seen, ended=ended), "text/html": card_html(seen, ended=ended)}
-        before, self._told = self._told, bundle
+        before, self._last = self._last, bundle
         return bundle if bundle != before else {}
 
     def _put(self, bundle: dict[str, str], *, last: bool = False) -> None:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nbkit.notebook.cluster.naming import notebook_shell
+
 __all__ = [
     "display_with_words",
     "hear_always",
@@ -97,9 +99,7 @@ def hear_always(comm: Any) -> None:
 
 def here() -> dict[str, Any]:
     """The arguments of `note_words` and `lost_words` for this kernel."""
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
+    shell = notebook_shell()
     kernel = shell is not None and hasattr(shell, "kernel")
     variables = shell.user_ns if kernel else {}
     return {"version": kernel_version() if kernel else "", "vscode": in_vscode(os.environ, variables)}

@@ -53,8 +53,8 @@ def write_report(run_dir: Path, path: Path) -> Path:
 def page_of(snapshot: dict[str, Any]) -> str:
     """The page of what RunReader.snapshot gives."""
     # No folder of this machine goes out of it, and no text ends the script.
-    told = snapshot | {"state": {**snapshot["state"], "folder": ""}}
-    data = json.dumps(_finite(told), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    public = snapshot | {"state": {**snapshot["state"], "folder": ""}}
+    data = json.dumps(_finite(public), separators=(",", ":"), default=str).replace("<", "\\u003c")
     script = joined().replace("export const", "const").replace("export default", "void")
     title = html.escape(f"nbkit: {snapshot['state']['run']}")
     return _PAGE.format(title=title, style=style(), data=data, script=script)

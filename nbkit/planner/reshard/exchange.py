@@ -57,19 +57,12 @@ class Plan:
     sent: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        old: Sequence[Holding],
-        new: Sequence[Holding],
-        itemsize: Mapping[str, int],
-        *,
-        nodes: Sequence[int] | None = None,
-    ) -> Plan:
+    def of(cls, old: Sequence[Holding], new: Sequence[Holding], itemsize: Mapping[str, int]) -> Plan:
         """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
 
-        itemsize: bytes of an element, per key. nodes[rank]: a box comes from a rank of the same node where one holds
-        it; among those, from the one that has the least to send. Raises TrainingError when a layout has a gap, when
-        a tensor has other global shapes before and after, and when no rank holds a part that is needed.
+        itemsize: bytes of an element, per key. A box comes from the one that has the least to send, of the ranks that
+        hold it. Raises TrainingError when a layout has a gap, when a tensor has other global shapes before and after,
+        and when no rank holds a part that is needed.
         """
         ranks, found = len(new), spreads(old, new, itemsize)
         _check(found)
@@ -91,8 +84,7 @@ class Plan:
         for number, keys, choice in largest_first:
             size, moves = found[number][0][0], list(forced[number])
             for dst, box, who in choice:
-                near = [src for src in who if nodes[src] == nodes[dst]] if nodes is not None else []
-                src = min(near or who, key=lambda rank: (load[rank], rank))
+                src = min(who, key=lambda rank: (load[rank], rank))
                 load[src] += box.numel * size * len(keys)
                 moves.append(Move(src, dst, box))
             groups.append(_alike(tuple(keys), size, tuple(moves), ranks))

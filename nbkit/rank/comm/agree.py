@@ -1,16 +1,31 @@
-"""What any rank may fail in, and all must know of: run on every rank, and raised on every rank."""
+"""Agreement of all ranks: on the largest of a number, on a flag, and on a failure, which all of them then raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from nbkit.errors import NbkitError, TrainingError
 
-__all__ = ["agree", "failed_on"]
+__all__ = ["agree", "any_rank", "failed_on", "largest"]
 
 _HINT = "a path that every rank sees, with room and rights to write"
+
+
+def largest(numbers: Sequence[int], *, device: torch.device | str) -> list[int]:
+    """Of each of these numbers the largest of all ranks. Collective: one small all-reduce; waits for the device."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(numbers)
+    found = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def any_rank(flag: bool, *, device: torch.device | str) -> bool:
+    """Whether it is so on any rank. Collective: see `largest`."""
+    return bool(largest([int(flag)], device=device)[0])
 
 
 def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
@@ -25,13 +40,13 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
         own, failure = error, error.what + f" {error.numbers}" * bool(error.numbers)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    told = [(failure, mark)]
+    reported = [(failure, mark)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [("", None)] * dist.get_world_size()
-        dist.all_gather_object(told, (failure, mark))
-    if failed := [(rank, text) for rank, (text, _) in enumerate(told) if text]:
+        reported = [("", None)] * dist.get_world_size()
+        dist.all_gather_object(reported, (failure, mark))
+    if failed := [(rank, text) for rank, (text, _) in enumerate(reported) if text]:
         raise own or failed_on(what, failed, hint)
-    if other := [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]:
+    if other := [rank for rank, (_, mark) in enumerate(reported) if mark != reported[0][1]]:
         raise failed_on(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
 
 

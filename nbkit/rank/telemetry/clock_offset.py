@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter_ns
 
 import torch
 import torch.distributed as dist
+
+from nbkit.wire.processes import boot_id
 
 __all__ = ["clock_offset", "kernel_of"]
 
@@ -23,8 +24,7 @@ _ROUNDS = 16
 def kernel_of() -> str:
     """Equal on processes whose perf_counter is the same clock: one boot of one kernel, one time namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
         return socket.gethostname()
 

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -123,8 +124,7 @@ class Health:
         if not self._first:
             return own
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        shared = {"load": load, "cores": os.cpu_count() or 0, "mhz": core_mhz(), "gpus": self._gpus()}
-        return HealthRecord(own.step, own.ns, cpu=cpu, rss=rss, gpu=self._gpu, **shared)  # type: ignore[arg-type]
+        return replace(own, load=load, cores=os.cpu_count() or 0, mhz=core_mhz(), gpus=self._gpus())
 
     def _gpus(self) -> tuple[GpuHealth, ...]:
         while self._smi is not None and self._reasons:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from nbkit.records.record_file import old_part, overview_of
-from nbkit.records.records import Header, Record, StepRecord, Traffic, from_line, to_line
+from nbkit.records.record_file import old_part, overview_of, read_head
+from nbkit.records.records import Header, Record, StepRecord, Traffic, to_line
 
 __all__ = ["Overview", "RecordFile", "mean_of"]
 
@@ -27,7 +27,7 @@ class RecordFile:
         self.path, self._head, self._part_bytes = path, head, part_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         # A process that takes a rank over never writes into the file of the one before it.
-        self._part = _part_of(path)
+        self._part = next((one.part for one in read_head(path) if isinstance(one, Header)), -1)
         self._file: IO[str] | None = None
         self._begin_part()
 
@@ -144,12 +144,3 @@ def _mean_traffic(steps: Sequence[StepRecord], total: int) -> tuple[Traffic, ...
             for i, value in enumerate((row.calls, row.bytes, row.timed, row.seconds, row.blocked)):
                 into[i] += value * step.span / total
     return tuple(Traffic(*key, *values) for key, values in sums.items())
-
-
-def _part_of(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            head = from_line(file.readline())
-    except FileNotFoundError:
-        return -1
-    return head.part if isinstance(head, Header) else -1

@@ -9,20 +9,17 @@ Nothing here waits but the end of a run, when all is on disk.
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter_ns as now
-from typing import Any
 
 import torch
 
+from nbkit.rank.telemetry.background import Background
 from nbkit.rank.telemetry.collectives import own_ns, ring
 from nbkit.rank.telemetry.health import Health
 from nbkit.rank.telemetry.memory import bytes_held
@@ -35,6 +32,7 @@ from nbkit.records.records import LISTEN_EVERY, EventRecord, Header, MemoryRecor
 __all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
 
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
+_IDLE_S = 2.0  # without steps, what cells sent is written this often
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -86,20 +84,18 @@ class Session:
             )
             return [header, *writer.groups]
 
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._writer = writer = Writer(self._queue, since=ring.end)
+        self._writer = writer = Writer(since=ring.end)
         writer.open(RecordFile(self.path, head))
+        self._writing = Background(writer.take, writer.close, name="nbkit-records", idle_s=_IDLE_S)
         # The thread knows the writer alone, so that it ends with this object.
-        weakref.finalize(self, self._queue.put, None)
-        self._thread = threading.Thread(target=writer.run, name="nbkit-records", daemon=True)
-        self._thread.start()
-        self._health = Health(self._queue.put, gpu=_uuid(device), first=first_of_host)
+        weakref.finalize(self, self._writing.end)
+        self._health = Health(self._writing.put, gpu=_uuid(device), first=first_of_host)
         weakref.finalize(self, self._health.end)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
         if isinstance(event, StepDone):
-            self._queue.put((event.step, event.record))
+            self._writing.put((event.step, event.record))
             return
         self.note(EventRecord(event.step, ns=now(), event={"kind": event.kind, **asdict(event)}))
         if isinstance(event, RunStarted):
@@ -114,7 +110,7 @@ class Session:
         """This thread makes steps from here on; for a loop of one's own, without events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
-        self._queue.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
+        self._writing.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
         clock.begin(cuda=self._cuda)
         self._look()
         self._health.run(True)
@@ -126,13 +122,6 @@ class Session:
         if self._made in clock.listeners:
             clock.listeners.remove(self._made)
         self.flush()
-        if self._writer.failure is not None and not self._writer.told:
-            self._writer.told = True
-            warnings.warn(
-                f"nothing more is recorded in {self.path}: "
-                f"{type(self._writer.failure).__name__}: {self._writer.failure}",
-                stacklevel=2,
-            )
 
     @property
     def recent(self) -> list[StepRecord]:
@@ -144,14 +133,11 @@ class Session:
 
         After `close` nothing more gets there.
         """
-        written = threading.Event()
-        self._queue.put(written)
-        while self._thread.is_alive() and not written.wait(1.0):
-            pass
+        self._writing.flush(f"recorded in {self.path}")
 
     def note(self, record: Record) -> None:
         """Have a record written as it is."""
-        self._queue.put(record)
+        self._writing.put(record)
 
     def detail(self, steps: int) -> None:
         """Keep the next `steps` steps moment by moment, one that is being made included. From any thread."""
@@ -160,17 +146,17 @@ class Session:
 
     def memory(self, measured: MemoryRecord) -> None:
         """Take what memory.memory_of counted, after a backward pass and before the gradients are dropped."""
-        self._queue.put(measured)
+        self._writing.put(measured)
 
     def close(self) -> None:
         """Write what there is, and end."""
         self.end()
         self._health.end()
-        self._queue.put(None)
+        self._writing.end()
 
     def _made(self, step: Step) -> None:
         self._health.step = step.number
-        self._queue.put(Mark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
+        self._writing.put(Mark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
         self._made_steps, self._next = self._made_steps + 1, step.number + 1
         self._look()
 

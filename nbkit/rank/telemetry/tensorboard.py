@@ -1,26 +1,37 @@
-"""What TensorBoard is given: scalars of every step and events as text, from rank 0, written by a thread of its own."""
+"""Writes what TensorBoard shows, in threads that nothing waits for but the end of a run.
+
+Of the job, from rank 0: scalars of every step, and events as text. Of each rank: where its step goes, what it sends,
+its memory, read from its own record file.
+
+    job.ledger.listeners += [Session(run_dir, rank=rank, ...), ScalarWriter(run_dir, rank)]     # in this order
+
+A rank's are written once a second, as the mean of the steps since the last time, so that the cost does not grow with
+the pace of the steps.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import queue
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nbkit.rank.telemetry.background import IDLE, Background
+from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import tags
-from nbkit.records.events import Event, RunStopped, StepDone
+from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.records.readings import members_of, table
+from nbkit.records.record_file import START, read_since
+from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
-__all__ = ["BoardWriter", "add_values", "new_run_dir"]
+__all__ = ["BoardWriter", "ScalarWriter"]
 
 _PACE_S = 1.0  # to be woken for each step would cost the training more than the writing
-
-Queue = queue.SimpleQueue[Event | threading.Event | None]
 
 _TAGS = {
     "loss": tags.LOSS,
@@ -30,26 +41,11 @@ _TAGS = {
     "mfu": tags.MFU,
 }
 _SPOKEN_FOR = {*_TAGS, "step", "seconds", "tokens", "samples", "strategy"}
+_ROW = {"bytes": "bytes", "calls": "calls", "seconds": "call_seconds", "algbw": "algbw", "busbw": "busbw"}
+_MEMORY = ("parameters", "gradients", "optimizer", "buffers", "now", "peak")
 
 
-def new_run_dir(parent: str, *, name: str | None, strategy: str, batch: int | None) -> Path:
-    """A directory that did not exist: parent/<name or time>-<strategy>[-b<batch>], numbered if it has to be."""
-    stem = "-".join(
-        [name or time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
-        + ([f"b{batch}"] if batch else [])
-    )
-    number = 1
-    while True:
-        path = Path(parent) / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return path
-
-
-def add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
+def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
     """tag -> value of a step, in one event of a SummaryWriter: each costs this process as much as all values in it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -65,78 +61,57 @@ class BoardWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._queue: Queue = queue.SimpleQueue()
-        self._hurry = threading.Event()
-        self._failures: list[Exception] = []
-        self._writing = importlib.util.find_spec("tensorboard") is not None
-        if not self._writing:
+        self._writing: Background | None = None
+        if importlib.util.find_spec("tensorboard") is None:
             warnings.warn(
                 "tensorboard is not installed, so nothing is written for it: pip install tensorboard   "
                 "(log_dir=None turns this off)",
                 stacklevel=2,
             )
             return
-        # The thread knows the queue alone, so that it ends with this object.
-        weakref.finalize(self, self._queue.put, None)
-        threading.Thread(
-            target=_write_all, args=(path, self._queue, self._hurry, self._failures), name="nbkit-board", daemon=True
-        ).start()
+        writer = _JobWriter(path)
+        self._writing = Background(writer.take, writer.close, name="nbkit-board", pace_s=_PACE_S)
+        # The thread knows the writer alone, so that it ends with this object.
+        weakref.finalize(self, self._writing.end)
 
     def __call__(self, event: Event) -> None:
         """Take an event; the run's last one waits until all are on disk."""
-        if not self._writing:
+        if self._writing is None:
             return
-        self._queue.put(event)
+        self._writing.put(event)
         if isinstance(event, RunStopped):
-            written = threading.Event()
-            self._queue.put(written)
-            self._hurry.set()
-            written.wait()
-            if self._failures:
-                self._writing = False
-                warnings.warn(
-                    f"nothing more is written for TensorBoard to {self.path}: "
-                    f"{type(self._failures[0]).__name__}: {self._failures[0]}",
-                    stacklevel=2,
-                )
+            self._writing.flush(f"written for TensorBoard to {self.path}")
 
 
-def _write_all(path: Path, items: Queue, hurry: threading.Event, failures: list[Exception]) -> None:
-    writer: Any = None
-    while (item := items.get()) is not None:
-        if not isinstance(item, threading.Event) and items.empty():
-            hurry.wait(_PACE_S)
-            hurry.clear()
-        try:
-            if not failures:
-                writer = writer or _open(path)
-                _write(writer, item)
-        except Exception as error:
-            failures.append(error)
-        finally:
-            if isinstance(item, threading.Event):
-                item.set()
-    if writer is not None:
-        writer.close()
+class _JobWriter:
+    """The thread's side."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: Any = None
+
+    def take(self, item: Event | threading.Event) -> None:
+        if self._writer is None:
+            self._writer = _open(self._path)
+            self._writer.add_custom_scalars(tags.layout())
+        if isinstance(item, threading.Event):
+            self._writer.flush()
+        elif isinstance(item, StepDone):
+            _add_values(self._writer, _scalars(item.record), item.step)
+        else:
+            text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
+            self._writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _open(path: Path) -> Any:
-    # Imported here, in the thread: it takes half a second that the first step need not wait for.
+    """A SummaryWriter for `path`. In the writing thread: its import takes half a second, for which no step waits."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(path))
-    writer.add_custom_scalars(tags.layout())
-    return writer
-
-
-def _write(writer: Any, item: Event | threading.Event) -> None:
-    if isinstance(item, threading.Event):
-        writer.flush()
-    elif isinstance(item, StepDone):
-        add_values(writer, _scalars(item.record), item.step)
-    else:
-        text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
-        writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)
+    return SummaryWriter(str(path))
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -147,3 +122,85 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
         if "samples" in record:
             scalars[tags.SAMPLES_PER_SECOND] = record["samples"] / record["seconds"]
     return scalars | {tags.logged(key): value for key, value in record.items() if key not in _SPOKEN_FOR}
+
+
+def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[str, float]:
+    """tag -> value of a step of this rank; what was not timed is left out."""
+    found: dict[str, float] = {}
+    if step.seconds > 0:
+        found[tags.RANK_SECONDS] = step.seconds
+        found[tags.MEASURING] = step.own_seconds / step.seconds
+        found |= {tags.part(name): seconds for name, seconds in step.parts.items()}
+        if step.parts.get("bubble"):
+            found[tags.BUBBLE] = step.parts["bubble"] / step.seconds
+    for row in table({rank: step}, members_of(groups)):
+        values = {what: getattr(row, name) for name, what in _ROW.items()} | {"overlap": row.overlap}
+        found |= {tags.moved(row.op, row.axis, what): value for what, value in values.items() if value is not None}
+    return found
+
+
+class ScalarWriter:
+    """A listener; writes into <run_dir>/rank<rank>, while runs are under way. Complete on disk when one has stopped.
+
+    What goes wrong in writing is warned of once, at the end of the run; it never ends a training.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, *, every_s: float = 1.0) -> None:
+        self.path = run_dir / f"rank{rank}"
+        self._writing: Background | None = None
+        if importlib.util.find_spec("tensorboard") is None:
+            return  # rank 0's BoardWriter says so
+        self._follower = _RankWriter(run_dir / "telemetry" / f"rank{rank}.jsonl", self.path, rank)
+        self._writing = Background(self._follower.take, self._follower.close, name="nbkit-scalars", idle_s=every_s)
+        # The thread knows the follower alone, so that it ends with this object.
+        weakref.finalize(self, self._writing.end)
+
+    def __call__(self, event: Event) -> None:
+        """Take an event; the run's last one waits until all is on disk."""
+        if self._writing is None:
+            return
+        if isinstance(event, RunStarted):
+            self._follower.running = True
+        elif isinstance(event, RunStopped):
+            self._follower.running = False
+            self._writing.flush(f"written for TensorBoard to {self.path}")
+
+
+class _RankWriter:
+    """The thread's side. running: write every now and then, not only when all is asked for."""
+
+    def __init__(self, records: Path, folder: Path, rank: int) -> None:
+        self._records, self._folder, self._rank = records, folder, rank
+        self.running = False
+        self._cursor = START
+        self._groups: list[Group] = []
+        self._writer: Any = None
+
+    def take(self, item: Any) -> None:
+        if self.running or item is not IDLE:
+            self._write(*self._read())
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _read(self) -> tuple[list[StepRecord], list[MemoryRecord]]:
+        found: Sequence[Record]
+        found, self._cursor = read_since(self._records, self._cursor)
+        known = {group.label for group in self._groups}
+        self._groups += [one for one in found if isinstance(one, Group) and one.label not in known]
+        steps = [one for one in found if isinstance(one, StepRecord)]
+        return steps, [one for one in found if isinstance(one, MemoryRecord)]
+
+    def _write(self, steps: list[StepRecord], memories: list[MemoryRecord]) -> None:
+        if not steps and not memories:
+            return
+        if self._writer is None:
+            self._writer = _open(self._folder)
+        # Steps of two strategies are never mixed.
+        for _, those in groupby(steps, key=lambda step: step.numbers.get("strategy")):
+            step = mean_of(list(those))
+            _add_values(self._writer, _scalars_of(self._rank, step, self._groups), step.step)
+        for memory in memories:
+            _add_values(self._writer, {tags.memory(name): getattr(memory, name) for name in _MEMORY}, memory.step)
+        self._writer.flush()

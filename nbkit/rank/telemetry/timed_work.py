@@ -6,6 +6,7 @@ nothing is ever synchronised. The CUDA half follows PyTorch's documentation (Pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter_ns as now
 from typing import Any
@@ -110,38 +111,14 @@ class Timed(dist.Work):
             call.blocked += ended - began
             clock.back(outer)
 
-    def synchronize(self) -> Any:
-        return self.inner.synchronize()
 
-    def block_current_stream(self) -> Any:
-        return self.inner.block_current_stream()
+def _delegated(name: str) -> Callable[[Timed], Any]:
+    return lambda timed: getattr(timed.inner, name)()
 
-    def is_completed(self) -> Any:
-        return self.inner.is_completed()
 
-    def is_success(self) -> Any:
-        return self.inner.is_success()
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> Any:
-        return self.inner.result()
-
-    def source_rank(self) -> Any:
-        return self.inner.source_rank()
-
-    def _source_rank(self) -> Any:
-        return self.inner._source_rank()
-
-    def get_future(self) -> Any:
-        return self.inner.get_future()
-
-    def get_future_result(self) -> Any:
-        return self.inner.get_future_result()
-
-    def _get_op_type(self) -> Any:
-        return self.inner._get_op_type()
-
-    def _get_duration(self) -> Any:
-        return self.inner._get_duration()
+# What dist.Work has itself, no __getattr__ would be asked for.
+for _name in (
+    "synchronize", "block_current_stream", "is_completed", "is_success", "exception", "result", "source_rank",
+    "_source_rank", "get_future", "get_future_result", "_get_op_type", "_get_duration",
+):  # fmt: skip
+    setattr(Timed, _name, _delegated(_name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -10,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from nbkit.rank.telemetry.background import IDLE
 from nbkit.rank.telemetry.collectives import Call, ring
 from nbkit.rank.telemetry.phases import Step
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
@@ -20,7 +20,6 @@ __all__ = ["Mark", "Writer"]
 
 _CALLS_IN_DETAIL = 4096
 _RECENT = 64
-_IDLE_S = 2.0  # without steps, what cells sent is written this often
 _PASSING_S = 60.0  # for how long a device's step is waited for before it is written without its parts
 
 
@@ -56,10 +55,9 @@ def _be_newest(writer: Writer) -> None:
 
 
 class Writer:
-    """Takes marks, (step, numbers), records, events to set when all is written, None for the end."""
+    """Takes marks, (step, numbers), records, and threading.Event for all that is known: see Background."""
 
-    def __init__(self, items: queue.SimpleQueue[Any], *, since: int) -> None:
-        self._items = items
+    def __init__(self, *, since: int) -> None:
         self._file: RecordFile | None = None
         self._overview: Overview | None = None
         self._made: dict[int, _Made] = {}
@@ -68,36 +66,20 @@ class Writer:
         self._spent = 0  # ns of this thread that a step record has named
         self.groups: list[Group] = []
         self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
-        self.failure: Exception | None = None
-        self.told = False
 
     def open(self, file: RecordFile) -> None:
         """Write to `file`."""
         self._file, self._overview = file, Overview(file.path)
         _be_newest(self)
 
-    def run(self) -> None:
-        """The thread."""
-        while True:
-            try:
-                item = self._items.get(timeout=_IDLE_S)
-            except queue.Empty:
-                item = ()
-            if item is None:
-                break
-            try:
-                if self.failure is None:
-                    self._take(item)
-            except Exception as error:
-                self.failure = error
-            finally:
-                if isinstance(item, threading.Event):
-                    item.set()
+    def close(self) -> None:
+        """Nothing more is written."""
         for file in (self._file, self._overview):
             if file is not None:
                 file.close()
 
-    def _take(self, item: Any) -> None:
+    def take(self, item: Any) -> None:
+        """What it is, is written now, or when the rest of its step is known."""
         if isinstance(item, Mark):
             if item.step is not None and self._last is not None:
                 self._made[item.step.number] = _Made(item, self._last)
@@ -113,7 +95,7 @@ class Writer:
             self._write_steps(list(self._made))
             self._last = None
             self._write_outside(ring.end)
-        elif item:
+        elif item is not IDLE:
             number, numbers = item
             if number in self._made:
                 self._made[number].numbers = numbers

@@ -46,7 +46,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.switch.model_edits import Changes, follow
-from nbkit.rank.train.switch.plan_cache import Kinds, Plans
+from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 
 __all__ = ["Builder", "Model", "Optimizer"]
@@ -100,7 +100,7 @@ class Builder:
         )
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.shard_layouts = ShardLayouts(self.skeleton, self.options)
-        self.plans = Plans(self.shard_layouts, rank)
+        self.plans = PlanCache(self.shard_layouts, rank)
         self._connected: dict[Strategy, Connections] = {}
         self._warned: set[Strategy] = set()
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
@@ -200,13 +200,13 @@ class Builder:
         self.plans.exchange(old, new, kinds)
         self._beside = new, time.perf_counter() - began
         if new in self._connected or served(new, self.shard_layouts.of(new)):
-            self.make_groups(new)
+            self.create_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
         """Whether its groups are there, and known to be."""
         return strategy in self._connected
 
-    def make_groups(self, new: Strategy) -> None:
+    def create_groups(self, new: Strategy) -> None:
         """The groups that are not there, and the module cut with them. Collective where one is made; in any thread.
 
         Raises as `connect` does, and as `cut`.

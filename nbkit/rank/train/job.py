@@ -19,7 +19,6 @@ from torch import Tensor
 from nbkit.errors import NotFinite, Stopped, TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
-from nbkit.rank.data.data_position import Feed
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
@@ -95,10 +94,6 @@ class Job(Switchable):
                 world_size=self.world_size,
                 device=self.device,
             )
-
-    def read_from(self, feed: Feed) -> None:
-        """The batches come from `feed` from now on."""
-        self.feed = feed
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,9 +23,8 @@ from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
-from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter, new_run_dir
+from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
@@ -149,10 +149,10 @@ def record_run(
     Returns that directory, the same on every rank; adds to `listeners` who writes there. Raises TrainingError, on every
     rank, when rank 0 cannot make it; a rank on a host that cannot write there warns, and trains without records.
     """
-    told = [_made(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
+    made = [_new_run_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
     if world_size > 1:
-        dist.broadcast_object_list(told, src=0, device=device)
-    folder, problem = told[0]
+        dist.broadcast_object_list(made, src=0, device=device)
+    folder, problem = made[0]
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
     run_dir = Path(folder)
@@ -181,11 +181,19 @@ def record_run(
     return run_dir
 
 
-def _made(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
-    """(the new directory, "") or ("", what is wrong)."""
-    try:
-        made = new_run_dir(log_dir, name=name, strategy=strategy, batch=batch)
-    except OSError as error:
-        return "", f"{type(error).__name__}: {error}"
-    # Absolute: a cell may change the working directory of one rank.
-    return str(made.absolute()), ""
+def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
+    """(log_dir/<name or time>-<strategy>[-b<batch>], numbered where that is there already, "") or ("", the problem)."""
+    words = [name or time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
+    stem = "-".join([*words, f"b{batch}"] if batch else words)
+    number = 1
+    while True:
+        path = Path(log_dir) / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            return "", f"{type(error).__name__}: {error}"
+        # Absolute: a cell may change the working directory of one rank.
+        return str(path.absolute()), ""

@@ -128,7 +128,7 @@ class Trainer:
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        self.job.read_from(Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back))
+        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
         note(self)
 
     @property

@@ -235,7 +235,7 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     opened = Run(tmp_path / "run")
     opened.refresh()
     assert opened.newest == 1200 and opened.timeline.points[0][0] <= 8
-    assert [event["kind"] for event in opened.events] == ["run_started"]
+    assert [event["kind"] for event in opened.curve.events] == ["run_started"]
     assert sum(point[1] for point in opened.timeline.points) == 1200
 
 
@@ -250,7 +250,7 @@ def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_s
             run.refresh()
         whole, passing = (picture(run, run.newest) for run in runs)
         assert passing == whole and whole["step"] == fake.number and whole["reading"]
-    assert runs[1].events == runs[0].events
+    assert runs[1].curve.events == runs[0].curve.events
     assert len(runs[0].steps) == 34 and len(runs[1].steps) < 34 // 2 and not runs[1].timeline.points
     fake.close()
 

@@ -9,7 +9,7 @@ from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.control_result import ControlResult
-from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, State, Told, reduce
+from nbkit.notebook.widgets.panel.state import Asked, Finished, Looked, Lost, State, reduce
 from nbkit.notebook.widgets.panel.view import axis_of, checked, job_view, pulse_view, text_of
 
 
@@ -51,7 +51,7 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert can == ["apply", "try", "undo", "pause", "save", "stop"]
     assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
     assert busy["asked"] == "switching to tp …"
-    assert pulse_view(state_of(looked, Asked("…"), Told(verdict_of())))["can"]["apply"]
+    assert pulse_view(state_of(looked, Asked("…"), Finished(verdict_of())))["can"]["apply"]
     # Ranks that do not answer for a moment may be at it.
     assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
 
@@ -68,7 +68,7 @@ def test_nothing_to_undo_and_nothing_to_pause() -> None:
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     predicted = {"moved_bytes": 1_500_000, "switch_s": 0.2}
-    told = pulse_view(state_of(Told(verdict_of(predicted=predicted))))["told"][0]
+    told = pulse_view(state_of(Finished(verdict_of(predicted=predicted))))["results"][0]
 
     assert told["figures"] == [("bytes moved", "1.5 MB", "1.5 MB"), ("pause", "200 ms", "250 ms")]
     assert told["identical"] is True
@@ -79,7 +79,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
 def test_a_refusal_is_told_and_raised() -> None:
     refused = verdict_of(ok=False, error="StrategyError", what="No.", numbers="3 x 2 = 6", hint="tp=2", result={})
 
-    told = pulse_view(state_of(Told(refused)))["told"][0]
+    told = pulse_view(state_of(Finished(refused)))["results"][0]
     assert (told["ok"], told["line"], told["figures"]) == (False, "No. (3 x 2 = 6)", [])
     with pytest.raises(StrategyError, match="No"):
         refused.check()
@@ -149,7 +149,7 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
 
 
 def test_the_panel_as_text_says_the_same() -> None:
-    text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Told(verdict_of())))
+    text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Finished(verdict_of())))
 
     assert "training · step 7 of 100 · loss 2.500" in text
     assert "global 16 = micro 4 x accum 1 x dp 4" in text

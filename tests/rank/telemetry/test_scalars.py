@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from nbkit.rank.telemetry.record_writer import RecordFile
-from nbkit.rank.telemetry.scalars import ScalarWriter
-from nbkit.rank.telemetry.tensorboard import BoardWriter
+from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
 from nbkit.records import tags
 from nbkit.records.events import RunStarted, RunStopped, StepDone
 from nbkit.records.records import Group, Header, MemoryRecord, StepRecord, Traffic

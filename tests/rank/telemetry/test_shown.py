@@ -19,8 +19,8 @@ from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.rank.telemetry.memory import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.telemetry.scalars import ScalarWriter
 from nbkit.rank.telemetry.session import Session
+from nbkit.rank.telemetry.tensorboard import ScalarWriter
 from nbkit.rank.world.world import World
 from nbkit.records.events import RunStarted, RunStopped, StepDone, Switched
 from nbkit.schedules import Schedule, simulate
@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_every_step_and_event_is_there(run: Run) -> None:
     assert run.newest == STEPS and run.world_size == 2
     assert [point[0] for point in run.timeline.points] == list(range(1, STEPS + 1))
-    assert [event["kind"] for event in run.events] == ["run_started", "switch", "run_stopped"]
+    assert [event["kind"] for event in run.curve.events] == ["run_started", "switch", "run_stopped"]
 
 
 def test_a_collective_its_formula_memory_and_the_late_rank(run: Run) -> None:

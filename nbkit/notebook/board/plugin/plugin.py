@@ -77,7 +77,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             line, epoch = run.timeline, run.timeline.epoch + run.curve.epoch
             known = _number(request, "points", 0) if _number(request, "epoch", -1) == epoch else 0
             keep, points = line.since(line.epoch, known)
-            first = min(_number(request, "events", 0), len(run.events)) if keep else 0
+            first = min(_number(request, "events", 0), len(run.curve.events)) if keep else 0
             return _json(
                 request,
                 {
@@ -85,7 +85,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                     "keep": keep,
                     "points": points,
                     "events_keep": first,
-                    "events": run.events[first:],
+                    "events": run.curve.events[first:],
                     "newest": run.newest,
                     "world": run.world_size,
                     "lateness": lateness(run),

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.run.follower import Run
-from nbkit.notebook.run.run_timeline import PARTS, point_of
-from nbkit.notebook.run.step_picture import short
+from nbkit.notebook.run.run_timeline import PARTS, point_of, short
 from nbkit.records.events import RunStopped
 from nbkit.records.readings import bars, mean_bars, members_of
-from nbkit.records.record_file import overview_of, rank_files, read_head
+from nbkit.records.record_file import changed, overview_of, rank_files, read_head
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
 
 __all__ = ["Runs"]
@@ -53,21 +52,21 @@ class Runs:
         found = []
         for name, folder in self._folders.items():
             files = rank_files(folder)
-            changed = max((_changed(path) for path in files.values()), default=0.0)
+            written = max((changed(path) for path in files.values()), default=0.0)
             known = self._summaries.get(name)
             # The ranks of a live run need not all be asked each time.
-            if known is None or changed > known[0] + 1.0:
-                known = changed, _summary(files)
+            if known is None or written > known[0] + 1.0:
+                known = written, _summary(files)
                 self._summaries[name] = known
-            live = time.time() - changed < _LIVE_S and any(_trains(path) for path in files.values())
-            found.append({"name": name, "live": live, "changed": round(changed, 1), **known[1]})
+            live = time.time() - written < _LIVE_S and any(_trains(path) for path in files.values())
+            found.append({"name": name, "live": live, "changed": round(written, 1), **known[1]})
         # A Trainer that is over or only tried out still notes what its process sends: when it was written says little.
         return sorted(found, key=lambda one: (one["live"], one["step"] > 0, one["began"]), reverse=True)
 
     def newest(self) -> str:
         """Another word whenever something has been written for TensorBoard's own tabs."""
         self._look()
-        return f"{len(self._written)} {max((_changed(path) for path in self._written), default=0.0)}"
+        return f"{len(self._written)} {max((changed(path) for path in self._written), default=0.0)}"
 
     def _look(self) -> None:
         if self.logdir is None or time.monotonic() - self._looked < _LOOK_S:
@@ -139,10 +138,3 @@ def _last_lines(path: Path) -> list[bytes]:
             return file.read().splitlines()
     except FileNotFoundError:
         return []
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -32,7 +32,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.wire.cells import ranks_text
+from nbkit.wire.cells import ranks_named, ranks_text
 
 ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds; one that shares a core with many, in hundreds
 PATIENCE_SECONDS = 3.0
@@ -141,8 +141,10 @@ class Stop:
         """The seconds that a training gets to reach a step boundary; 0 without a training."""
         if self.hurried:
             return 0.0
-        told = [reply.result()["content"] for reply in self.replies.values() if reply.done() and not reply.exception()]
-        return max((answer.get("patience", 0.0) for answer in told), default=0.0)
+        answers = [
+            reply.result()["content"] for reply in self.replies.values() if reply.done() and not reply.exception()
+        ]
+        return max((answer.get("patience", 0.0) for answer in answers), default=0.0)
 
     def _await_boundary(self, left: float, pressed: bool, now: float) -> None:
         """The training makes its step; a press that was told what it does interrupts it."""
@@ -170,29 +172,29 @@ class Stop:
         self.last_rung = now
         if reached:
             self._tell(
-                f"{_ranks(reached)} {_have(reached)} not answered for {now - self.began:.0f} s and {_are(reached)} "
-                "interrupted from outside now (SIGINT), as a plain kernel is."
+                f"{ranks_named(reached)} {_have(reached)} not answered for {now - self.began:.0f} s and "
+                f"{_are(reached)} interrupted from outside now (SIGINT), as a plain kernel is."
             )
 
     def _warn(self, waiting: list[int], now: float) -> None:
         self.warned, self.warned_at = waiting, now
-        lines = [f"{_ranks(waiting)} {_have(waiting)} not ended, {now - self.began:.0f} s after the stop."]
+        lines = [f"{ranks_named(waiting)} {_have(waiting)} not ended, {now - self.began:.0f} s after the stop."]
         silent = self._silent(waiting)
         doing = {rank: rank_signals.activity(self.entry, rank) for rank in silent}
         for what in dict.fromkeys(doing.values()):
             same = [rank for rank in silent if doing[rank] == what]
             how = "answers" if len(same) == 1 else "answer"
-            lines.append(f"{_ranks(same)} {how} neither the request nor SIGINT{what and ': '}{what}.")
+            lines.append(f"{ranks_named(same)} {how} neither the request nor SIGINT{what and ': '}{what}.")
         if stubborn := [rank for rank in waiting if rank not in silent]:
             lines.append(
-                f"{_ranks(stubborn)} {_have(stubborn)} the stop, in code that goes on: a long C call, or it catches "
-                "the interrupt."
+                f"{ranks_named(stubborn)} {_have(stubborn)} the stop, in code that goes on: a long C call, or it "
+                "catches the interrupt."
             )
         if self.end_after is None:
             lines.append(f"Wait, or press stop again, {READ_SECONDS:.0f} s from now or later:")
         else:
             lines.append(f"If not over {self.end_after:.0f} s from now, or when you press stop:")
-        lines.append(f"that ends {_ranks(waiting).lower()}, and {_their(waiting)} variables are lost.")
+        lines.append(f"that ends {ranks_named(waiting).lower()}, and {_their(waiting)} variables are lost.")
         self._tell(" ".join(lines), warning=True)
 
     def _end_or_wait(self, waiting: list[int], pressed: bool, now: float) -> None:
@@ -203,7 +205,7 @@ class Stop:
         stood = now - self.shown_at
         if (pressed and stood > READ_SECONDS) or (self.end_after is not None and stood > self.end_after):
             self.ended, self.ended_at = waiting, now
-            self._tell(f"{_ranks(waiting)} {_are(waiting)} ended now; {_their(waiting)} variables are lost.")
+            self._tell(f"{ranks_named(waiting)} {_are(waiting)} ended now; {_their(waiting)} variables are lost.")
             for rank in waiting:
                 if rank in self.execution.waiting_for:  # it may end by itself at the last moment
                     rank_signals.end(self.entry, self.client, rank)
@@ -256,7 +258,7 @@ class Stop:
             f"{self.execution.reason}; ranks {ranks_text(self.execution.request.ranks)} were free after {seconds:.1f} s"
         )
         if self.ended:
-            return f"{text}. {_ranks(self.ended)} had to be ended. → %cluster restart"
+            return f"{text}. {ranks_named(self.ended)} had to be ended. → %cluster restart"
         return f"{text}, variables live on"
 
 
@@ -288,10 +290,6 @@ class Presses:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         if self.taken:
             signal.signal(signal.SIGINT, self.before)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
 
 
 def _have(ranks: list[int]) -> str:

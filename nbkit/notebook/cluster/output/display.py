@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from nbkit.notebook.cluster.naming import notebook_shell
 from nbkit.wire.text_encoding import encodable
 
 BLOCK_CHARACTERS = 200_000
@@ -98,38 +99,20 @@ class PlainScreen:
         return
 
 
-class NoScreen:
+class NoScreen(PlainScreen):
     """Shows nothing, for a cell whose result is returned in another way."""
 
-    paced = False
-
     def stream(self, name: str, text: str) -> None:
-        return
-
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None:
-        return
-
-    update = display
-
-    def clear(self, wait: bool) -> None:
-        return
-
-    def comm(self, kind: str, content: dict[str, Any]) -> None:
         return
 
 
 def here() -> Screen:
     """The screen of whoever calls: the current notebook cell, or stdout."""
-    kernel = getattr(_shell(), "kernel", None)
+    kernel = getattr(notebook_shell(), "kernel", None)
     if kernel is None:
         return PlainScreen()
     redirected = not hasattr(sys.stdout, "pub_thread")  # %%capture, contextlib.redirect_stdout
     return PlainScreen() if redirected else KernelScreen(kernel)
-
-
-def _shell() -> Any:
-    get_ipython = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython
-    return get_ipython() if get_ipython else None
 
 
 def same_place(one: Screen, other: Screen) -> bool:

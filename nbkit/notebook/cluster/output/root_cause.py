@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbkit.errors import CellError, RankDied
-from nbkit.wire.cells import CellRecord, ranks_text
+from nbkit.wire.cells import CellRecord, ranks_named
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
         else:
             text = f"released at {where}" + (f", in {record.failure.where}" if record.failure.where else "")
         groups.setdefault(text, []).append(rank)
-    return [f"{_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    return [f"{ranks_named(ranks)}: {text}" for text, ranks in groups.items()]
 
 
 def cell_error(
@@ -87,7 +87,7 @@ def cell_error(
     text = _first_line(cause.evalue).removesuffix(".")
     how = "interrupted the cell" if cause.ename == "KeyboardInterrupt" else "failed"
     return CellError(
-        f"{_ranks(same)} {how}: {cause.ename}{text and ': '}{text}{place}",
+        f"{ranks_named(same)} {how}: {cause.ename}{text and ': '}{text}{place}",
         rank=root,
         ranks=ranks,
         traceback="\n".join(cause.traceback),
@@ -102,10 +102,6 @@ def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:
         if name in names:
             return f"{name} is defined in the notebook, not on the ranks: %push {name}"
     return ""
-
-
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
 
 def _moment(record: CellRecord) -> float:

@@ -5,10 +5,11 @@ What a widget says to its pages goes the other way, in order with the outputs of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from nbkit.notebook.cluster.naming import notebook_shell
 
 TARGET = "nbkit.rank"  # no page asks this kernel for the state of what lives on a rank, which may be busy
 
@@ -44,9 +45,7 @@ class Comms:
 
 def _manager() -> Any:
     """The kernel's; None where there is no kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(getattr(shell, "kernel", None), "comm_manager", None)
+    return getattr(getattr(notebook_shell(), "kernel", None), "comm_manager", None)
 
 
 def _on_a_rank(comm: str, send: Callable[..., None]) -> Any:

@@ -30,7 +30,7 @@ class RefreshThread:
     def __init__(self, where: Callable[[], Path | None], send: Send) -> None:
         self._where, self._send = where, send
         self.reader: RunReader | None = None
-        self._told = (-1, 0, 0)
+        self._sent = (-1, 0, 0)
         self._state: dict[str, Any] = {}
         self._ended = threading.Event()
         self._lock = threading.RLock()
@@ -48,7 +48,7 @@ class RefreshThread:
     def again(self) -> None:
         """A page was opened that has nothing yet: the next message is the whole."""
         with self._lock:
-            self._told, self._state = (-1, 0, 0), {}
+            self._sent, self._state = (-1, 0, 0), {}
             if self.reader is not None and self.reader.step:
                 self._send({"kind": "step", "step": self.reader.step}, [])
             self._due = [0.0, 0.0, self._due[2]]
@@ -92,7 +92,7 @@ class RefreshThread:
             return
         if self.reader is None or self.reader.run_dir != folder:
             self.reader = RunReader(folder)
-            self._told, self._state, self._step = (-1, 0, 0), {}, None
+            self._sent, self._state, self._step = (-1, 0, 0), {}, None
 
     def _tell_curve(self) -> None:
         assert self.reader is not None
@@ -100,10 +100,10 @@ class RefreshThread:
             self.reader.look()
             curve = self.reader.curve
             # Not what `look` has read: a picture reads the same file.
-            if self._told == (curve.epoch, len(curve.points), len(curve.events)):
+            if self._sent == (curve.epoch, len(curve.points), len(curve.events)):
                 return
-            grown = curve.since(*self._told)
-            self._told = grown.epoch, len(curve.points), len(curve.events)
+            grown = curve.since(*self._sent)
+            self._sent = grown.epoch, len(curve.points), len(curve.events)
             content = {
                 "kind": "curve",
                 "epoch": grown.epoch,

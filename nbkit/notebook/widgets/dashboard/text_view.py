@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbkit.notebook.cluster.control_result import seconds
 from nbkit.notebook.run.run_timeline import PARTS
 
 __all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
@@ -75,22 +76,22 @@ def _spark(values: Sequence[float | None], width: int) -> str:
 
 
 def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
-    told = [event for event in events if event["kind"] == "switch"][-3:]
+    newest = [event for event in events if event["kind"] == "switch"][-3:]
     return [
         (
             Piece(
                 f"⇄ after step {event['step']}: {event.get('old', '')} → {event.get('new', '')}, "
-                f"{_seconds(event.get('pause_s', 0.0))} without a step",
+                f"{seconds(event.get('pause_s', 0.0))} without a step",
                 "faint",
             ),
         )
-        for event in told
+        for event in newest
     ]
 
 
 def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
-    told = [event for event in events if event["kind"] == "failure"][-3:]
-    return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in told]
+    newest = [event for event in events if event["kind"] == "failure"][-3:]
+    return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in newest]
 
 
 def failure(event: dict[str, Any]) -> str:
@@ -118,7 +119,7 @@ def _ranks(step: dict[str, Any], width: int) -> list[Line]:
             pieces.append(Piece(_BARS[part] * (upto - drawn), part))
             drawn = max(drawn, upto)
         mark = "◀ late" if late and row[0] == late["rank"] else ""
-        lines.append((Piece(f"rank {row[0]:<4}"), *pieces, Piece(f" {_seconds(row[1])} {mark}")))
+        lines.append((Piece(f"rank {row[0]:<4}"), *pieces, Piece(f" {seconds(row[1])} {mark}")))
     return lines
 
 
@@ -191,10 +192,6 @@ def figure(value: float) -> str:
     if not math.isfinite(value):
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _bytes(value: float) -> str:

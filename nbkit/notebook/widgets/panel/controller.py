@@ -17,7 +17,7 @@ from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cells.wait import TICK_SECONDS
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.control_result import ControlResult, stopped
-from nbkit.notebook.widgets.panel.state import Asked, Looked, Lost, News, State, Told, reduce
+from nbkit.notebook.widgets.panel.state import Asked, Finished, Looked, Lost, News, State, reduce
 
 __all__ = ["PanelController", "controller_of"]
 
@@ -89,14 +89,14 @@ class PanelController:
 
     def _do(self, do: str, args: dict[str, Any]) -> None:
         try:
-            verdict = self._verdict(do, args)
+            result = self._result(do, args)
         except Exception as error:  # whatever it is, the panels must not wait for ever
-            verdict = _failed(do, args, error)
-        self.look()  # the table is that of the new strategy when the verdict shows
-        self._news(Told(verdict))
+            result = _failed(do, args, error)
+        self.look()  # the table is that of the new strategy when the result shows
+        self._news(Finished(result))
         self._wake.set()
 
-    def _verdict(self, do: str, args: dict[str, Any]) -> ControlResult:
+    def _result(self, do: str, args: dict[str, Any]) -> ControlResult:
         cluster = self._cluster()
         assert cluster is not None
         training = cluster.training
@@ -135,7 +135,7 @@ class PanelController:
 def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
     """Stop the cell that runs, and wait for its end. tell: is given what the user has to know meanwhile."""
     connection = cluster.connection
-    execution, told = connection.busy(), ""
+    execution, shown = connection.busy(), ""
     if execution is not None:
         connection.client.soon(execution.say, "stopped from the panel")
         stop = begin_stop(connection.entry, connection.client, execution)
@@ -144,9 +144,9 @@ def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
                 stop.tick()
             except CellStopped as given_up:
                 raise ClusterError(str(given_up)) from None
-            if stop.words != told:
-                told = stop.words
-                tell(told)
+            if stop.words != shown:
+                shown = stop.words
+                tell(shown)
             wait_futures([execution.done], TICK_SECONDS)
         execution.done.result()
     return stopped(cluster.training.look().get("step", 0))

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from nbkit.notebook.cluster.control_result import ControlResult
 
-__all__ = ["Asked", "Looked", "Lost", "News", "State", "Told", "reduce"]
+__all__ = ["Asked", "Finished", "Looked", "Lost", "News", "State", "reduce"]
 
-TOLD_KEPT = 5
+RESULTS_KEPT = 5
 Phase = Literal["looking", "none", "idle", "training", "held", "gone"]
 
 
@@ -20,7 +20,7 @@ class State:
 
     pulse: where the training is (step, strategy, progress). table: what
     nbkit.rank.train.estimate.strategy_table says of the job, {} until it is known. asked: what is being
-    done now, "" for nothing. told: what came of the last ones, newest first.
+    done now, "" for nothing. results: what came of the last ones, newest first.
     """
 
     cluster: str
@@ -30,7 +30,7 @@ class State:
     pulse: Mapping[str, Any] = field(default_factory=dict)
     table: Mapping[str, Any] = field(default_factory=dict)
     asked: str = ""
-    told: tuple[ControlResult, ...] = ()
+    results: tuple[ControlResult, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Told:
+class Finished:
     """A control has ended, with this result."""
 
-    verdict: ControlResult
+    result: ControlResult
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Lost:
     why: str
 
 
-News = Looked | Asked | Told | Lost
+News = Looked | Asked | Finished | Lost
 
 
 def reduce(state: State, news: News) -> State:
@@ -71,8 +71,8 @@ def reduce(state: State, news: News) -> State:
             return _looked(state, answer)
         case Asked(words):
             return replace(state, asked=words)
-        case Told(verdict):
-            return replace(state, asked="", told=(verdict, *state.told)[:TOLD_KEPT])
+        case Finished(result):
+            return replace(state, asked="", results=(result, *state.results)[:RESULTS_KEPT])
         case Lost(why):
             return replace(state, phase="gone", why=why)  # what was asked for ends with a word of its own
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
+from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.strategy import Strategy
 
@@ -38,16 +39,16 @@ def pulse_view(state: State) -> dict[str, Any]:
         "phase": state.phase,
         "headline": _headline(state),
         "asked": state.asked,
-        "told": [
+        "results": [
             {
-                "ok": verdict.ok,
-                "line": verdict.line,
-                "hint": verdict.hint,
-                "figures": verdict.figures,
-                "proof": proof(verdict.result) if verdict.figures else "",
-                "identical": verdict.result.get("identical") if verdict.figures else None,
+                "ok": result.ok,
+                "line": result.line,
+                "hint": result.hint,
+                "figures": result.figures,
+                "proof": proof(result.result) if result.figures else "",
+                "identical": result.result.get("identical") if result.figures else None,
             }
-            for verdict in state.told
+            for result in state.results
         ],
         "can": {
             "apply": job,
@@ -118,15 +119,15 @@ def text_of(state: State) -> str:
     if not job and state.pulse:
         lines.append("what each strategy would cost is being worked out; look again")
     if not job:
-        return "\n".join([*lines, *(verdict.line for verdict in state.told[:1])])
+        return "\n".join([*lines, *(result.line for result in state.results[:1])])
     lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]
     lines += _table([row for row in job["rows"] if row["ok"]])
     refused = [row for row in job["rows"] if not row["ok"]]
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
     lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
-    for verdict in state.told[:1]:
-        lines += ["", repr(verdict)]
+    for result in state.results[:1]:
+        lines += ["", repr(result)]
     undo = f"   %strategy --undo   (back to {job['previous']})" if job["previous"] else ""
     return "\n".join([*lines, "", f"%strategy zero3   switches;   %strategy --try 10 zero3   measures{undo}"])
 
@@ -151,7 +152,7 @@ def _headline(state: State) -> str:
 def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_now: float | None) -> dict[str, Any]:
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
-    step = row["step_s"] if row["step_s"] is not None else row["step_foretold_s"]
+    step = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
     during = "" if current else f", {size(memory['during'])} while it switches"
     return {
         "strategy": row["strategy"],
@@ -178,8 +179,8 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
 
 def _step(row: Mapping[str, Any]) -> str:
     """Measured as it is, predicted with a sign that says so."""
-    if row["step_s"] is None and row["step_foretold_s"] is not None:
-        return f"≈ {seconds(row['step_foretold_s'])}"
+    if row["step_s"] is None and row["predicted_step_s"] is not None:
+        return f"≈ {seconds(row['predicted_step_s'])}"
     return seconds(row["step_s"])
 
 
@@ -221,12 +222,9 @@ def _eighth(fraction: float) -> int:
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = ("strategy", "memory", "step", "sends", "moved", "pause", "payback")
     heads = ("strategy", "memory per rank", "step", "sent in a step", "to move", "pause", "pays back in")
-    widths = [max(len(str(row[key])) for row in (*rows, {key: head})) for key, head in zip(columns, heads, strict=True)]
-    lines = ["  " + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
-    for row in rows:
-        mark = "* " if row["current"] else "  "
-        lines.append(mark + "  ".join(str(row[key]).ljust(w) for key, w in zip(columns, widths, strict=True)).rstrip())
-    return lines
+    table = text_table(heads, [[row[key] for key in columns] for row in rows])
+    marks = ["  ", *("* " if row["current"] else "  " for row in rows)]
+    return [mark + line for mark, line in zip(marks, table.splitlines(), strict=True)]
 
 
 def _count(value: float) -> str:

@@ -138,7 +138,7 @@ function render({ model, el }) {
   // What is ---------------------------------------------------------------------------------------------------------
 
   function drawPulse() {
-    const { phase, headline: words, asked, told: outcomes = [] } = pulse();
+    const { phase, headline: words, asked, results: outcomes = [] } = pulse();
     root.dataset.phase = phase ?? "looking";
     const waiting = phase === "idle" || phase === "training" ? "working out what each strategy would cost …" : "";
     const doing = asked || (job().strategy ? "" : waiting);

@@ -26,11 +26,10 @@ __all__ = [
     "ROUND_BYTES",
     "Exchange",
     "State",
-    "any_failed",
     "buffers_of",
     "carry_out",
     "check",
-    "plan_together",
+    "plan_collectively",
     "room_of",
 ]
 
@@ -41,7 +40,7 @@ ROUND_BYTES = 24 << 20
 """A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
 
 
-def plan_together(state: State, wanted: Mapping[str, Layout], *, nodes: Sequence[int] | None = None) -> Plan:
+def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> Plan:
     """The plan from what every rank holds to what it wants. Collective: one all-gather of the layouts, compressed.
 
     Where the layouts of all ranks are known, `Plan.of` needs no message. Raises TrainingError as `Plan.of` does, and
@@ -66,7 +65,7 @@ def plan_together(state: State, wanted: Mapping[str, Layout], *, nodes: Sequence
                 )
     # What nobody holds has no size; the plan names it as missing.
     sizes = {key: 1 for _, side, _ in every for key in side} | {key: size for key, (_, size) in first.items()}
-    return Plan.of([side for side, _, _ in every], [side for _, side, _ in every], sizes, nodes=nodes)
+    return Plan.of([side for side, _, _ in every], [side for _, side, _ in every], sizes)
 
 
 class Exchange:
@@ -140,15 +139,6 @@ def check(plan: Plan, state: State, planned: Mapping[str, Layout], side: str) ->
                 + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
                 hint="make the plan anew",
             )
-
-
-def any_failed(failed: bool, device: torch.device) -> bool:
-    """Whether any rank says that it failed. Collective: one all-reduce of 8 bytes; waits for the device."""
-    if dist.get_world_size() == 1:
-        return failed
-    flag = torch.tensor([int(failed)], dtype=torch.int64, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from nbkit.errors import SwitchError, TrainingError
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.planner.reshard.rank_steps import steps
 from nbkit.planner.reshard.rounds import rounds
-from nbkit.rank.parallel.reshard.redistribute import State, any_failed, buffers_of, carry_out, check, room_of
+from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.parallel.reshard.redistribute import State, buffers_of, carry_out, check, room_of
 
 __all__ = ["IN_PLACE_BYTES", "InPlace", "Memory"]
 
@@ -110,7 +111,7 @@ class InPlace:
                         begun.append(key)
             except Exception as error:  # whatever it was, the others must not wait for this rank
                 why = f"rank {self.rank}: {type(error).__name__}: {error}"
-            if any_failed(bool(why), device):
+            if any_rank(bool(why), device=device):
                 for key in set(begun).difference(done):
                     new.let_go(key)
                 freed()

@@ -24,22 +24,22 @@ __all__ = ["Failures", "Guard", "let_go"]
 
 @dataclass(frozen=True)
 class Failures:
-    """told: by rank, what it failed with; "" of a rank that only waited for another one."""
+    """reported: by rank, what it failed with; "" of a rank that only waited for another one."""
 
-    told: Sequence[str]
+    reported: Sequence[str]
 
     @property
     def rank(self) -> int | None:
         """The one that failed; None when several did."""
-        failed = [rank for rank, text in enumerate(self.told) if text]
-        return failed[0] if len(failed) == 1 and len(self.told) > 1 else None
+        failed = [rank for rank, text in enumerate(self.reported) if text]
+        return failed[0] if len(failed) == 1 and len(self.reported) > 1 else None
 
     @property
     def words(self) -> str:
         """Who, and with what."""
-        if len(set(self.told)) == 1:
-            return self.told[0]
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.told) if text]
+        if len(set(self.reported)) == 1:
+            return self.reported[0]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.reported) if text]
         return "; ".join(failed[:2]) + "; ..." * (len(failed) > 2)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 
+from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control import step_boundary
 
 __all__ = ["hold", "is_held", "let_go"]
@@ -29,7 +29,7 @@ def hold(device: torch.device) -> None:
         while _held:
             asked = step_boundary.inbox.acted + 1
             # Whatever it lacks: there is no step to make it beside.
-            if _on_all_ranks(step_boundary.inbox.stage(asked) > 0, device):
+            if not any_rank(step_boundary.inbox.stage(asked) == 0, device=device):
                 step_boundary.act(asked)
             else:
                 time.sleep(_POLL_SECONDS)
@@ -47,11 +47,3 @@ def let_go() -> bool:
 def is_held() -> bool:
     """From any thread."""
     return _held
-
-
-def _on_all_ranks(here: bool, device: torch.device) -> bool:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return here
-    told = torch.tensor([here], dtype=torch.int32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    return bool(told)

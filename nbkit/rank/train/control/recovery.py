@@ -181,15 +181,15 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> Plan:
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
     new: list[dict[str, Layout]] = []
-    told: set[str] = set()
+    given: set[str] = set()
     for rank, held in enumerate(everyone):
         kinds |= {key: kind for key, kind in held.kinds.items() if key in held.weights}
         if rank in sources:
             has = {**held.weights, **held.state}
             # Buffers that a forward pass changed differ between ranks of the same step: the first rank's count.
             buffers = {key for key in has if key.startswith("buffer/")}
-            old.append({key: layout for key, layout in has.items() if key not in buffers or key not in told})
-            told |= buffers
+            old.append({key: layout for key, layout in has.items() if key not in buffers or key not in given})
+            given |= buffers
             new.append(has)
         else:
             old.append({})

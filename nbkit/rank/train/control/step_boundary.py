@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbkit.errors import Stopped
+from nbkit.rank.comm.agree import largest
 
 __all__ = [
     "LACKS",
@@ -46,7 +46,7 @@ class Preparation:
         """Whether something is missing that all ranks have to make at once."""
         return False
 
-    def together(self) -> None:
+    def create_groups(self) -> None:
         """Begin that, in a thread. Called on all ranks after the same step; `lacks` until it has ended, however."""
 
 
@@ -91,7 +91,7 @@ class Inbox:
             return 0
         return LACKS if request.preparation.lacks() else READY
 
-    def make_together(self, number: int, *, begin: bool) -> bool:
+    def prepare_collectively(self, number: int, *, begin: bool) -> bool:
         """Whether all ranks make something at once for request `number`, from now on if they `begin`."""
         with self._lock:
             request = self._waiting.get(number)
@@ -99,7 +99,7 @@ class Inbox:
             return False
         if begin and not request.begun:
             request.begun = True
-            request.preparation.together()
+            request.preparation.create_groups()
         return request.begun
 
     def highest(self) -> int:
@@ -171,10 +171,7 @@ def enter(job: Any, device: torch.device) -> None:
     does not stop the next one.
     """
     global _training
-    highest = torch.tensor([inbox.highest()], dtype=torch.int64, device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    _tell_unserved(inbox.drop(int(highest)))
+    _tell_unserved(inbox.drop(*largest([inbox.highest()], device=device)))
     _progress.clear()
     _training = job
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import torch
 
 from nbkit.errors import UsageError
@@ -89,12 +90,9 @@ def left(device: torch.device, *, ranks: int) -> int | None:
     return min((max(free, 0) for free in found if free is not None), default=None)
 
 
-def of_machine(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that the kernel could give away without swapping; None where it does not say."""
-    for line in _read(proc / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
+def of_machine() -> int | None:
+    """Bytes that the kernel could give away without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -29,7 +29,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
     is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
-    measured, where the strategy has run in this job, else step_foretold_s is predicted where that can be; switch_s is
+    measured, where the strategy has run in this job, else predicted_step_s is predicted where that can be; switch_s is
     predicted. Each is None where nothing is known.
     """
     now, seen = job.strategy, job.cost_model()
@@ -77,7 +77,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "held": {},
         "step_bytes": None,
         "step_s": measured_step(job, strategy),
-        "step_foretold_s": None,
+        "predicted_step_s": None,
         "switch_s": None,
         "arithmetic": "",
     }
@@ -100,7 +100,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         switch_s=predicted_pause(job, seen.census, strategy, flow),
     )
     if found["step_s"] is None:
-        found["step_foretold_s"] = predicted_step(job, seen, strategy)
+        found["predicted_step_s"] = predicted_step(job, seen, strategy)
     return found
 
 

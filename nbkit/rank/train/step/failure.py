@@ -28,8 +28,8 @@ def failure_of(error: BaseException, *, step: int) -> Failed | None:
     while here is not None and not here.dirty and time.monotonic() < deadline:
         time.sleep(0.01)
     why = here.dirty if here is not None else ""
-    if told := re.match(r"rank (\d+) ", why):
-        return Failed(step, rank=int(told[1]), what=why)
+    if named := re.match(r"rank (\d+) ", why):
+        return Failed(step, rank=int(named[1]), what=why)
     if why or isinstance(error, KeyboardInterrupt):
         return None
     what = encodable(error.what if isinstance(error, NbkitError) else str(error).partition("\n")[0])

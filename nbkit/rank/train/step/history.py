@@ -124,7 +124,7 @@ class History:
         if numbers.ready == self._world_size:
             return False
         # Where some ranks have it already, as an interrupt may leave them, it is made when the request is served.
-        return step_boundary.inbox.make_together(asked, begin=numbers.ready == 0)
+        return step_boundary.inbox.prepare_collectively(asked, begin=numbers.ready == 0)
 
     def torn(self) -> bool:
         """Whether a step was made with gradients that the ranks had not summed; if so, what is pending is dropped.

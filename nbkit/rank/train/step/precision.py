@@ -111,10 +111,10 @@ class Precision:
         if self.scale is None:
             return
         self._found = self._work = None
-        told = torch.tensor([self.scale, self.finite], dtype=torch.float64, device=self.device)
+        agreed = torch.tensor([self.scale, self.finite], dtype=torch.float64, device=self.device)
         if self.world_size > 1:
-            dist.all_reduce(told, dist.ReduceOp.MIN)
-        self.scale, self.finite = float(told[0]), int(told[1])
+            dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        self.scale, self.finite = float(agreed[0]), int(agreed[1])
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbkit.errors import SwitchError
+from nbkit.rank.comm.agree import largest
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
-from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_together
+from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.train.checkpoint.job_state import JobState
-from nbkit.rank.train.switch.plan_cache import Kinds, Plans
+from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -58,19 +58,12 @@ class Consensus:
             yield said
         except Exception as error:
             failure = error
-        failed, *said.largest = self._largest(int(failure is not None), *said.numbers)
+        failed, *said.largest = largest([int(failure is not None), *said.numbers], device=self.device)
         if failed:
             own = _spoken(failure), said.doing
             everyone = all_gather_objects(own, world_size=self.world_size, device=self.device)
             done = next((doing for spoken, doing in everyone if spoken), doing)
             self._check(done, [spoken for spoken, _ in everyone], failure)
-
-    def _largest(self, *numbers: int) -> list[int]:
-        if self.world_size == 1:
-            return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
 
     def _check(self, doing: str, spoken: Sequence[str], own: Exception | None) -> None:
         if failed := [(rank, text) for rank, text in enumerate(spoken) if text]:
@@ -82,7 +75,7 @@ class Consensus:
 
 
 def planned(
-    plans: Plans, kinds: Kinds, old: Strategy, new: Strategy, before: JobState, target: JobState
+    plans: PlanCache, kinds: Kinds, old: Strategy, new: Strategy, before: JobState, target: JobState
 ) -> tuple[Exchange, list[int]]:
     """The exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
     exchange = plans.exchange(old, new, kinds)
@@ -99,7 +92,7 @@ def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target
     different, most, least = compared
     if not different and most == -least:
         return exchange
-    return Exchange(plan_together(before, {key: layout for key, (_, layout) in target.items()}), rank)
+    return Exchange(plan_collectively(before, {key: layout for key, (_, layout) in target.items()}), rank)
 
 
 def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:

@@ -13,7 +13,7 @@ from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Kinds", "Plans"]
+__all__ = ["Kinds", "PlanCache"]
 
 Kinds = dict[str, torch.dtype]
 """key of a tensor of the whole job (see job_state) -> dtype."""
@@ -21,7 +21,7 @@ Kinds = dict[str, torch.dtype]
 KEPT = 8
 
 
-class Plans:
+class PlanCache:
     """Of one job, as `rank` carries them out. From any thread."""
 
     def __init__(self, shard_layouts: ShardLayouts, rank: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from nbkit.errors import NbkitError
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy
@@ -48,16 +49,16 @@ class Ahead(step_boundary.Preparation):
             return False
         return not self._job.builder.connected(self._new)
 
-    def together(self) -> None:
+    def create_groups(self) -> None:
         """The groups, and the module cut with them."""
-        self._groups = forming.beside(lambda: self._run(self._together), seconds=GROUPS_SECONDS)
+        self._groups = forming.beside(lambda: self._run(self._create_groups), seconds=GROUPS_SECONDS)
 
     def _alone(self) -> None:
         self._new = make_ready(self._job, self._text)
 
-    def _together(self) -> None:
+    def _create_groups(self) -> None:
         assert self._new is not None
-        self._job.builder.make_groups(self._new)
+        self._job.builder.create_groups(self._new)
 
     def _run(self, make: Callable[[], None]) -> None:
         try:
@@ -86,10 +87,8 @@ def make_ready(job: Training, text: str) -> Strategy:
 
 def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:
     """name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
-    own: dict[str, dict[str, torch.dtype]] = {}
-    for key, (tensor, _) in job_state.per_element(job.sharded_model, job.optimizer.inner).items():
-        kind, _, name = key.partition("/")
-        own.setdefault(name, {})[kind] = tensor.dtype
+    kept = job_state.per_element(job.sharded_model, job.optimizer.inner)
+    own = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
     # Of the parameters that others hold, what is kept of those here.
     usual = next(iter(own.values()), {})
     trained = [name for name, p in job.builder.skeleton.named_parameters() if p.requires_grad]

@@ -19,6 +19,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
 from nbkit.rank.train.switch.consensus import Consensus
@@ -100,10 +101,8 @@ def gather(
 
 def _memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
     """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
-    kinds: dict[str, dict[str, torch.dtype]] = {}
-    for key, (tensor, _) in job_state.per_element(sharded_model, optimizer).items():
-        kind, _, name = key.partition("/")
-        kinds.setdefault(name, {})[kind] = tensor.dtype
+    kept = job_state.per_element(sharded_model, optimizer)
+    kinds = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
     numbers = job_state.scalars(sharded_model, optimizer)
     runs: list[Run] = []
     for place, name in enumerate(names):

@@ -48,10 +48,10 @@ class Comparison:
     def identical(self) -> bool:
         """Whether all ranks have found that the states were the same. Collective."""
         self._thread.join()
-        told = torch.cat([self._sums.flatten(), torch.tensor([int(self._failed)])]).to(self._device)
+        totals = torch.cat([self._sums.flatten(), torch.tensor([int(self._failed)])]).to(self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(told)
-        *found, failed = told.tolist()
+            dist.all_reduce(totals)
+        *found, failed = totals.tolist()
         half = len(self._keys)
         return not failed and found[:half] == found[half:]
 

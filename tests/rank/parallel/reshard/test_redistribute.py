@@ -14,7 +14,7 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_together
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_collectively
 from nbkit.tensor_layout import Layout
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def moves_all(world: Any) -> int:
         }
         plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
         if number % 7 == 0:
-            assert plan_together(source, new[world.place.rank]).groups == plan.groups
+            assert plan_collectively(source, new[world.place.rank]).groups == plan.groups
         exchange = Exchange(plan, world.place.rank, limit=4096 if number % 2 else ROUND_BYTES)
         with Wire() as wire:
             exchange.run(source, target, device=CPU)
@@ -176,11 +176,11 @@ def refuses(world: Any) -> list[str]:
         told.append(str(error.value))
     lacking = {} if world.place.rank == 1 else state_of(old[world.place.rank])
     with pytest.raises(TrainingError) as error:
-        plan_together(lacking, new[world.place.rank])
+        plan_collectively(lacking, new[world.place.rank])
     told.append(str(error.value))
     unequal = {"a": (torch.zeros(4, dtype=torch.float16 if world.place.rank else torch.bfloat16), Layout.whole((4,)))}
     with pytest.raises(TrainingError) as error:
-        plan_together(unequal, {"a": Layout.whole((4,))})
+        plan_collectively(unequal, {"a": Layout.whole((4,))})
     told.append(str(error.value))
     return told
 
@@ -196,7 +196,7 @@ def test_what_does_not_fit_the_plan_is_refused_before_anything_is_sent() -> None
 
 def alone(world: Any) -> None:
     state = {"a": (torch.arange(6.0).view(2, 3), Layout.whole((2, 3)))}
-    plan = plan_together(state, {"a": Layout.whole((2, 3))})
+    plan = plan_collectively(state, {"a": Layout.whole((2, 3))})
     target = {"a": (torch.zeros(2, 3), Layout.whole((2, 3)))}
     with Wire() as wire:
         Exchange(plan, 0).run(state, target, device=CPU)

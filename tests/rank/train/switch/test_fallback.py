@@ -367,7 +367,7 @@ def asked_in_a_loop(world: Any) -> dict[str, Any]:
         job.clip(1.0)
         job.optimizer.step()
         job.optimizer.zero_grad()
-    return {"losses": losses_of(job), "said": controls.verdict("a")["verdict"], "never": by_hand(world, None, False)}
+    return {"losses": losses_of(job), "said": controls.result("a")["result"], "never": by_hand(world, None, False)}
 
 
 def test_a_switch_that_is_asked_for_in_a_loop_of_ones_own_is_answered_when_its_first_backward_is_through() -> None:
@@ -515,7 +515,7 @@ def tried(world: Any) -> dict[str, Any]:
         "losses": losses_of(trainer),
         "refused": (refused.value.what, refused.value.numbers),
         "there": there,
-        "said": controls.verdict("try")["verdict"],
+        "said": controls.result("try")["result"],
         "dirty": trainer.job.integrity.broken_off,
     }
 
@@ -571,7 +571,7 @@ def paused(world: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(STEPS - trainer.step)
-    said = {id: controls.verdict(id)["verdict"]["ok"] for id in ("pause", "switch", "resume")}
+    said = {id: controls.result(id)["result"]["ok"] for id in ("pause", "switch", "resume")}
     return {
         "never": losses_of(never),
         "losses": losses_of(trainer),

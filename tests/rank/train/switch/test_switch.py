@@ -145,14 +145,14 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
     from nbkit.rank.parallel.data_parallel.base import DataAxis
     from nbkit.rank.train import builder
     from nbkit.rank.train.checkpoint import job_state
-    from nbkit.rank.train.switch.plan_cache import Plans
+    from nbkit.rank.train.switch.plan_cache import PlanCache
 
     if stage == "parallelize":
         patch.setattr(builder, "parallelize", broken)
     elif stage == "allocate":
         patch.setattr(job_state, "allocate", broken)
     elif stage == "exchange":
-        patch.setattr(Plans, "exchange", broken)
+        patch.setattr(PlanCache, "exchange", broken)
     else:
         patch.setattr(DataAxis, "refresh", broken)
 

@@ -20,7 +20,7 @@ from nbkit.rank.comm.all_gather_objects import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
-from nbkit.rank.train.switch.plan_cache import Plans
+from nbkit.rank.train.switch.plan_cache import PlanCache
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -56,9 +56,9 @@ def while_it_trains(world: Any) -> dict[str, Any]:
         trainer.switch(strategy)
     with pytest.MonkeyPatch.context() as patch:
         made = planned_in(patch)
-        verdict = asked_for(trainer, controls, "zero3", after=0.2 * world.place.rank)
+        result = asked_for(trainer, controls, "zero3", after=0.2 * world.place.rank)
     trainer.fit(1)
-    return {"verdict": verdict, "made": made, "losses": [record["loss"] for record in trainer.history]}
+    return {"told": result, "made": made, "losses": [record["loss"] for record in trainer.history]}
 
 
 def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
@@ -66,9 +66,9 @@ def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
     steps = len(found[0]["losses"])
     losses, _, _ = one_process(points(40), steps=steps, optimizer=adam)
     for rank in found:
-        assert rank["verdict"]["ok"] and rank["verdict"]["strategy"] == "dp=2 zero=3"
-        assert rank["verdict"]["step"] == found[0]["verdict"]["step"]
-        assert rank["verdict"]["result"]["identical"] and rank["verdict"]["result"]["beside_s"] > 0
+        assert rank["told"]["ok"] and rank["told"]["strategy"] == "dp=2 zero=3"
+        assert rank["told"]["step"] == found[0]["told"]["step"]
+        assert rank["told"]["result"]["identical"] and rank["told"]["result"]["beside_s"] > 0
         assert sorted(rank["made"]) == [("cut", "nbkit-ahead"), ("plan", "nbkit-ahead")]
         assert rank["losses"] == pytest.approx(losses, rel=1e-5)
 
@@ -89,15 +89,15 @@ def late_or_broken(world: Any) -> list[Any]:
         if step == 30:
             go_on.set()
 
-    verdicts = []
+    results = []
     with pytest.MonkeyPatch.context() as patch:
         for strategy, making in (("zero1", slowly), ("zero3", broken)):
             if world.place.rank == 1:
                 patch.setattr(prefetch, "make_ready", making)
-            verdicts.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
+            results.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
     # What cannot be split is refused at the boundary, by all, and the training goes on.
-    verdicts.append(asked_for(trainer, controls, "tp=3"))
-    return verdicts
+    results.append(asked_for(trainer, controls, "tp=3"))
+    return results
 
 
 def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() -> None:
@@ -111,7 +111,7 @@ def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() 
 def first_visits(world: Any) -> dict[str, Any]:
     trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
     trainer.fit(1)
-    found: dict[str, Any] = {"verdicts": [], "made": []}
+    found: dict[str, Any] = {"results": [], "made": []}
     made: set[tuple[str, str]] = set()
     new_group, fails = torch.distributed.new_group, False
 
@@ -128,7 +128,7 @@ def first_visits(world: Any) -> dict[str, Any]:
         planned = planned_in(patch)
         for strategy in ("hsdp", "zero=1 shard=2", "dp=2 tp=2"):
             fails = strategy == "dp=2 tp=2" and world.place.rank == 1
-            found["verdicts"].append(asked_for(trainer, controls, strategy))
+            found["results"].append(asked_for(trainer, controls, strategy))
             found["made"].append(made.copy())
             made.clear()
     found["cut"] = [thread for what, thread in planned if what == "cut"]
@@ -140,7 +140,7 @@ def test_groups_are_made_beside_the_training_and_where_that_fails_by_the_switch(
     every = run_ranks(first_visits, 4, timeout=200)
     losses, _, _ = one_process(points(40), steps=len(every[0]["losses"]), optimizer=adam)
     for found in every:
-        assert all(verdict["ok"] and verdict["result"]["identical"] for verdict in found["verdicts"])
+        assert all(result["ok"] and result["result"]["identical"] for result in found["results"])
         hsdp, shared, failed = found["made"]
         assert hsdp == {("shard", "nbkit-groups"), ("replicate", "nbkit-groups")} and not shared
         assert {("dp", "MainThread"), ("tp", "MainThread")} <= failed
@@ -167,9 +167,9 @@ def groups_of_ones_own(world: Any) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "new_group", slowly)
-        verdict = asked_for(trainer, controls, "tp", meanwhile=meanwhile)
+        result = asked_for(trainer, controls, "tp", meanwhile=meanwhile)
     trainer.fit(2)
-    return [*sums, float(verdict["ok"])]
+    return [*sums, float(result["ok"])]
 
 
 def test_a_group_that_the_user_makes_meanwhile_comes_after_ours_on_every_rank() -> None:
@@ -190,17 +190,17 @@ def out_of_date(world: Any) -> dict[str, Any]:
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
     # A rank that holds something else than its strategy says.
-    holdings, said = Plans._layouts_by_rank, []
+    holdings, said = PlanCache._layouts_by_rank, []
 
-    def without_one(self: Plans, *args: Any) -> Any:
+    def without_one(self: PlanCache, *args: Any) -> Any:
         whole = holdings(self, *args)
         for rank in whole if world.place.rank == 1 else ():
             rank.pop(f"weight/{name}")
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plans, "_layouts_by_rank", without_one)
-        patch.setattr(joining, "plan_together", _noted(said, joining.plan_together))
+        patch.setattr(PlanCache, "_layouts_by_rank", without_one)
+        patch.setattr(joining, "plan_collectively", _noted(said, joining.plan_collectively))
         found["told"] = trainer.switch("zero1").identical
     found["said"] = len(said)
     trainer.switch("zero3")
@@ -231,10 +231,10 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 
     trainer, found = of_many_blocks(), []
     trainer.fit(1)
-    tell, together = joining.all_gather_objects, joining.plan_together
+    tell, together = joining.all_gather_objects, joining.plan_collectively
     with pytest.MonkeyPatch.context() as patch:
         more: list[int] = []
-        patch.setattr(joining, "plan_together", _noted(more, together))
+        patch.setattr(joining, "plan_collectively", _noted(more, together))
         sizes: list[int] = []
 
         def measured(own: Any, **kwargs: Any) -> Any:

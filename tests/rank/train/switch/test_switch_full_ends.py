@@ -85,7 +85,7 @@ def asked_for_while_it_trains(world: Any) -> list[Any]:
                 last(patch)
             with pytest.raises((TrainingError, MemoryError)) as error:
                 job.fit(500)
-        told.append((job.step < 500, error.type.__name__, str(error.value), controls.verdict("a")["verdict"]["ok"]))
+        told.append((job.step < 500, error.type.__name__, str(error.value), controls.result("a")["result"]["ok"]))
     job._callbacks = ()
     first = job.step
     job.fit(3)

@@ -180,7 +180,7 @@ def ends(world: Any) -> dict[str, Any]:
     asks_in(4, "last", "zero1")
     trainer.fit(2)
     del trainer._rate.prepare  # type: ignore[attr-defined]
-    found["last"] = controls.verdict("last")["verdict"]
+    found["last"] = controls.result("last")["result"]
     found["at its end"] = (str(trainer.strategy), trainer.job.pending.done(), trainer.job.switches[-1].identical)
 
     asks_in(6, "broken", "zero3")
@@ -196,7 +196,7 @@ def ends(world: Any) -> dict[str, Any]:
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
     del trainer._rate.prepare  # type: ignore[attr-defined]
-    found["broken"] = controls.verdict("broken")["verdict"]
+    found["broken"] = controls.result("broken")["result"]
     found["after it"] = (str(trainer.strategy), trainer.job.pending)
     trainer.fit(2)
     found["losses"] = losses_of(trainer)
@@ -260,8 +260,8 @@ def changing(world: Any) -> list[Any]:
             threads = hashed_in(patch)
             patch.setattr(verify, "sums", after_a_forward(verify.sums))
             patch.setattr(switching, "Comparison", before_a_forward(switching.Comparison))
-            verdict = asked_for(trainer, controls, "zero1")
-        found.append((verdict["ok"] and verdict["result"]["identical"], threads))
+            result = asked_for(trainer, controls, "zero1")
+        found.append((result["ok"] and result["result"]["identical"], threads))
     return found
 
 
