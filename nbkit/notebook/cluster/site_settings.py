@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbkit.durations import seconds_of, text_of
+from nbkit.durations import seconds_given, seconds_of, text_of
 from nbkit.errors import UsageError
 
 __all__ = ["Site", "files", "home_here", "read"]
@@ -41,8 +41,9 @@ class Site:
     sources: dict[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def ttl_of(self, asked: float | None) -> float:
+    def ttl_of(self, asked: str | float | None) -> float:
         """The time to live of a cluster. Raises UsageError for one that is longer than it may be."""
+        asked = seconds_given(asked)
         if asked is None:
             return self.ttl if self.max_ttl is None else min(self.ttl, self.max_ttl)
         if self.max_ttl is not None and asked > self.max_ttl:

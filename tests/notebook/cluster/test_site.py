@@ -103,7 +103,7 @@ def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:
     files[0].write_text('max_ttl = "1h"\n')
 
     assert site_settings.read().ttl_of(None) == 3600
-    assert site_settings.read().ttl_of(60.0) == 60
+    assert site_settings.read().ttl_of(60.0) == site_settings.read().ttl_of("1min") == 60
     with pytest.raises(UsageError, match="max_ttl is 1 h"):
         site_settings.read().ttl_of(7200.0)
 
