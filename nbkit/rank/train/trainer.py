@@ -20,6 +20,7 @@ from nbkit.rank.data.stream import open_stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
@@ -82,7 +83,7 @@ class Trainer:
         save_path: str | Path | None = None,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
         log_every: int = 10,
-        log_dir: str | None = "runs",
+        log_dir: str | None = runs_dir.DEFAULT,
         name: str | None = None,
         progress: bool = True,
         stages: Sequence[str] | None = None,
