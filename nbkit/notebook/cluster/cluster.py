@@ -214,7 +214,7 @@ class Cluster:
             time.sleep(0.02)
         for _ in until_training(self.connection) if at_step else ():
             time.sleep(0.05)
-        request = request_for(self.connection, cell, ranks, at_step=at_step)
+        request = request_for(self.connection, cell, ranks, at_step=at_step, detached=detach)
         note = "" if at_step else self.connection.ensure_world()
         execution = self._send(request, note, at_step=at_step)
         if detach:
@@ -237,7 +237,7 @@ class Cluster:
             await asyncio.sleep(0.02)
         for _ in until_training(self.connection) if at_step else ():
             await asyncio.sleep(0.05)
-        request = request_for(self.connection, cell, ranks, at_step=at_step)
+        request = request_for(self.connection, cell, ranks, at_step=at_step, detached=detach)
         # In a thread, because a new generation may take long to form, and the stop button needs the event loop.
         spoilt = self.connection.generation.spoilt and not at_step
         note = await asyncio.to_thread(self.connection.ensure_world) if spoilt else ""
