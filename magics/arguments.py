@@ -167,7 +167,7 @@ def pull_parser() -> MagicParser:
 
 def board_parser() -> MagicParser:
     parser = MagicParser(prog="%board", description="Start TensorBoard beside the notebook and show it here.")
-    parser.add_argument("logdir", nargs="?", default="runs", help="folder with the runs (runs)")
+    parser.add_argument("logdir", nargs="?", help="folder with the runs (runs, or that of nbkit.toml)")
     parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="of the frame (700)")
     parser.add_argument("--stop", action="store_true", help="end it")
     return parser

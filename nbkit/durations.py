@@ -6,7 +6,7 @@ import re
 
 from nbkit.errors import UsageError
 
-__all__ = ["seconds_of", "text_of"]
+__all__ = ["seconds_given", "seconds_of", "text_of"]
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d|)")
@@ -23,6 +23,11 @@ def seconds_of(text: str | float) -> float:
             hint="30s   or   10min   or   2h",
         )
     return seconds
+
+
+def seconds_given(value: str | float | None) -> float | None:
+    """An argument of a function in seconds: texts as `seconds_of` reads them, numbers and None as they are."""
+    return seconds_of(value) if isinstance(value, str) else value
 
 
 def text_of(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbkit.durations import seconds_of, text_of
+from nbkit.durations import seconds_given, seconds_of, text_of
 from nbkit.errors import UsageError
 
 
@@ -18,6 +18,10 @@ def test_a_number_with_its_unit_is_a_length_of_time(text: str | float, seconds: 
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="10min"):
         seconds_of(text)
+
+
+def test_what_a_function_is_given_is_a_text_with_a_unit_or_seconds() -> None:
+    assert [seconds_given(value) for value in ("2h", "30", 0.3, 0, None)] == [7200, 30, 0.3, 0, None]
 
 
 @pytest.mark.parametrize(

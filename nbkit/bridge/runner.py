@@ -29,6 +29,7 @@ from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.parent.link import Link
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.rank.comm import delegating_group
+from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
 from nbkit.wire import interrupts
@@ -75,9 +76,11 @@ class Runner:
         running = Running(request, time.time())
         with self.shielded():
             self.running.append(running)
+            outer = DETACHED.set(request.detached)
             try:
                 return self._run(running)
             finally:
+                DETACHED.reset(outer)
                 running.ended.set()
                 self.running.remove(running)
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.records.record_file import check_format, newest_run, written
@@ -31,24 +31,29 @@ _STYLES = {
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="runs", help="a cluster's name, a run, or a directory of runs")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        help="a cluster's name, a run, or a directory of runs (runs, or that of nbkit.toml)",
+    )
     parser.add_argument("--once", action="store_true", help="print it once and end")
     parser.epilog = "Reads what the ranks record in the run's directory; Ctrl-C ends the watching, not the training."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    run = read_run(_run_of(arguments.what))
+    what = arguments.what or str(site_settings.read().runs)
+    run = read_run(_run_of(what))
     if arguments.once:
         print(plain(lines_of(run.snapshot(), _width())))
         return 0
     try:
         from rich.live import Live
     except ImportError:
-        return _without_rich(arguments.what, run)
+        return _without_rich(what, run)
     with Live(_drawn(run), auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(_EVERY_S)
-            run = _newest(arguments.what, run)
+            run = _newest(what, run)
             live.update(_drawn(run), refresh=True)
 
 
@@ -93,7 +98,7 @@ def _run_of_cluster(entry: registry.Entry) -> Path | None:
         rank = psutil.Process(entry.ranks[0].pid)
         files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
         newest = max(files, key=written, default=None)
-        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / "runs")
+        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / site_settings.read().runs)
     except (psutil.Error, OSError, IndexError):
         return None
 

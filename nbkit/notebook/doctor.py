@@ -21,6 +21,7 @@ from typing import Literal
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.control_result import size
 from nbkit.notebook.cluster.launch.device_pinning import cores_here
 from nbkit.notebook.cluster.launch.gpus import Survey, show_mib, survey_gpus
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -221,7 +222,8 @@ def _settings() -> Iterator[Finding]:
         return
     for key, path in found.sources.items():
         value = getattr(found, key)
-        yield Finding("Settings", key, f"{text_of(value) if isinstance(value, float) else value}  {path}")
+        shown = size(value) if key == "max_disk" else text_of(value) if isinstance(value, float) else value
+        yield Finding("Settings", key, f"{shown}  {path}")
     for note in found.notes:
         yield Finding("Settings", "note", note, "note")
     if not found.sources:

@@ -19,7 +19,8 @@ class CellRequest:
     """A cell on its way to the ranks.
 
     id: unique in the cluster. number: the notebook's execution count, so that tracebacks read "Cell In[5], line 2".
-    ranks: all that run it. requests: how many requests to a running training had been sent before this cell.
+    ranks: all that run it. requests: how many requests to a running training had been sent before this cell. detached:
+    the notebook does not wait for it.
     """
 
     id: str
@@ -27,6 +28,7 @@ class CellRequest:
     number: int
     ranks: tuple[int, ...]
     requests: int = 0
+    detached: bool = False
 
 
 @dataclass(frozen=True)

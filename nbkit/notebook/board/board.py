@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from nbkit.errors import BoardError
 from nbkit.notebook.board import address
+from nbkit.notebook.cluster import site_settings
 from nbkit.records import tags
 
 _current: Board | None = None
@@ -58,8 +59,10 @@ class Board:
         self.url = address.browser_url(self.port, environment, base_url)
 
     @classmethod
-    def start(cls, logdir: str | Path = "runs", *, height: int = 700) -> Board:
+    def start(cls, logdir: str | Path | None = None, *, height: int = 700) -> Board:
         """Start TensorBoard on `logdir`, or take up the one this notebook has there; another logdir replaces it.
+
+        logdir: by default runs, or that of nbkit.toml.
 
         Returns when it has answered over HTTP. Raises BoardError, with nothing left running.
         """
@@ -68,7 +71,7 @@ class Board:
             raise BoardError("TensorBoard is not installed.", hint="pip install tensorboard")
         if height < 1:
             raise BoardError("The frame has no height.", numbers=f"height {height} pixels", hint="--height 700")
-        folder = Path(logdir).expanduser().absolute()
+        folder = Path(logdir or site_settings.read().runs).expanduser().absolute()
         if folder.exists() and not folder.is_dir():
             raise BoardError("The log directory is a file.", numbers=str(folder), hint=f"%board {folder.parent}")
         if _current is not None and (not _current.is_alive() or _current.logdir != folder):

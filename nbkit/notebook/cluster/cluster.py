@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbkit.durations import seconds_given
 from nbkit.errors import ClusterError, ClusterExists, NbkitError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
@@ -114,14 +115,14 @@ class Cluster:
         name: str | None = None,
         gpus: str | None = None,
         cpu: bool = False,
-        ttl: float | None = None,
+        ttl: str | float | None = None,
     ) -> Cluster:
         """Start a cluster on this machine and make it the notebook's.
 
         n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
-        seconds without a notebook and without a running cell after which it lets go of its devices (two hours, unless
-        nbkit.toml says otherwise). Returns when every rank has answered and the process group has done an all-reduce.
-        Raises ClusterError, ClusterExists or UsageError, with nothing left running.
+        seconds, or "12h", without a notebook and a running cell after which it lets go of its devices (two hours,
+        unless nbkit.toml says otherwise). Returns when every rank has answered and the process group has done an
+        all-reduce. Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()
@@ -196,7 +197,7 @@ class Cluster:
         self,
         cell: str,
         ranks: Sequence[int] | str | None = None,
-        timeout: float | None = None,
+        timeout: str | float | None = None,
         detach: bool = False,
         *,
         at_step: bool = False,
@@ -204,15 +205,16 @@ class Cluster:
     ) -> Any:
         """Run source text on the ranks (all, or e.g. "0,2-3") and show what they print as it comes.
 
-        timeout: seconds after which the cell is stopped. detach: do not wait, return a CellHandle. at_step: at the
-        next step boundary of the running training, on all ranks. queue: wait for a cell that runs, instead of
+        timeout: seconds, or "30s", after which the cell is stopped. detach: do not wait, return a CellHandle. at_step:
+        at the next step boundary of the running training, on all ranks. queue: wait for a cell that runs, instead of
         refusing. Returns Results. Raises CellError (the rank that failed first), CellRunning, UsageError.
         """
+        timeout = seconds_given(timeout)
         while queue and self.connection.busy():
             time.sleep(0.02)
         for _ in until_training(self.connection) if at_step else ():
             time.sleep(0.05)
-        request = request_for(self.connection, cell, ranks, at_step=at_step)
+        request = request_for(self.connection, cell, ranks, at_step=at_step, detached=detach)
         note = "" if at_step else self.connection.ensure_world()
         execution = self._send(request, note, at_step=at_step)
         if detach:
@@ -223,18 +225,19 @@ class Cluster:
         self,
         cell: str,
         ranks: Sequence[int] | str | None = None,
-        timeout: float | None = None,
+        timeout: str | float | None = None,
         detach: bool = False,
         *,
         at_step: bool = False,
         queue: bool = False,
     ) -> Any:
         """`run`, to be awaited: meanwhile the notebook's kernel goes on answering widgets."""
+        timeout = seconds_given(timeout)
         while queue and self.connection.busy():
             await asyncio.sleep(0.02)
         for _ in until_training(self.connection) if at_step else ():
             await asyncio.sleep(0.05)
-        request = request_for(self.connection, cell, ranks, at_step=at_step)
+        request = request_for(self.connection, cell, ranks, at_step=at_step, detached=detach)
         # In a thread, because a new generation may take long to form, and the stop button needs the event loop.
         spoilt = self.connection.generation.spoilt and not at_step
         note = await asyncio.to_thread(self.connection.ensure_world) if spoilt else ""
@@ -249,10 +252,10 @@ class Cluster:
             observe(self, execution)
         return execution
 
-    def wait(self, timeout: float | None = None) -> Results | None:
+    def wait(self, timeout: str | float | None = None) -> Results | None:
         """Wait for the cell that runs, as Run All must before it goes on. Raises what the cell raised.
 
-        The stop button ends the waiting only; so does `timeout` (seconds), with a TimeoutError.
+        The stop button ends the waiting only; so does `timeout` (seconds, or "30s"), with a TimeoutError.
         """
         busy = self.connection.busy()
         return wait_for(busy, timeout) if busy else None

@@ -5,6 +5,8 @@
     max_ttl = "12h"     # longest time to live of a cluster without notebook and cell
     ttl = "2h"          # the one that it gets without --ttl
     home = "/scratch"   # where clusters have their folders, one below it for each user; not in a project
+    runs = "/data/runs" # where trainings are recorded without log_dir=, in a folder for each user
+    max_disk = "20GB"   # what may lie in the folder of runs before no checkpoint is written and no run begun
 
 A later file wins, but what begins with max_ can only be lowered by it. The limits keep people from taking too much by
 accident; who means to can get around them.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbkit.durations import seconds_of, text_of
+from nbkit.durations import seconds_given, seconds_of, text_of
 from nbkit.errors import UsageError
 
 __all__ = ["Site", "files", "home_here", "read"]
@@ -31,18 +34,24 @@ _NAME = "nbkit.toml"
 
 @dataclass(frozen=True)
 class Site:
-    """ttl, max_ttl: seconds. sources: key -> the file that it is from. notes: what has no effect, and why."""
+    """ttl, max_ttl: seconds. max_disk: bytes. runs: of this user.
+
+    sources: key -> the file that it is from. notes: what has no effect, and why.
+    """
 
     max_ranks: int | None = None
     max_gpus: int | None = None
     max_ttl: float | None = None
     ttl: float = 7200.0
     home: Path | None = None
+    runs: Path = Path("runs")
+    max_disk: int | None = None
     sources: dict[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def ttl_of(self, asked: float | None) -> float:
+    def ttl_of(self, asked: str | float | None) -> float:
         """The time to live of a cluster. Raises UsageError for one that is longer than it may be."""
+        asked = seconds_given(asked)
         if asked is None:
             return self.ttl if self.max_ttl is None else min(self.ttl, self.max_ttl)
         if self.max_ttl is not None and asked > self.max_ttl:
@@ -74,7 +83,7 @@ def read(paths: Sequence[Path] | None = None) -> Site:
             if key in limits and value > limits[key]:
                 notes.append(f"{key} in {path} has no effect: {machine} allows less")
             else:
-                values[key], sources[key] = value, path
+                values[key], sources[key] = value / getpass.getuser() if key == "runs" else value, path
     return Site(**values, sources=sources, notes=tuple(notes))
 
 
@@ -124,10 +133,19 @@ def _time(value: object) -> float:
     raise ValueError
 
 
+def _bytes(value: object) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MGT])B", str(value))
+    if not found or not float(found[1]):
+        raise ValueError
+    return round(float(found[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found[2]])
+
+
 _KEYS: dict[str, Callable[[object], Any]] = {
     "max_ranks": _count,
     "max_gpus": _count,
     "max_ttl": _time,
     "ttl": _time,
     "home": _folder,
+    "runs": _folder,
+    "max_disk": _bytes,
 }

@@ -14,6 +14,7 @@ from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.train import argument_checks
+from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 
 __all__ = ["TrainConfig", "example_of", "warn_without_effect"]
@@ -60,7 +61,7 @@ def warn_without_effect(
     shuffle: bool | None,
     eval_data: Any,
     eval_every: int | None,
-    save_every: int | str | None,
+    save_every: int | str | bool | None,
     save_path: Any,
 ) -> None:
     """Name every setting of a Trainer that means nothing beside the others."""
@@ -70,7 +71,10 @@ def warn_without_effect(
             "shuffle= has no effect on data that can only be iterated: it comes in its own order",
         ),
         (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
-        (save_path is not None and save_every is None, "save_path= has no effect without save_every="),
+        (
+            save_path is not None and not (save_every or (save_every is None and DETACHED.get())),
+            "save_path= has no effect without save_every=, except in a detached cell",
+        ),
     ]
     for applies, message in without:
         if applies:

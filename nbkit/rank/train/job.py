@@ -22,7 +22,7 @@ from nbkit.rank.data.batch import Shard
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.train import argument_checks
+from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import step_boundary
@@ -51,7 +51,7 @@ def prepare(
     recompute: bool = False,
     offload: str | None = None,
     compile: bool | str = False,
-    log_dir: str | None = "runs",
+    log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.

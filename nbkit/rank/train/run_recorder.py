@@ -26,6 +26,7 @@ from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
 from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
@@ -147,8 +148,11 @@ def record_run(
     """Have everything recorded that a job does, in a new directory under `log_dir`. Collective.
 
     Returns that directory, the same on every rank; adds to `listeners` who writes there. Raises TrainingError, on every
-    rank, when rank 0 cannot make it; a rank on a host that cannot write there warns, and trains without records.
+    rank, when rank 0 cannot make it or max_disk is reached; a rank on a host that cannot write there warns, and trains
+    without records.
     """
+    runs = Path(log_dir).absolute()
+    check_room(runs, runs, "no run is begun")
     made = [_new_run_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
     if world_size > 1:
         dist.broadcast_object_list(made, src=0, device=device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
-from nbkit.errors import NotFinite, TrainingError
+from nbkit.errors import NbkitError, NotFinite, TrainingError
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
@@ -20,10 +20,12 @@ from nbkit.rank.data.stream import open_stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.progress import ProgressLine
@@ -33,7 +35,9 @@ from nbkit.rank.train.switch.trial import try_out
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["Trainer"]
+__all__ = ["DETACHED_SAVE_EVERY", "Trainer"]
+
+DETACHED_SAVE_EVERY = "10min"
 
 
 class Trainer:
@@ -47,7 +51,8 @@ class Trainer:
     microbatch_size: samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style
     data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
     eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so
-    many steps, or "10min" of training (default: checkpoint in the run's directory). callbacks: called as f(trainer,
+    many steps, or "10min" of training (the default in a detached cell; False: never), into checkpoint in the run's
+    directory, or save_path. callbacks: called as f(trainer,
     record) with each finished record, on every rank. log_every: steps between gradient norms when nothing clips.
     log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the run's.
     progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan:
@@ -78,11 +83,11 @@ class Trainer:
         collate: Callable[[list[Any]], Any] = default_collate,
         eval_data: Any = None,
         eval_every: int | None = None,
-        save_every: int | str | None = None,
+        save_every: int | str | bool | None = None,
         save_path: str | Path | None = None,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
         log_every: int = 10,
-        log_dir: str | None = "runs",
+        log_dir: str | None = runs_dir.DEFAULT,
         name: str | None = None,
         progress: bool = True,
         stages: Sequence[str] | None = None,
@@ -93,7 +98,7 @@ class Trainer:
         compile: bool | str = False,
     ) -> None:
         self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
-        save_steps = None if isinstance(save_every, str) else save_every
+        save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
@@ -122,6 +127,8 @@ class Trainer:
         self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
         self._eval_data, self._eval_every = eval_data, eval_every
         self._save_every, self._save_path, self._callbacks = save_steps, save_path, tuple(callbacks)
+        self._saves_if_detached = save_every is None and (save_path is not None or log_dir is not None)
+        self._told_of_saving = False
         self._saved_step, self._unsaved_s = 0, 0.0
         self.job.record(log_dir, name=name, batch=batch_size)
         self.run_dir = self.job.run_dir
@@ -188,6 +195,8 @@ class Trainer:
         left = steps or max((until or 0) - first, 0)
         if not left:
             return Records()
+        if self._saves_if_detached:
+            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
             if self._save_seconds is not None:
                 self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
@@ -276,7 +285,21 @@ class Trainer:
         # The seconds in the records are the same on every rank, and so is what is done by them.
         late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
         if late or (self._save_every and job.step % self._save_every == 0):
-            self.save(self._save_path or (self.run_dir or Path()) / "checkpoint")
+            self._save_now()
+
+    def _save_now(self) -> None:
+        path = self._save_path or (self.run_dir or Path()) / "checkpoint"
+        if not self._saves_if_detached:
+            self.save(path)
+            return
+        try:
+            self.save(path)
+            said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
+        except NbkitError as error:  # on every rank alike; nobody has asked for it, so it ends no training
+            self._told_of_saving, self._unsaved_s, said = False, 0.0, f"not saved: {error.what} {error.numbers}"
+        if not self._told_of_saving and self.job.rank == 0:
+            print(f"\r{said:<80}", flush=True)
+        self._told_of_saving = True
 
     def _update(self) -> None:
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset

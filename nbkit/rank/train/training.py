@@ -19,6 +19,7 @@ from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.run_recorder import Recorder
+from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.optimizer import OptimizerHandle
 from nbkit.rank.train.step.precision import Precision
@@ -159,8 +160,10 @@ class Training:
     def save(self, path: str | Path) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank when one could not write: what was at `path` before stands.
+        Raises TrainingError on every rank when one could not write, or max_disk is reached: what was at `path` stands.
         """
+        if self.run_dir is not None:
+            check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
         about = {"history": list(self.ledger.records), "seed": self.seed}
         checkpoint.save(path, self.state, self.builder, about)
 

@@ -239,7 +239,7 @@ def test_a_detached_cell_gives_the_prompt_back_and_can_be_waited_for(two: Cluste
 def test_waiting_has_a_time_out_that_leaves_the_cell_alone(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(1); 7", detach=True)
     with pytest.raises(TimeoutError, match="still runs"):
-        handle.wait(timeout=0.1)
+        handle.wait(timeout="0.1s")
     assert handle.wait(timeout=30).values == {0: 7, 1: 7}
 
 
@@ -270,7 +270,13 @@ def test_stop_ends_a_cell_and_variables_live_on(two: Cluster, stuck: str) -> Non
 
 def test_a_timeout_stops_the_cell_and_is_an_error(two: Cluster) -> None:
     with pytest.raises(CellError, match=r"--timeout"):
-        two.run("import time; time.sleep(60)", timeout=0.3)
+        two.run("import time; time.sleep(60)", timeout="0.3s")
+
+
+def test_a_time_that_is_none_is_refused_before_the_cell_runs(two: Cluster) -> None:
+    with pytest.raises(UsageError, match="'soon' is no length of time"):
+        two.run("began = True", timeout="soon")
+    assert two.run("'began' in globals()").values == {0: False, 1: False}
     assert two.run("rank").values == {0: 0, 1: 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from clusters import home_of_clusters
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
 
-from nbkit import Cluster
+from nbkit import Board, Cluster
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.wire.processes import followers
@@ -182,3 +183,31 @@ def test_more_ranks_than_cores_is_allowed_and_said(nbkit_home: Path) -> None:
 def test_no_ranks_at_all_is_refused() -> None:
     with pytest.raises(UsageError, match="at least one rank"):
         Cluster.start(0, cpu=True)
+
+
+RUNS = """
+def where(**asked):
+    data = [(torch.ones(1), torch.zeros(1))] * 2
+    return nbkit.Trainer(
+        model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, data=data, batch_size=1,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **asked,
+    ).run_dir.parent
+
+from nbkit.rank.train.runs_dir import MAX_BYTES
+[str(where()), str(where(log_dir="runs")), MAX_BYTES]
+"""
+
+
+def test_ranks_record_where_nbkit_toml_says_unless_log_dir_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nbkit.toml").write_text(f'runs = "{tmp_path / "kept"}"\nmax_disk = "2GB"\n')
+    cluster = Cluster.start(1, cpu=True, name="recorded")
+
+    assert cluster.run(RUNS).values == {
+        0: [str(tmp_path / "kept" / getpass.getuser()), str(tmp_path / "runs"), 2_000_000_000]
+    }
+    assert Board.start().logdir == tmp_path / "kept" / getpass.getuser()
+    Board.end()
+    cluster.stop()

@@ -57,11 +57,15 @@ def test_a_later_file_wins_and_a_limit_of_the_machine_is_only_lowered(files: Fil
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_rank = 8", "no key 'max_rank'; keys: max_ranks, max_gpus, max_ttl, ttl, home"),
+        ("max_rank = 8", "no key 'max_rank'; keys: max_ranks, max_gpus, max_ttl, ttl, home, runs, max_disk"),
         ("max_ranks = 0", "max_ranks = 0"),
         ("max_ranks = true", "max_ranks = True"),
         ('ttl = "soon"', "ttl = 'soon'"),
         ('home = "here"', "home = 'here'"),
+        ('runs = "here"', "runs = 'here'"),
+        ('max_disk = "20"', "max_disk = '20'"),
+        ('max_disk = "0GB"', "max_disk = '0GB'"),
+        ("max_disk = 20", "max_disk = 20"),
         ("max_ranks = ", "Invalid value"),
         ('home = "/scratch"', "for a machine or a user"),
     ],
@@ -103,7 +107,7 @@ def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:
     files[0].write_text('max_ttl = "1h"\n')
 
     assert site_settings.read().ttl_of(None) == 3600
-    assert site_settings.read().ttl_of(60.0) == 60
+    assert site_settings.read().ttl_of(60.0) == site_settings.read().ttl_of("1min") == 60
     with pytest.raises(UsageError, match="max_ttl is 1 h"):
         site_settings.read().ttl_of(7200.0)
 
@@ -116,6 +120,22 @@ def test_clusters_live_where_the_machine_says(files: Files, monkeypatch: pytest.
 
     assert registry.home() == Path("/scratch/ada/nbkit")
     site_settings.home_here.cache_clear()
+
+
+def test_runs_have_a_folder_for_each_user_and_a_limit_which_a_later_file_lowers(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_settings, "getpass", type("Known", (), {"getuser": staticmethod(lambda: "ada")}))
+    files[0].write_text('runs = "/data"\nmax_disk = "20GB"\n')
+    assert (site_settings.read().runs, site_settings.read().max_disk) == (Path("/data/ada"), 20_000_000_000)
+
+    files[1].write_text('max_disk = "1.5 TB"\n')
+    files[2].write_text('runs = "/project"\nmax_disk = "500 MB"\n')
+    found = site_settings.read()
+
+    assert (found.runs, found.max_disk) == (Path("/project/ada"), 500_000_000)
+    assert found.notes == (f"max_disk in {files[1]} has no effect: {files[0]} allows less",)
+    assert f"500 MB  {files[2]}" in repr(doctor()) and f"/project/ada  {files[2]}" in repr(doctor())
 
 
 def test_doctor_shows_each_setting_with_its_file(files: Files) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train import runs_dir
+from nbkit.rank.train import trainer as trainer_module
+from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.progress import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
@@ -187,6 +192,59 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
     assert len(saved) >= 2
     for before, step in zip([0, *saved], saved, strict=False):
         assert sum(seconds[before:step]) >= 0.05
+
+
+def saved_by_default(world: Any, folder: Path) -> list[Any]:
+    """Steps of the checkpoints of each training, and what was printed."""
+    trainer_module.DETACHED_SAVE_EVERY = "0.05s"
+    told = []
+    for detached, asked in (
+        (True, {"log_dir": str(folder / "runs")}),
+        (True, {"save_path": folder / "kept"}),
+        (True, {"log_dir": str(folder / "full")}),
+        (True, {}),
+        (True, {"log_dir": str(folder / "runs"), "save_every": False}),
+        (False, {"log_dir": str(folder / "runs")}),
+    ):
+        saved: list[int] = []
+        printed = io.StringIO()
+        outer = DETACHED.set(detached)
+        runs_dir.MAX_BYTES = 1 if asked.get("log_dir", "").endswith("full") else 0
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="error"):
+            trainer = quiet(data=Slow(), **asked)
+            trainer.job.ledger.listeners.append(partial(_note_checkpoint, saved))
+            trainer.fit(6)
+            trainer.fit(6)
+        DETACHED.reset(outer)
+        told.append([len(saved) >= 2, trainer.step, printed.getvalue(), str(trainer.run_dir)])
+    return told
+
+
+def _note_checkpoint(saved: list[int], event: Event) -> None:
+    if event.kind == "checkpoint":
+        saved.append(event.step)
+
+
+def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Path) -> None:
+    first, second = run_ranks(saved_by_default, 2, tmp_path)
+
+    assert [each[:2] for each in first] == [[True, 12], [True, 12], *[[False, 12]] * 4]
+    (_, _, default, run), (_, _, named, _), (_, _, failed, _), *silent = first
+    why = ", as every 0.05s in a detached cell (save_every=False: never)\n"
+    assert (default, named) == (f"\rsaved to {run}/checkpoint{why}", f"\rsaved to {tmp_path}/kept{why}")
+    assert failed.startswith("\rnot saved: The folder of runs is full: no checkpoint is written. ")
+    assert [each[2] for each in [*silent, *second]] == [""] * 9
+    assert (Path(run) / "checkpoint" / ".metadata").exists() and (tmp_path / "kept" / ".metadata").exists()
+
+
+def test_what_saves_never_says_so_in_one_way() -> None:
+    assert run_ranks(refused_never, 1) == [["save_every is a whole number, at least 1.", "save_every=0"]]
+
+
+def refused_never(world: Any) -> list[str]:
+    with pytest.raises(TrainingError) as error:
+        quiet(save_every=0)
+    return [error.value.what, error.value.numbers]
 
 
 def scheduled(world: Any) -> list[Any]:

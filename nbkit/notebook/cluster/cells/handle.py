@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 
+from nbkit.durations import seconds_given
 from nbkit.errors import CellStopped
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
@@ -37,19 +38,22 @@ class CellHandle:
             client = connection.client
             client.soon(lambda: client.later(timeout, self._out_of_time, timeout))
 
-    def wait(self, timeout: float | None = None) -> Results:
-        """Wait until the cell is over. Raises CellError if it failed, TimeoutError after `timeout` seconds.
+    def wait(self, timeout: str | float | None = None) -> Results:
+        """Wait until the cell is over. Raises CellError if it failed, TimeoutError after `timeout`
+        (seconds, or "30s").
 
         The stop button ends the waiting; `stop()` ends the cell.
         """
         return wait_for(self._execution, timeout)
 
-    def stop(self, end_after: float | None = None) -> Results:
+    def stop(self, end_after: str | float | None = None) -> Results:
         """Stop the cell and wait for its end; a training stops at a step boundary, its state intact.
 
         A warning names a rank that does not end; pressing the stop button then ends its process. end_after: seconds
-        after that warning when it is ended without a press, for programs that nobody watches. Its variables are lost.
+        (or "30s") after that warning when it is ended without a press, for programs that nobody watches. Its variables
+        are lost.
         """
+        end_after = seconds_given(end_after)
         if not self._execution.done.done():
             stop = self._begin_stop(end_after=end_after)
             with Presses(stop):

@@ -13,7 +13,12 @@ from nbkit.wire.cells import CellRequest
 
 
 def request_for(
-    connection: Connection, cell: str, ranks: Sequence[int] | str | None = None, *, at_step: bool = False
+    connection: Connection,
+    cell: str,
+    ranks: Sequence[int] | str | None = None,
+    *,
+    at_step: bool = False,
+    detached: bool = False,
 ) -> CellRequest:
     """The request for `Connection.send`. Raises UsageError, CellRunning or ClusterError if the cell cannot run.
 
@@ -28,4 +33,4 @@ def request_for(
     if not at_step:
         connection.check_idle("cell")
     connection.check_alive(chosen)
-    return CellRequest(uuid.uuid4().hex[:12], cell, number, chosen, connection.request_number)
+    return CellRequest(uuid.uuid4().hex[:12], cell, number, chosen, connection.request_number, detached)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import wait as wait_futures
 
+from nbkit.durations import seconds_given
 from nbkit.errors import CellError, CellStopped, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
@@ -39,11 +40,12 @@ def wait_here(connection: Connection, execution: Execution, timeout: float | Non
     return outcome(execution, stop)
 
 
-def wait_for(execution: Execution, timeout: float | None = None) -> Results:
-    """Wait for a detached cell. An interrupt or the timeout (seconds) ends the waiting, never the cell.
+def wait_for(execution: Execution, timeout: str | float | None = None) -> Results:
+    """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends the waiting, never the cell.
 
     Raises what the cell raised, TimeoutError, or CellStopped after an interrupt.
     """
+    timeout = seconds_given(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         while not execution.done.done():

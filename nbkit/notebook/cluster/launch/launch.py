@@ -21,7 +21,7 @@ import psutil
 from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
 
 from nbkit.errors import ClusterError, ClusterExists
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
@@ -149,13 +149,18 @@ def pinning_of(entry: Entry) -> Pinning:
 
 
 def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
+    site = site_settings.read()
     return ParentLauncher(
         work_dir=os.getcwd(),
         profile_dir=str(folder / "profile"),
         cluster_id=name,
         output_file=str(folder / "logs" / "parent.log"),
-        # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
-        environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        environment={
+            # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "NBKIT_RUNS": str(site.runs),
+            "NBKIT_MAX_DISK": str(site.max_disk or ""),
+        },
         log=_quiet(),
     )
 

@@ -1,0 +1,63 @@
+"""Where runs are recorded unless log_dir= says otherwise, and how much may lie there: `runs`, `max_disk` of nbkit.toml.
+
+A cluster hands both to its ranks in their environment, so that they are there before anything is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nbkit.errors import TrainingError
+
+__all__ = ["DEFAULT", "check_room"]
+
+DEFAULT = os.environ.get("NBKIT_RUNS") or "runs"
+MAX_BYTES = int(os.environ.get("NBKIT_MAX_DISK") or 0)  # 0: no limit
+
+_LISTED = 3
+
+
+def check_room(runs: Path, to: Path, what: str, *, run: str = "") -> None:
+    """Raises TrainingError, on every rank, when the files in `runs` are as many bytes as max_disk. Collective.
+
+    runs: absolute. to: where something is to be written; outside of `runs` there is always room. what: is refused. run:
+    the one that goes on, which is not to be deleted.
+    """
+    if not MAX_BYTES:
+        return
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    asked = (not several or dist.get_rank() == 0) and to.absolute().is_relative_to(runs)
+    told = [_full(runs, what, run) if asked else None]
+    if several:
+        dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise told[0]
+
+
+def _full(runs: Path, what: str, run: str) -> TrainingError | None:
+    held: Counter[str] = Counter()
+    for folder, _, names in os.walk(runs):
+        first = Path(folder).relative_to(runs).parts[:1]
+        for name in names:
+            with suppress(OSError):  # deleted meanwhile
+                held["".join(first) or name] += (Path(folder) / name).lstat().st_size
+    if held.total() < MAX_BYTES:
+        return None
+    largest = ", ".join(f"{name} {_text(size)}" for name, size in held.most_common(_LISTED))
+    old = next((name for name, _ in held.most_common() if name != run), None)
+    return TrainingError(
+        f"The folder of runs is full: {what}.",
+        numbers=f"{_text(held.total())} in {runs}, max_disk is {_text(MAX_BYTES)}; the largest: {largest}",
+        hint=f"!rm -r '{runs / old}'   if you need it no more"
+        if old
+        else f"trainer.save(...)   with a path outside of {runs}",
+    )
+
+
+def _text(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
