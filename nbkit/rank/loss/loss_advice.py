@@ -1,4 +1,4 @@
-"""What to write instead of a loss that is no mean over rows."""
+"""Advice on what to write instead of a loss that is no mean over rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HINTS = {
 
 
 def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:
-    """For a defect of this kind (see additive.Defect; "inside" the model). seen: what came of `batch`."""
+    """For a defect of this kind (see mean_over_rows.Defect; "inside" the model). seen: what came of `batch`."""
     line = _labels_line(seen, batch, inputs or ()) if kind == "inside" else ""
     return line or _HINTS[kind]
 

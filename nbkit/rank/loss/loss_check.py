@@ -1,13 +1,14 @@
-"""What couples the rows of a batch: found before the first step, by computing the loss of rows together, and alone.
+"""Finds what couples the rows of a batch before the first step, by computing the loss of rows together, and alone.
 
 A strategy that gives rows to several ranks, or to several forwards, is right for losses that are means over rows and
 for (sum, weight), of models that give for each row what they give for it alone. A contrastive loss compares rows; a
 mean over the tokens that a mask leaves weighs rows by their length; experts that choose their tokens let rows compete.
 All would train, and train something else.
 
-Two things are looked at. The loss function by itself, on outputs of the model (see additive.py): precise, and it names
-the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the model.
-How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch changes.
+Two things are looked at. The loss function by itself, on outputs of the model (see mean_over_rows.py): precise, and it
+names the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the
+model. How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch
+changes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
 from nbkit.rank.loss.row_trial import Measured, RowTrial, disturbed, kept
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
-from nbkit.rank.parallel.pipeline.layer_chain import unchanged
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.unchanged import unchanged
 
 __all__ = ["coupled"]
 
@@ -61,7 +62,7 @@ def coupled(
     The module, and the generators of random numbers, are afterwards as before.
     """
     # Whatever is wrong with model, data or loss is said, in full, where they train.
-    with suppress(Exception), unchanged(module), plain_attention(), _uncompiled():
+    with suppress(Exception), unchanged(module), _uncompiled():
         for training, moved in _WAYS if whole else _WAYS[-1:]:
             with suppress(Exception), ExitStack() as around:
                 around.enter_context(kept(module, training=training))
@@ -196,9 +197,7 @@ class _Look:
         found: list[dict[str, list[Tensor]]] = [{}, {}]
         half = len(seen.numbers) // 2
         for passed, count in zip(found, (2 * half, half), strict=True):
-            with ExitStack() as hooks:
-                for name, part in self.trial.module.named_modules():
-                    hooks.callback(part.register_forward_hook(_noted(name, passed), with_kwargs=True).remove)
+            with watched(self.trial.module, leave=partial(_note, passed)):
                 self._measured(seen.numbers[:count], range(count), backward=False)
         together, alone = found
         for name, few in alone.items():
@@ -209,9 +208,6 @@ class _Look:
         return ""
 
 
-def _noted(name: str, passed: dict[str, list[Tensor]]) -> Callable[..., None]:
-    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        first = [next((t for t in leaves(v).values() if t.ndim), None) for v in ((args, kwargs), output)]
-        passed[name] = [tensor.detach() for tensor in first if tensor is not None]
-
-    return note
+def _note(passed: dict[str, list[Tensor]], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    first = [next((t for t in leaves(v).values() if t.ndim), None) for v in ((args, kwargs), output)]
+    passed[name] = [tensor.detach() for tensor in first if tensor is not None]

@@ -1,4 +1,4 @@
-"""Whether a loss function is a mean over rows, or gives sums over them: computed on outputs of a model, without it.
+"""Proves that a loss function is a mean over rows, or gives sums over them, on outputs of a model and without it.
 
 In float64 where the loss allows it, value and gradient, so that nothing of what a model's kernels round is in the
 numbers, and a term of small weight shows. The outputs of two rows stand for those of all: what differs is the target.
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nbkit.rank.data.batch import pair, pick
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.proof.graph import gradients
 
 __all__ = ["Defect", "LossAlone", "coarsest", "loss_alone", "shown"]
 
@@ -125,9 +126,7 @@ class _Trial:
         with torch.enable_grad():
             value, weight, weighted = weigh(self.loss(output, target), len(places))
             value = value * (1 if weighted else len(places))
-            found: Sequence[Tensor | None] = [None] * len(floats)
-            if value.requires_grad:
-                found = torch.autograd.grad(value, list(floats.values()), allow_unused=True)
+            found = gradients([value], list(floats.values()))
         grads = {name: grad for name, grad in zip(floats, found, strict=True) if grad is not None}
         return _Run(float(value.detach()), float(weight), weighted, grads)
 

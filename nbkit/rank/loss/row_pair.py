@@ -1,4 +1,4 @@
-"""Some rows together and each alone: whether the model gives the same for them, and whether the loss adds up."""
+"""Compares some rows together with each alone: the model must give the same for them, and the loss add up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbkit.rank.loss.mean_over_rows import shown
 from nbkit.rank.loss.row_trial import Measured
+from nbkit.rank.parallel.proof.compare import gap
 
 __all__ = ["RowPair", "apart", "far"]
 
@@ -95,14 +96,8 @@ class RowPair:
 
 def far(one: Tensor, other: Tensor, eps: float) -> bool:
     """Whether what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
-    if one.shape != other.shape:
-        return True
-    if not one.is_floating_point() or not one.numel():
-        return not torch.equal(one, other)
-    one, other = one.double(), other.double()
-    largest = one.nan_to_num(posinf=0, neginf=0).abs().max()
-    away = (one - other).abs()
-    return bool((away > max(1e-3, 16 * eps) * largest).any())
+    wide = (x.double() if x.is_floating_point() else x for x in (one, other))
+    return gap(*wide) > max(1e-3, 16 * eps)
 
 
 def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:

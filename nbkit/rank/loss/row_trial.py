@@ -15,6 +15,7 @@ from nbkit.rank.data.batch import pair
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.models.pretrained import window
+from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 __all__ = ["Measured", "RowTrial", "disturbed", "kept"]
@@ -104,14 +105,12 @@ class RowTrial:
         return _keyed(self.module, rows) if self.training else nullcontext()
 
     def _auxiliary(self, total: Tensor, term: Tensor) -> tuple[float, float, tuple[Tensor, ...]]:
-        (slope,) = torch.autograd.grad(total, [term], retain_graph=True, allow_unused=True)
+        (slope,) = gradients([total], [term])
         return float(term.detach()), 0.0 if slope is None else float(slope), self._grads(term.sum())
 
     def _grads(self, of: Tensor) -> tuple[Tensor, ...]:
-        if not self.params:
-            return ()
-        found = torch.autograd.grad(of, self.params, retain_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(p) if g is None else g.detach() for p, g in zip(self.params, found, strict=True))
+        found = zip(self.params, gradients([of], self.params), strict=True)
+        return tuple(torch.zeros_like(p) if grad is None else grad.detach() for p, grad in found)
 
 
 def _detached(output: Any) -> Any:
@@ -123,10 +122,8 @@ def _detached(output: Any) -> Any:
 
 def _slopes(total: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
     tracked = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    if not tracked:
-        return {}
-    found = torch.autograd.grad(total, list(tracked.values()), retain_graph=True, allow_unused=True)
-    return {name: float(g.abs().sum()) for name, g in zip(tracked, found, strict=True) if g is not None}
+    found = gradients([total], list(tracked.values()))
+    return {name: float(grad.abs().sum()) for name, grad in zip(tracked, found, strict=True) if grad is not None}
 
 
 def _is_auxiliary(name: str, tensor: Tensor) -> bool:

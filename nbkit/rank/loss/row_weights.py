@@ -1,4 +1,4 @@
-"""What a loss function may return, and what its result weighs."""
+"""The result of a loss function: its value, and what it weighs."""
 
 from __future__ import annotations
 

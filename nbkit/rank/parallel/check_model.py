@@ -29,7 +29,8 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
-from nbkit.rank.parallel.pipeline.layer_chain import Chain, find_chain
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
@@ -116,7 +117,8 @@ def check(
             if chosen.zero == 3:
                 with suppress(Exception):
                     gathers = plan_gathers(module, run)
-            chain = _chain(module, run, stages)
+            with unchanged(module):
+                chain = find_chain(module.eval(), run, stages=stages)
             if chosen.cp > 1:
                 positionwise = try_in_parts(module, chain.units, run)
         except Exception as error:
@@ -187,16 +189,6 @@ def _runner(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | No
         return call(module, value)
 
     return run
-
-
-def _chain(module: nn.Module, run: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        return find_chain(module, run, stages=stages)
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:

@@ -47,10 +47,14 @@ def _channels(
     _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Whole channels: (B, C, ...)."""
-    if not training or p == 0 or input.numel() == 0:
-        return input
-    whole = mask(input.shape[:2], p).view(*input.shape[:2], *(1 for _ in input.shape[2:]))
-    return _scaled(input, whole, p, inplace)
+    return _dropout(_, _of_channels(mask), input, p, training, inplace)
+
+
+def _of_channels(mask: Mask) -> Mask:
+    def whole(shape: Sequence[int], p: float) -> Tensor:
+        return mask(shape[:2], p).view(*shape[:2], *(1 for _ in shape[2:]))
+
+    return whole
 
 
 def _alpha(_: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
@@ -60,10 +64,7 @@ def _alpha(_: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = 
 def _alpha_channels(
     _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    if not training or p == 0:
-        return input
-    whole = mask(input.shape[:2], p).view(*input.shape[:2], *(1 for _ in input.shape[2:]))
-    return _self_normalising(input, whole, p, inplace)
+    return _alpha(_, _of_channels(mask), input, p, training, inplace)
 
 
 def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -> Tensor:

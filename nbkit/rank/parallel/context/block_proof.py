@@ -1,4 +1,4 @@
-"""One block on all positions and on parts of them, side by side in one process: do the parts give the whole?
+"""Proves that a block gives on parts of the positions what it gives on all of them, both in one process.
 
 The parts run in the very code that cuts the block on ranks (context.Spread), with a thread for each rank, in double
 precision and with drawn weights: those of a fresh model may be zero where they would show something.
@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.context_parallel import Spread
-from nbkit.rank.parallel.context.first_difference import Trace, first_difference, gap, joined
+from nbkit.rank.parallel.context.first_difference import Trace, first_difference, joined
 from nbkit.rank.parallel.context.peers import Threads
-from nbkit.rank.parallel.context.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.graph import gradients
+from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 
 __all__ = ["BlockCall", "Rules", "block_rules", "refusal"]
 
@@ -132,15 +134,11 @@ class _Comparison:
         return max(found, max(gaps, default=0.0))
 
     def _gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        params = [p for p in self.block.parameters() if _floats(p)]
         draw = torch.Generator().manual_seed(1)
-        weighed = [
-            (x * torch.randn(x.shape, generator=draw).to(x.device, x.dtype)).sum() for x in outputs if x.requires_grad
-        ]
-        if not weighed:
-            return []
-        wanted = [x for x in (*self.inputs, *params) if x.requires_grad]
-        found = torch.autograd.grad(sum(weighed[1:], weighed[0]), wanted, retain_graph=True, allow_unused=True)
+        learned = [x for x in outputs if x.requires_grad]
+        weights = [torch.randn(x.shape, generator=draw).to(x.device, x.dtype) for x in learned]
+        wanted = [x for x in (*self.inputs, *self.block.parameters()) if _floats(x) and x.requires_grad]
+        found = gradients(learned, wanted, weights)
         return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, found, strict=True)]
 
     def _differs(self, numbers: str) -> StrategyError:

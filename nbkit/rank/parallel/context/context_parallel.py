@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.context.peers import Group, Peers
+from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes
@@ -92,7 +92,7 @@ def context_parallel(
         check_mixing(name, module.get_submodule(name))
         wrapper = Spread(
             name,
-            Group(group),
+            Peers(group),
             first=name == blocks[0],
             last=name == blocks[-1],
             strict=axes.size("tp") == 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Trace", "first_difference", "gap", "joined"]
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.compare import gap
+
+__all__ = ["Trace", "first_difference", "joined"]
 
 _SEEN = 1e-7
 
@@ -32,22 +35,6 @@ def joined(whole: Tensor, parts: Sequence[Tensor]) -> tuple[int | None, Tensor]:
         if same and sum(shape[dim] for shape in shapes) == whole.shape[dim]:
             return dim, torch.cat(list(parts), dim)
     raise ValueError(f"{tuple(whole.shape)} is not made up of {', '.join(str(tuple(shape)) for shape in shapes)}")
-
-
-def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest value (or to `scale`, if that is more). inf for NaN."""
-    if not whole.numel():
-        return 0.0
-    if not (whole.is_floating_point() or whole.is_complex()):
-        return 0.0 if torch.equal(whole, other) else float("inf")
-    a, b = whole.detach(), other.detach()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return 0.0
-    apart = (a - b).abs().masked_fill(same, 0).max()
-    largest = a.abs().masked_fill(~a.isfinite(), 0).max()
-    found = float(apart) / max(float(largest), scale, 1e-30)
-    return found if found == found else float("inf")
 
 
 class Trace:
@@ -76,22 +63,15 @@ class Trace:
         thread = threading.get_ident()
         self._inside.stack = []
 
-        def enter(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                if threading.get_ident() == thread:
-                    self._inside.stack.append(name)
+        def enter(name: str, *_: Any) -> None:
+            if name and threading.get_ident() == thread:
+                self._inside.stack.append(name)
 
-            return hook
-
-        def leave(*_: Any) -> None:
-            if threading.get_ident() == thread and self._inside.stack:
+        def leave(name: str, *_: Any) -> None:
+            if name and threading.get_ident() == thread and self._inside.stack:
                 self._inside.stack.pop()
 
-        with ExitStack() as hooks:
-            for name, part in self.block.named_modules():
-                if name:
-                    hooks.callback(part.register_forward_pre_hook(enter(name)).remove)
-                    hooks.callback(part.register_forward_hook(leave).remove)
+        with watched(self.block, enter, leave):
             yield
 
 

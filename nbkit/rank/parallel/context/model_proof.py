@@ -1,4 +1,4 @@
-"""What a model does between its blocks, on parts of the positions: run once for each part, the blocks replaced.
+"""Proves that what a model does between its blocks is right on parts of the positions, the blocks replaced.
 
 A block gives its part of what it gave when the model ran whole, so that nothing of it is computed, and what arrives at
 the next one can be compared exactly. From the graph between them follows which parameters work on a part there: the
@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
 from nbkit.rank.parallel.context.context_parallel import dim_of_positions
-from nbkit.rank.parallel.context.first_difference import gap
-from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in
+from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.graph import nodes_behind
+from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Between", "replaced", "run_between"]
@@ -188,30 +189,20 @@ class _Part:
         """Names of the parameters that `tensor` was computed from, since the last block."""
         if id(tensor) in self.params:
             return {self.params[id(tensor)]}
-        found, todo, seen = set[str](), [tensor.grad_fn], set[Any]()
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if "CheckpointFunction" in node.name():
-                raise refusal(
-                    "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
-                    "torch.utils.checkpoint with use_reentrant=True",
-                    "use_reentrant=False, or recompute=True of the Trainer",
-                )
-            if (name := self.params.get(id(getattr(node, "variable", None)))) is not None:
-                found.add(name)
-            todo += [function for function, _ in node.next_functions]
-        return found
+        nodes = list(nodes_behind([tensor]))
+        if any("CheckpointFunction" in node.name() for node in nodes):
+            raise refusal(
+                "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
+                "torch.utils.checkpoint with use_reentrant=True",
+                "use_reentrant=False, or recompute=True of the Trainer",
+            )
+        leaves = (id(getattr(node, "variable", None)) for node in nodes)
+        return {self.params[leaf] for leaf in leaves if leaf in self.params}
 
     def compare_output(self, output: Any, whole: Any) -> None:
         """Raises StrategyError where the model's output is not what it is on all positions."""
         new, old = tensors_in(output), tensors_in(whole)
-        same = len(new) == len(old) and all(
-            a.shape == b.shape and gap(a, b) <= _tolerance(a) for a, b in zip(old, new, strict=True)
-        )
-        if not same:
+        if len(new) != len(old) or any(gap(a, b) > _tolerance(a) for a, b in zip(old, new, strict=True)):
             raise refusal(
                 "What the model gives is not what it gives on all positions, although its blocks do.",
                 "something of a block's part goes around the last block, or into the output by itself",

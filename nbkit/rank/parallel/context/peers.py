@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +18,11 @@ from torch import Tensor
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Group", "Peers", "Threads"]
+__all__ = ["Peers", "Threads"]
 
 
-class Peers(Protocol):
-    """split, copy, gather, join: as split_to, copy_to, gather_seq and gather_from of tensor.regions."""
-
-    def __str__(self) -> str: ...
-
-    def size(self) -> int: ...
-
-    def rank(self) -> int: ...
-
-    def split(self, x: Tensor, dim: int) -> Tensor: ...
-
-    def copy(self, x: Tensor) -> Tensor: ...
-
-    def gather(self, x: Tensor, dim: int, total: int) -> Tensor: ...
-
-    def join(self, x: Tensor, dim: int, total: int) -> Tensor: ...
-
-
-class Group:
-    """The ranks of a process group."""
+class Peers:
+    """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size, self._rank = group, group.size(), group.rank()
@@ -73,8 +55,11 @@ class Group:
         return gather_from(x, self._group, dim, total)
 
 
-class Threads:
-    """`size` threads of this process, each for a rank, while `run` runs."""
+class Threads(Peers):
+    """`size` threads of this process, each for a rank, while `run` runs.
+
+    A part is a part of the same tensor: gradients meet there, and what is copied is as it is.
+    """
 
     def __init__(self, size: int) -> None:
         self._size, self._here, self._news = size, threading.local(), threading.Condition()
@@ -84,22 +69,15 @@ class Threads:
     def __str__(self) -> str:
         return f"{self._size} parts"
 
-    def size(self) -> int:
-        """How many they are."""
-        return self._size
-
     def rank(self) -> int:
-        """Which of them this thread is."""
         number: int = self._here.rank
         return number
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Whole -> this rank's part."""
         start, stop = bounds(x.shape[dim], self._size, self.rank())
         return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     def copy(self, x: Tensor) -> Tensor:
-        """As it is: gradients meet at the tensor that all share."""
         return x
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
@@ -114,7 +92,7 @@ class Threads:
             raise RuntimeError("the parts do not attend equally often")
         return torch.cat([offers[rank] for rank in range(self._size)], dim)
 
-    join = gather
+    join = gather  # type: ignore[assignment]
 
     def run(self, compute: Callable[[], Any]) -> list[Any]:
         """What `compute` gives in each thread, in the order of ranks. Raises what the first one to fail raised."""

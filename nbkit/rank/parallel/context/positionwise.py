@@ -1,38 +1,35 @@
-"""Whether a model computes each position by itself, attention aside: found by running it on parts of the positions.
+"""Proves that a model computes each position by itself, attention aside, by running it on parts of the positions.
 
 Context parallelism is right for such models alone, and which they are cannot be read off their modules: `cumsum`,
 `x[:, :1]` or a table looked up by position are calls. Everything happens on one process, before the first step:
 
 1. the model runs whole on an example; what goes into each block and comes out of it is kept;
-2. each block runs on all positions and on parts of them, forward and backward: see block_parts;
-3. the model runs on each part, its blocks replaced by what they gave: see model_parts.
+2. each block runs on all positions and on parts of them, forward and backward: see block_proof;
+3. the model runs on each part, its blocks replaced by what they gave: see model_proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.block_proof import BlockCall, block_rules, refusal
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.context.model_proof import Between, replaced, run_between
-from nbkit.rank.parallel.context.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.pipeline.layer_chain import unchanged
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
-from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY, tensors_in
+from nbkit.rank.parallel.proof.calls import key_of
+from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
+from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
+from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 
 __all__ = ["try_in_parts"]
 
@@ -55,7 +52,8 @@ def try_in_parts(
         check_attention(module)
         for name in blocks:
             check_mixing(name, module.get_submodule(name))
-        with unchanged(module), plain_attention(), _thawed(module):
+        with unchanged(module):
+            thaw(module)  # what is frozen now may be thawed later
             found = _tried(module, blocks, call, loss)
     except NbkitError as error:
         return Positionwise(StrategyError(error.what, numbers=error.numbers, hint=error.hint))
@@ -70,7 +68,12 @@ def _tried(
     module: nn.Module, blocks: Sequence[str], call: Callable[[], Any], loss: Callable[[Any], Tensor] | None
 ) -> Between:
     draws: list[str] = []
-    calls, uses, attentions = list[BlockCall](), _Uses(module, blocks), _Attentions()
+    calls, attentions, used = list[BlockCall](), _Attentions(), set[str]()
+    parts = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
+    places = homes(module)
+    inside = {name for name, at in places.items() if any(id(part) in parts for part, _ in at)}
+    outside = {memory_of(getattr(*at[0])): name for name, at in places.items() if name not in inside}
+    uses = MemoryUses(outside, lambda name, *_: used.add(name))
 
     def run() -> Any:
         torch.manual_seed(0)
@@ -81,12 +84,12 @@ def _tried(
     def record(name: str, forward: Any) -> Callable[..., Any]:
         return _recording(name, forward, calls, uses)
 
-    with torch.no_grad(), uses, replaced(module, blocks, record):
+    with torch.no_grad(), replaced(module, blocks, record):
         whole = run()
     if attentions.count == 0:
         raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
     _try_blocks(module, calls)
-    found = Between(inner=uses.foreign)
+    found = Between(inner=used)
     try:
         run_between(module, calls, run, whole, loss, _size(calls), found)
     except StrategyError:
@@ -97,7 +100,7 @@ def _tried(
             f"by {draws[0]}",
             "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
         ) from None
-    if both := sorted(found.outer & (found.inner | uses.inside)):
+    if both := sorted(found.outer & (found.inner | inside)):
         raise refusal(
             f"The parameter {both[0]!r} is used within the blocks and outside of them.",
             "within, a rank's gradient is of its positions; outside, of all positions",
@@ -134,49 +137,21 @@ def _size(calls: Sequence[BlockCall]) -> int:
     return next((size for size in fitting if total % size), (fitting or [2])[0])
 
 
-def _recording(name: str, forward: Any, calls: list[BlockCall], uses: _Uses) -> Callable[..., Any]:
-    """The forward of a block, which keeps what goes in and comes out in `calls`."""
+def _recording(name: str, forward: Any, calls: list[BlockCall], uses: MemoryUses[str]) -> Callable[..., Any]:
+    """The forward of a block, which keeps what goes in and comes out in `calls`. uses: parameters that others hold."""
 
     @wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         # Copies: what is changed in place later, and views of parameters, which are no use of the block's own.
         call = BlockCall(name, *tree_map_only(Tensor, torch.clone, (args, kwargs)))
         given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
-        with uses.within(name):
+        with uses:
             output = forward(*given, **named)
         call.output = tree_map_only(Tensor, torch.clone, output)
         calls.append(call)
         return output
 
     return recorded
-
-
-class _Uses(TorchDispatchMode):
-    """foreign: names of parameters that a block uses and does not hold; inside: of those that blocks hold."""
-
-    def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
-        super().__init__()
-        self.foreign, self._block = set[str](), ""
-        within = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
-        places = homes(module)
-        self.inside = {name for name, at in places.items() if any(id(part) in within for part, _ in at)}
-        self._memory = {_memory(getattr(*at[0])): name for name, at in places.items() if name not in self.inside}
-
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        """A block is at work."""
-        self._block, before = name, self._block
-        try:
-            yield
-        finally:
-            self._block = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._block and func.overloadpacket not in SHAPE_ONLY:
-            for tensor in tensors_in((args, kwargs)):
-                if (name := self._memory.get(_memory(tensor))) is not None:
-                    self.foreign.add(name)
-        return func(*args, **(kwargs or {}))
 
 
 class _Attentions(TorchFunctionMode):
@@ -198,32 +173,10 @@ def _kind(block: nn.Module, called: BlockCall) -> tuple[Any, Any]:
         (type(part), tuple(tuple(p.shape) for p in part._parameters.values() if p is not None)) for part in parts
     )
     settings = tuple(
-        tuple((key, _setting(value)) for key, value in vars(part).items() if not key.startswith("_")) for part in parts
+        tuple((key, key_of(value)) for key, value in vars(part).items() if not key.startswith("_")) for part in parts
     )
     given = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _setting(leaf)
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else key_of(leaf)
         for leaf in tree_leaves((called.args, called.kwargs))
     )
     return structure, (settings, given, tuple(called.kwargs))
-
-
-def _setting(value: Any) -> Any:
-    simple = value is None or isinstance(value, str | int | float)
-    return value if simple else repr(value) if isinstance(value, list | tuple | dict) else id(value)
-
-
-@contextmanager
-def _thawed(module: nn.Module) -> Iterator[None]:
-    """Inside, everything is trained: what is frozen now may be thawed later."""
-    before = [(p, p.requires_grad) for p in module.parameters()]
-    try:
-        for p, _ in before:
-            p.requires_grad_(p.is_floating_point() or p.is_complex())
-        yield
-    finally:
-        for p, trained in before:
-            p.requires_grad_(trained)
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""What context parallelism refuses by looking at a model: other attention, and layers that mix positions."""
+"""Refusals of context parallelism by looking at a model: other attention, and layers that mix positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every data axis offers, whatever it shards."""
+"""The interface of every data axis, whatever it shards."""
 
 from __future__ import annotations
 

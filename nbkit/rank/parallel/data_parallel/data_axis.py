@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
@@ -63,34 +63,15 @@ def data_axis(
     return ShardedParameters(module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven)
 
 
-class _Replicated(DataAxis):
-    """Every rank holds everything; see Replicas."""
+class _Replicated(Replicas):
+    """Every rank holds everything."""
 
     def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], axes: Axes) -> None:
-        super().__init__()
         for name, places in homes(module).items():
             param = getattr(*places[0])
             if is_placeholder(param):  # else the module is the user's own, and trains as it is
                 memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-                param = fresh(memory, param)
-                replace(places, param)
+                replace(places, fresh(memory, param))
+        super().__init__(module, world_size=axes.size("dp"), group=axes.group("dp"))
+        for name, param in self._params.items():
             self._add(name, param, layouts[name], (param.data, layouts[name]))
-        self._replicas = Replicas(module, world_size=axes.size("dp"), group=axes.group("dp"))
-
-    def begin_again(self) -> None:
-        self._replicas.begin_again()
-
-    def let_go(self) -> None:
-        self._replicas.let_go()
-
-    def reset(self, *, passes: int = 1) -> None:
-        self._replicas.reset()
-
-    def hold(self) -> None:
-        self._replicas.hold()
-
-    def start(self) -> None:
-        self._replicas.start()
-
-    def finish(self) -> Tensor | None:
-        return self._replicas.finish()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from nbkit.rank.parallel.pipeline.layer_chain import Chain, unchanged
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.unchanged import unchanged
 
 __all__ = ["hidden_between"]
 
@@ -22,21 +23,14 @@ def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> 
     """
     seen: set[tuple[int, ...]] = set()
 
-    def look(number: int) -> Callable[..., None]:
-        entry = chain.entries[number]
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        entry = chain.entries[chain.blocks.index(name)]
+        paths = {path for path in entry.carried if path not in entry.kept}
+        leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+        shapes = [tuple(leaf.shape) for key, leaf in leaves if pytree.keystr(key) in paths]
+        seen.add(shapes[0] if len(shapes) == 1 else ())
 
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            paths = {path for path in entry.carried if path not in entry.kept}
-            leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
-            shapes = [tuple(leaf.shape) for key, leaf in leaves if pytree.keystr(key) in paths]
-            seen.add(shapes[0] if len(shapes) == 1 else ())
-
-        return enter
-
-    with ExitStack() as hooks, unchanged(module), torch.no_grad():
-        for number, name in enumerate(chain.blocks[1:], 1):
-            block = module.get_submodule(name)
-            hooks.callback(block.register_forward_pre_hook(look(number), with_kwargs=True).remove)
+    with unchanged(module), watched(module, enter, names=chain.blocks[1:]), torch.no_grad():
         call()
     (shape, *others) = seen or {()}
     return (shape[1], shape[2]) if not others and len(shape) == 3 else None

@@ -8,7 +8,6 @@ everywhere, and its output must be the same. Nothing is traced or rewritten: a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.context.random_draws import Draws
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.pipeline.partial_forward import Gates, plain_attention
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow, tensors_in
+from nbkit.rank.parallel.pipeline.partial_forward import Gates
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow
+from nbkit.rank.parallel.proof.calls import call_counts
+from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.random_draws import Draws
+from nbkit.rank.parallel.proof.unchanged import unchanged
 
-__all__ = ["Chain", "find_chain", "unchanged"]
+__all__ = ["Chain", "find_chain"]
 
 _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
 
@@ -73,9 +76,10 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
     Parameters, buffers and random generators are afterwards as before.
     Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
     """
-    with unchanged(module), plain_attention():
+    with unchanged(module):
         with torch.no_grad():
-            calls, found = _calls(module, call), structural_blocks(module)
+            calls = call_counts(module, call)
+        found = structural_blocks(module)
         names = list(stages) if stages is not None else found
         single = [name for name in calls if name in set(names) and calls[name] == 1]
         if stages is not None:
@@ -93,57 +97,6 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
         chain = _chain(flow, [name for name in calls if name in found], refused)
         _prove(module, chain, call)
     return chain
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Buffers, gradients and random generators are afterwards as before; meanwhile HF models keep no cache."""
-    buffers = [
-        (part, name, b, b.clone()) for part in module.modules() for name, b in part._buffers.items() if b is not None
-    ]
-    grads = [(p, p.grad) for p in module.parameters()]
-    cached = torch.is_autocast_cache_enabled()
-    configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
-    devices = sorted(
-        {p.device.index for p in module.parameters() if p.device.type == "cuda" and p.device.index is not None}
-    )
-    with torch.random.fork_rng(devices=devices):
-        for config in configs.values():
-            config.use_cache = False  # type: ignore[union-attr]
-        for p, _ in grads:
-            p.grad = None
-        # A tied weight that autocast casts once would go around the cuts.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-            for config in configs.values():
-                config.use_cache = True  # type: ignore[union-attr]
-            for p, grad in grads:
-                p.grad = grad
-            with torch.no_grad():
-                for part, name, buffer, value in buffers:
-                    part._buffers[name] = buffer.copy_(value)
-
-
-def _calls(module: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
-    """How often each module is called, in the order of the first calls."""
-    calls: dict[str, int] = {}
-
-    def count(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            calls[name] = calls.get(name, 0) + 1
-
-        return hook
-
-    handles = [part.register_forward_pre_hook(count(name)) for name, part in module.named_modules()]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
 
 
 def _check_stages(module: nn.Module, names: list[str], single: list[str], calls: dict[str, int]) -> None:
@@ -235,7 +188,6 @@ def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *,
 
 def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
     """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
-    trained = [(part, part.training) for part in module.modules()]
     module.eval()
     gates, drawn = None, list[str]()
     try:
@@ -251,24 +203,17 @@ def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
                 except Exception as error:
                     raise _wrong(chain, i, f"{type(error).__name__}: {error}") from error
         parts = tensors_in(value)
-        if len(parts) != len(whole) or not all(map(_equal, parts, whole)):
+        if len(parts) != len(whole) or not all(map(_equal, whole, parts)):
             why = f"it draws random numbers by itself, by {drawn[0]}, and a stage draws others" if drawn else ""
             raise _wrong(chain, len(chain) - 1, why or "the output differs from that of the whole model")
     finally:
         if gates is not None:
             gates.remove()
-        for part, training in trained:
-            part.training = training
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
+def _equal(whole: Tensor, part: Tensor) -> bool:
     # Not bit by bit: kernels of a GPU may add in another order.
-    close = (a - b).abs() <= 1e-3 * b.abs().nan_to_num().max().clamp(min=1e-30) if a.numel() else a == b
-    return bool((close | (a == b) | (a.isnan() & b.isnan())).all())
+    return whole.dtype == part.dtype and gap(whole, part) <= 1e-3
 
 
 def _wrong(chain: Chain, number: int, why: str) -> StrategyError:

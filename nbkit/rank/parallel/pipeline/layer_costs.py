@@ -1,4 +1,4 @@
-"""What each piece of a chain costs, measured on this device: the seconds of its forward and its backward.
+"""Measures what each piece of a chain costs on this device: the seconds of its forward and its backward.
 
 The model runs whole, so that nothing of what cutting adds is in the numbers. Clocks are read where a piece begins: when
 its block is called, and when the gradient of what went into that block is complete. Blocks that are alike and get
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.pipeline.layer_chain import Chain, unchanged
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, tensors_in
+from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.unchanged import unchanged
 
 __all__ = ["measure_costs"]
 
@@ -37,7 +37,7 @@ def measure_costs(module: nn.Module, chain: Chain, call: Callable[[], Any], *, r
     """
     device = next(module.parameters()).device
     kinds: list[Hashable] = [None] * len(chain)
-    with unchanged(module), plain_attention():
+    with unchanged(module):
         runs = [_run(module, chain, call, device, kinds) for _ in range(repeats + 1)][1:]
     # The first and the last piece are more than their blocks.
     kinds[0] = kinds[-1] = None
@@ -66,26 +66,22 @@ def _run(
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    def watch(number: int, entry: Entry) -> Callable[..., None]:
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        number = chain.blocks.index(name)
+        entry = chain.entries[number]
+
         def arrive(_: Tensor) -> None:
             arrived[number] = now()
 
-        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
-            for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
-                path = pytree.keystr(key)
-                # The gradient of what the caller gives to several blocks is complete only at the first of them.
-                if path in entry.carried and path not in entry.kept and leaf.requires_grad:
-                    leaf.register_hook(arrive)
-            called[number] = now()
+        kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
+        for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+            path = pytree.keystr(key)
+            # The gradient of what the caller gives to several blocks is complete only at the first of them.
+            if path in entry.carried and path not in entry.kept and leaf.requires_grad:
+                leaf.register_hook(arrive)
+        called[number] = now()
 
-        return enter
-
-    with ExitStack() as hooks:
-        for number, (name, entry) in enumerate(zip(chain.blocks, chain.entries, strict=True)):
-            if number:
-                block = module.get_submodule(name)
-                hooks.callback(block.register_forward_pre_hook(watch(number, entry), with_kwargs=True).remove)
+    with watched(module, enter, names=chain.blocks[1:]):
         called[0] = now()
         results = [t for t in tensors_in(call()) if t.requires_grad]
         end = now()

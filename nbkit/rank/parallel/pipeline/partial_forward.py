@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
+from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
 
-__all__ = ["Gates", "plain_attention"]
+__all__ = ["Gates"]
 
 
 class _Reached(BaseException):
@@ -224,14 +225,3 @@ def _no_modes() -> Iterator[None]:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """nn.TransformerEncoder calls its layers, and those their parts, in evaluation too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

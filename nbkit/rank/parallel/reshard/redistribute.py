@@ -1,8 +1,8 @@
 """The data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
 
 On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
-plan. A plan that moves nothing sends no message. Both sides are there at the same time; where memory does not hold
-them, see redistribute_in_place.py.
+plan. A plan that moves nothing sends no message. Old and new shards are there at the same time; where memory does not
+hold both, see redistribute_in_place.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 State = Mapping[str, tuple[Tensor, Layout]]
-"""What a rank holds: key -> (its part, which part that is)."""
+"""The shards that a rank holds: key -> (its part, which part that is)."""
 
 ROUND_BYTES = 24 << 20
 """A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
@@ -46,7 +46,7 @@ def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> Plan:
     Where the layouts of all ranks are known, `Plan.of` needs no message. Raises TrainingError as `Plan.of` does, and
     when ranks hold a tensor in different dtypes.
     """
-    # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
+    # Equal layouts as one object: pickled once, and compared by identity where they arrive.
     known: dict[Layout, Layout] = {}
     old = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
     new = {key: known.setdefault(layout, layout) for key, layout in wanted.items()}
@@ -64,14 +64,15 @@ def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> Plan:
                     hint="the same precision on every rank",
                 )
     # What nobody holds has no size; the plan names it as missing.
-    sizes = {key: 1 for _, side, _ in every for key in side} | {key: size for key, (_, size) in first.items()}
-    return Plan.of([side for side, _, _ in every], [side for _, side, _ in every], sizes)
+    held, needed = [theirs for theirs, _, _ in every], [theirs for _, theirs, _ in every]
+    sizes = {key: 1 for theirs in needed for key in theirs} | {key: size for key, (_, size) in first.items()}
+    return Plan.of(held, needed, sizes)
 
 
 class Exchange:
-    """A plan as this rank carries it out: prepared while the old side trains, then run.
+    """A plan as this rank carries it out: prepared while the old strategy trains, then run.
 
-    limit: bytes that a rank sends, and receives, in a round. buffer_bytes: what a run takes besides the two sides.
+    limit: bytes that a rank sends, and receives, in a round. buffer_bytes: what a run takes besides both shards.
     stamp: a number that ranks with the same plan have in common. May be run again, with tensors of the same layouts.
     Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
     """
@@ -127,14 +128,14 @@ def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Ten
     return sent, received
 
 
-def check(plan: Plan, state: State, planned: Mapping[str, Layout], side: str) -> None:
+def check(plan: Plan, state: State, planned: Mapping[str, Layout], which: str) -> None:
     """Raises TrainingError when `state` is not what the plan was made for."""
     for key, layout in planned.items():
         tensor, actual = state[key] if key in state else (None, None)
         sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
         if not sound or tensor.element_size() != plan.itemsize[key]:  # type: ignore[union-attr]
             raise TrainingError(
-                f"{key!r} of the {side} side is not what the plan was made for.",
+                f"{key!r} of the {which} shards is not what the plan was made for.",
                 numbers=f"planned: {layout.local}, {plan.itemsize[key]} bytes an element; "
                 + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
                 hint="make the plan anew",

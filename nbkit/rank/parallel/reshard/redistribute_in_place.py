@@ -1,6 +1,6 @@
-"""The data movement of a switch where memory does not hold both sides: tensor by tensor, the old one freed as it goes.
+"""The data movement of a switch where memory does not hold old and new shards: tensor by tensor, the old freed.
 
-On the wire, the bytes of the plan, in rounds like those of two sides, and before each round one all-reduce of 8 bytes:
+On the wire, the bytes of the plan, in rounds as of an Exchange, and before each round one all-reduce of 8 bytes:
 no rank begins what another has no memory for. A rank that has none brings all back: the same way, the other way round.
 """
 
@@ -26,7 +26,7 @@ IN_PLACE_BYTES = 8 << 20
 
 
 class Memory(Protocol):
-    """One side. A tensor of `state` has memory between `take` and `let_go` of its key, and is read only then."""
+    """A sharded model. A tensor of `state` has memory between `take` and `let_go` of its key, and is read only then."""
 
     state: State
 
@@ -51,7 +51,7 @@ class InPlace:
         self.buffer_bytes = sum(self._room)
 
     def check(self, old: Memory, new: Memory) -> None:
-        """Raises TrainingError when these sides are not those of the plan."""
+        """Raises TrainingError when these shards are not those of the plan."""
         check(self.plan, old.state, self.plan.old[self.rank], "old")
         check(self.plan, new.state, self.plan.new[self.rank], "new")
 
@@ -59,7 +59,7 @@ class InPlace:
         """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
 
         freed: called when tensors have been let go of: after each round, and on the way back. When memory is refused on
-        any rank, all lead back what they have led over and raise SwitchError: the old side is as it was, in other
+        any rank, all lead back what they have led over and raise SwitchError: the old shards are as they were, in other
         memory. Raises TrainingError when a rank has no memory for the way back either.
         """
         done: list[str] = []

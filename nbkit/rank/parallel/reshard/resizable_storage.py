@@ -1,4 +1,4 @@
-"""Sides whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
+"""Sharded models whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
 
 A new sharded model is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and
 a storage of no bytes. `Filling` gives the storages of such a model memory, `Emptying` takes it from those of the old

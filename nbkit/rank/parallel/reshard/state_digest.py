@@ -48,21 +48,21 @@ _HASH_64 = _Hash(
 
 def digest(
     state: Mapping[str, tuple[Tensor, Layout]],
-    holdings: Sequence[Mapping[str, Layout]],
+    layouts_by_rank: Sequence[Mapping[str, Layout]],
     *,
     rank: int,
     device: torch.device,
 ) -> str:
     """64 hexadecimal digits, the same on every rank. Collective: one all-reduce of 8 bytes per tensor.
 
-    state: this rank's tensors. holdings: the layouts of all ranks, by rank; elements that several hold are shared out
+    state: this rank's tensors. layouts_by_rank: those of all ranks; elements that several hold are shared out
     among them, and each counts once over the world. device: one that the process group can send from. Raises
     TrainingError for complex128, which has no integer of its size.
     """
-    shapes = {key: layout.shape for holding in holdings for key, layout in holding.items()}
+    shapes = {key: layout.shape for theirs in layouts_by_rank for key, layout in theirs.items()}
     keys = sorted(shapes)
-    total = sums(state, holdings, keys, rank=rank).to(device)
-    if len(holdings) > 1:
+    total = sums(state, layouts_by_rank, keys, rank=rank).to(device)
+    if len(layouts_by_rank) > 1:
         dist.all_reduce(total)
     lines = [f"{key} {shapes[key]} {value % (1 << 64):016x}\n" for key, value in zip(keys, total.tolist(), strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -77,7 +77,7 @@ def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
 @torch.no_grad()
 def sums(
     state: Mapping[str, tuple[Tensor, Layout]],
-    holdings: Sequence[Mapping[str, Layout]],
+    layouts_by_rank: Sequence[Mapping[str, Layout]],
     keys: Sequence[str],
     *,
     rank: int,
@@ -86,17 +86,17 @@ def sums(
     alike: dict[tuple[Any, ...], list[int]] = {}
     numbers: dict[Layout | None, int] = {None: 0}
     known = {
-        id(layout): numbers.setdefault(layout, len(numbers)) for holding in holdings for layout in holding.values()
+        id(layout): numbers.setdefault(layout, len(numbers)) for theirs in layouts_by_rank for layout in theirs.values()
     }
     for place, key in enumerate(keys):
         if key in state:
-            spread = tuple([known.get(id(holding.get(key)), 0) for holding in holdings])
+            spread = tuple([known.get(id(theirs.get(key)), 0) for theirs in layouts_by_rank])
             tensor = state[key][0]
             alike.setdefault((spread, tensor.element_size(), tensor.device), []).append(place)
     home = max((device for _, _, device in alike), key=lambda device: device.type != "cpu", default=torch.device("cpu"))
     found, hasher = torch.zeros(len(keys), dtype=torch.int64, device=home), _Hasher()
     for places in alike.values():
-        layouts = [holding.get(keys[places[0]]) for holding in holdings]
+        layouts = [theirs.get(keys[places[0]]) for theirs in layouts_by_rank]
         parts = [_bits(keys[place], state[keys[place]][0], layouts[rank]) for place in places]
         found[places] = hasher.sums(parts, layouts[rank], _share(layouts, rank)).to(home)
     return found

@@ -105,26 +105,17 @@ class _Gather(torch.autograd.Function):
         return _own(grad, ctx.group, ctx.dim), None, None, None
 
 
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(x, group, dim, total)
-
+class _GatherSum(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return _reduce_scatter(grad, ctx.group, ctx.dim), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(_Split):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
         return _reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _all_gather(grad, ctx.group, ctx.dim, ctx.total), None, None
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -15,7 +15,7 @@ from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
 from nbkit.rank.parallel.module.backward_hooks import in_backward
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.zero3.unit import Slot, Unit, assigned
-from nbkit.rank.parallel.zero3.weight_reads import WeightUse
+from nbkit.rank.parallel.zero3.weight_reads import weight_uses
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
 
@@ -51,7 +51,7 @@ def rehearse(
 ) -> list[str]:
     """One step and one evaluation under the protocol. Those of `names` that hold more than what is rooted.
 
-    Raises TrainingError as they would.
+    The module is left in evaluation. Raises TrainingError as they would.
     """
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     units = [module.get_submodule(name) for name in names]
@@ -66,9 +66,8 @@ def rehearse(
         # On every rank, without luck: not only until the next unit comes.
         return unit.here if in_backward() or unit is root else unit.depth > 0
 
-    modes = [(part, part.training) for part in module.modules()]
     try:
-        with axis.computing(), settings, WeightUse(axis.units, uses.note, runs):
+        with axis.computing(), settings, weight_uses(axis.units, uses.note, runs):
             value = run()
             axis.start()
             if value.requires_grad:
@@ -76,11 +75,9 @@ def rehearse(
             axis.finish()
         axis.reset()
         module.eval()
-        with _runnable(), torch.no_grad(), axis.computing(), settings, WeightUse(axis.units, uses.note, runs):
+        with _runnable(), torch.no_grad(), axis.computing(), settings, weight_uses(axis.units, uses.note, runs):
             run()
     finally:
-        for part, mode in modes:
-            part.training = mode
         axis.close()
     own = {id(part) for unit in axis.units[1:] for slot in unit.slots for part, _ in slot.places}
     return [name for name, unit in zip(names, units, strict=True) if not own.isdisjoint(map(id, unit.modules()))]

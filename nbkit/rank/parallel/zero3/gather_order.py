@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight
-from nbkit.rank.parallel.data_parallel.ddp import came_twice, refuse_sparse
+from nbkit.rank.parallel.data_parallel.gradient_buckets import came_twice, refuse_sparse
 from nbkit.rank.parallel.module.backward_hooks import awaited, in_backward, is_nested, marked
 from nbkit.rank.parallel.zero3.backward_order import OutOfOrder, Tour, backward_tour
 from nbkit.rank.parallel.zero3.module_hooks import weakly
@@ -107,10 +107,10 @@ class GatherOrder:
             if unit is self._root:
                 return
         if torch.is_grad_enabled() and unit.calls:
-            told = unit.calls.pop()
+            is_marked = unit.calls.pop()
             if awaited(output, weakly(self._wanted, unit)):
-                unit.pending += told
-                unit.loose |= not told
+                unit.pending += is_marked
+                unit.loose |= not is_marked
         if unit is self._root:
             self._end_forward()
         elif unit.depth == 0:

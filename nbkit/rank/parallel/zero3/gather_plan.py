@@ -1,4 +1,4 @@
-"""Which blocks of a model ZeRO 3 gathers one at a time: found by a dry run of its protocol on one process.
+"""Finds the blocks of a model that ZeRO 3 gathers one at a time, by a dry run of its protocol on one process.
 
 The model runs forward and backward on an example, its own weights in place, while the protocol of ZeRO 3 is followed
 without sending anything: which units would be gathered, let go and reduced when. Every use of a parameter is seen. What
@@ -9,21 +9,19 @@ the plan. Models are never rewritten, and their structure only says where to loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.pipeline.layer_chain import unchanged
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
-from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in, written_by
+from nbkit.rank.parallel.proof.calls import call_counts
+from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of, tensors_in
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.zero3.backward_order import OutOfOrder
 from nbkit.rank.parallel.zero3.dry_run import Uses, rehearse
 from nbkit.rank.parallel.zero3.placeholder import used_outside
@@ -57,11 +55,11 @@ def plan_gathers(module: nn.Module, call: Callable[[], Any], loss: Callable[[], 
     scalar; None: the sum of the output. Raises what the model raises.
     """
     run = loss or (lambda: _sum(call()))
-    with unchanged(module), plain_attention(), _kept(module):
+    with unchanged(module), _kept(module):
         candidates = structural_blocks(module)
-        counts = _counts(module, candidates, call)
-        notes = {name: f"called {counts.get(name, 0)} times" for name in candidates if counts.get(name) != 1}
-        return _tried(module, [name for name in counts if counts[name] == 1], notes, run)
+        counts = call_counts(module, call)
+        notes = {name: f"called {counts[name]} times" for name in candidates if counts[name] != 1}
+        return _tried(module, [name for name in counts if name in candidates and counts[name] == 1], notes, run)
 
 
 def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Callable[[], Tensor]) -> GatherPlan:
@@ -74,7 +72,8 @@ def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Call
             names = []
         uses = Uses()
         try:
-            names = rehearse(module, names, rooted, ahead, run, uses)
+            with unchanged(module):
+                names = rehearse(module, names, rooted, ahead, run, uses)
         except OutOfOrder as error:
             if error.again and ahead < len(names):
                 ahead = min(2 * ahead, len(names))
@@ -101,62 +100,30 @@ def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Call
     return GatherPlan(tuple(names), rooted, ahead, refused, (said,) if shown else ())
 
 
-class _Originals(TorchDispatchMode):
-    """Keeps what parameters held before an operation changed them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._params = {StorageWeakRef(p.untyped_storage()): p for p in module.parameters()}
-        self.data = [(p, p.data) for p in module.parameters()]
-        self.before: dict[int, tuple[nn.Parameter, Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
-            param = self._params.get(StorageWeakRef(tensor.untyped_storage()))
-            if param is not None and id(param) not in self.before:
-                self.before[id(param)] = param, param.detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def _counts(module: nn.Module, names: Sequence[str], call: Callable[[], Any]) -> dict[str, int]:
-    """How often each of the modules is called, in the order of the first calls."""
-    counts: dict[str, int] = {}
-
-    def count(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            counts[name] = counts.get(name, 0) + 1
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name in names:
-            hooks.callback(module.get_submodule(name).register_forward_pre_hook(count(name)).remove)
-        call()
-    return counts
-
-
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Gradients are let go as soon as they are made; parameters are afterwards as before, frozen or not."""
-    params = [(p, p.requires_grad) for p in module.parameters()]
+    """Gradients are let go as soon as they are made; parameters hold afterwards what they held before."""
+    data = [(p, p.data) for p in module.parameters()]
+    before: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def keep(param: nn.Parameter, _: Tensor, __: str, changed: bool) -> None:
+        if changed and id(param) not in before:
+            before[id(param)] = param, param.detach().clone()
 
     def let_go(p: Tensor) -> None:
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(let_go) for p, trained in params if trained]
-    originals = _Originals(module)
+    hooks = [p.register_post_accumulate_grad_hook(let_go) for p, _ in data if p.requires_grad]
     try:
-        with originals:
+        with MemoryUses({memory_of(p): p for p, _ in data}, keep):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-        for p, trained in params:
-            p.requires_grad_(trained)
         with torch.no_grad():
-            for param, data in originals.data:
-                param.data = data
-            for param, value in originals.before.values():
+            for param, old in data:
+                param.data = old
+            for param, value in before.values():
                 param.copy_(value)
 
 

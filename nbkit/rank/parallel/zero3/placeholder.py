@@ -1,4 +1,4 @@
-"""What stands in a module for a parameter of ZeRO 3 while its values are not on this rank.
+"""The placeholder in a module for a parameter of ZeRO 3 whose values are not on this rank.
 
 It tells shape, dtype and device of the whole parameter, which is what models ask a weight for. Any use of its values
 raises by name: a part of a weight in place of the whole gives wrong numbers, often without an error.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY
+from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
 
 __all__ = ["NotGathered", "used_outside"]
 

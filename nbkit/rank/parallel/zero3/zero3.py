@@ -19,7 +19,7 @@ from nbkit.rank.parallel.zero3.backward_order import nested
 from nbkit.rank.parallel.zero3.gather_order import GatherOrder
 from nbkit.rank.parallel.zero3.module_hooks import watch
 from nbkit.rank.parallel.zero3.unit import Unit, units_of
-from nbkit.rank.parallel.zero3.weight_reads import WeightUse, refuse_use
+from nbkit.rank.parallel.zero3.weight_reads import refuse_use, weight_uses
 from nbkit.tensor_layout import Layout
 
 __all__ = ["ShardedParameters"]
@@ -87,7 +87,7 @@ class ShardedParameters(GatherOrder, DataAxis):
         self._guard(True)
         try:
             # The first step, where nobody has seen before who uses what.
-            with nullcontext() if self._proven else WeightUse(self._units, refuse_use, lambda unit: unit.here):
+            with nullcontext() if self._proven else weight_uses(self._units, refuse_use, lambda unit: unit.here):
                 yield
         finally:
             self._computing = False

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
 from nbkit.rank.parallel.pipeline.stage_module import Staged
-from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in
+from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.unchanged import plain_attention
 
 
 @pytest.mark.parametrize("name", ZOO)

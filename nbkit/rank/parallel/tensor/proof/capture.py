@@ -9,17 +9,17 @@ part of that. An attribute that a split changes (a number of heads) must not be 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbkit.rank.parallel.pipeline.trace_dataflow import _memory, tensors_in, written_by
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 
@@ -64,33 +64,24 @@ class Capture:
     def run(self, call: Callable[[], Any], paths: Collection[str], changed: Mapping[str, Collection[str]]) -> None:
         """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are kept.
 
-        changed: module -> its attributes that a split changes.
+        changed: module -> its attributes that a split changes. Every parameter is to be trained meanwhile (`thaw`):
+        what hangs on parameters is told by its gradient.
         """
-        watch = _Watch(self, changed)
-        params = [(p, p.requires_grad) for p in self.model.parameters() if p.is_floating_point()]
-        with ExitStack() as undo:
-            for p, trained in params:
-                # Frozen ones too: what hangs on parameters is told by its gradient.
-                undo.callback(p.requires_grad_, trained)
-                p.requires_grad_(True)
-            undo.enter_context(_reading(self.model, watch.read))
-            for path, part in self.model.named_modules():
-                for handle in watch.hooks(path, part, kept=path in paths):
-                    undo.callback(handle.remove)
-            undo.enter_context(torch.enable_grad())
+        watch = _Watch(self, paths, changed)
+        with _reading(self.model, watch.read), watched(self.model, watch.enter, watch.leave), torch.enable_grad():
             with watch:
                 output = call()
             watch.end(output)
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, seen: Capture, changed: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, seen: Capture, kept: Collection[str], changed: Mapping[str, Collection[str]]) -> None:
         super().__init__()
-        self.seen, self.changed = seen, changed
+        self.seen, self.kept, self.changed = seen, kept, changed
         self.active: list[str] = []
-        self.weights: dict[StorageWeakRef, tuple[set[str], set[str]]] = {}  # -> modules that may use it, plan's keys
-        self.between: dict[StorageWeakRef, frozenset[str]] = {}  # -> row maps of the pairs it lies between
-        self.names: dict[StorageWeakRef, list[str]] = {}
+        self.weights: dict[Memory, tuple[set[str], set[str]]] = {}  # -> modules that may use it, plan's keys
+        self.between: dict[Memory, frozenset[str]] = {}  # -> row maps of the pairs it lies between
+        self.names: dict[Memory, list[str]] = {}
         self.owners: dict[str, str] = {}
         self.columns: dict[str, str] = {}
         self.rows: dict[str, str] = {}
@@ -110,42 +101,38 @@ class _Watch(TorchDispatchMode):
             self._weigh(model.get_submodule(path), path, (path,))
         for name, param in model.named_parameters():
             if any(name.startswith(f"{pair.owner}." if pair.owner else "") for pair in plan.pairs):
-                self.names.setdefault(_memory(param), []).append(name)
+                self.names.setdefault(memory_of(param), []).append(name)
 
     def _weigh(self, part: nn.Module, key: str, allowed: tuple[str, ...]) -> None:
         held = [core(part), *(m for _, *both in adapters(part) for m in both)] if is_linear(part) else [part]
         for module in held:
             for param in module._parameters.values():
                 if param is not None:
-                    users, keys = self.weights.setdefault(_memory(param), (set(), set()))
+                    users, keys = self.weights.setdefault(memory_of(param), (set(), set()))
                     users.update(allowed)
                     keys.add(key)
 
-    def hooks(self, path: str, part: nn.Module, *, kept: bool) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.active.append(path)
-            if kept:
-                memo: dict[int, Given] = {}
-                args, kwargs = pytree.tree_map_only(Tensor, lambda x: _given(x, memo), (args, kwargs))
-                self.seen.calls.setdefault(path, []).append(Call(args, kwargs, module.training))
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.active.append(path)
+        if path in self.kept:
+            memo: dict[int, Given] = {}
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: _given(x, memo), (args, kwargs))
+            self.seen.calls.setdefault(path, []).append(Call(args, kwargs, module.training))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.active.pop()
-            if path in self.columns:
-                for tensor in tensors_in(output):
-                    self.between[_memory(tensor)] = frozenset((self.columns[path],))
-            elif path in self.rows:
-                for tensor in tensors_in(output):
-                    self.between[_memory(tensor)] = frozenset()
-            elif (key := self._packed(path)) is not None:
-                for number, tensor in enumerate(tensors_in(output)):
-                    self.between[_memory(tensor)] = frozenset((key,)) if number else frozenset()
-            for number, leaf in enumerate(pytree.tree_leaves(output)):
-                if isinstance(leaf, Tensor) and self.between.get(_memory(leaf)):
-                    self.seen.hidden.setdefault(path, set()).add(number)
-
-        yield part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        yield part.register_forward_hook(leave)
+    def leave(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.active.pop()
+        if path in self.columns:
+            for tensor in tensors_in(output):
+                self.between[memory_of(tensor)] = frozenset((self.columns[path],))
+        elif path in self.rows:
+            for tensor in tensors_in(output):
+                self.between[memory_of(tensor)] = frozenset()
+        elif (key := self._packed(path)) is not None:
+            for number, tensor in enumerate(tensors_in(output)):
+                self.between[memory_of(tensor)] = frozenset((key,)) if number else frozenset()
+        for number, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor) and self.between.get(memory_of(leaf)):
+                self.seen.hidden.setdefault(path, set()).add(number)
 
     def _packed(self, path: str) -> str | None:
         return next((key for key, owner in self.owners.items() if owner == path and key not in self.rows), None)
@@ -157,7 +144,7 @@ class _Watch(TorchDispatchMode):
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         lies: frozenset[str] = frozenset()
         for tensor in given:
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             if not view:
                 self._use(memory)
             lies |= self.between.get(memory, frozenset())
@@ -169,11 +156,11 @@ class _Watch(TorchDispatchMode):
                     self._refuse(key, f"what is computed between its maps is used outside of it, by {self._user()}")
         if lies:
             for tensor in (*tensors_in(result), *written_by(func, args, kwargs)):
-                memory = _memory(tensor)
+                memory = memory_of(tensor)
                 self.between[memory] = self.between.get(memory, frozenset()) | lies
         return result
 
-    def _use(self, memory: StorageWeakRef) -> None:
+    def _use(self, memory: Memory) -> None:
         users, keys = self.weights.get(memory, ((), ()))
         if keys and not any(path in users for path in self.active):
             for key in keys:
@@ -201,7 +188,7 @@ class _Watch(TorchDispatchMode):
         for place, value in places:
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    for key in self.between.get(_memory(leaf), ()):
+                    for key in self.between.get(memory_of(leaf), ()):
                         self._refuse(key, f"what is computed between its maps is kept in {place}")
 
     def _runs(self, owner: str) -> bool:

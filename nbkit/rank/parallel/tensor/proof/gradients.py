@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nbkit.rank.parallel.tensor.proof.compare import unlike
+from nbkit.rank.parallel.proof.compare import unlike
+from nbkit.rank.parallel.proof.graph import gradients, nodes_behind
 from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run
 
 __all__ = ["Gradients"]
@@ -203,25 +204,12 @@ def _leaves(run: Run) -> dict[Leaf, Tensor]:
 
 def _gradients(exits: Sequence[Exit], leaves: dict[Leaf, Tensor]) -> dict[Leaf, Tensor | None]:
     """Of the sum of all exits times their cotangents; None for what is not used."""
-    used = [(x, c) for x, c in exits if x.requires_grad]
-    if not used:
-        return dict.fromkeys(leaves)
-    outputs, cotangents = zip(*used, strict=True)
-    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, retain_graph=True, allow_unused=True)
+    found = gradients([x for x, _ in exits], list(leaves.values()), [cotangent for _, cotangent in exits])
     return dict(zip(leaves, found, strict=True))
 
 
 def _learned(exits: Iterable[Tensor]) -> list[Tensor]:
     """The leaves of the graphs behind `exits`."""
     exits = list(exits)
-    found = [x for x in exits if x.requires_grad and x.grad_fn is None]
-    seen, waiting = set(), [x.grad_fn for x in exits if x.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
-        waiting += [after for after, _ in node.next_functions if after is not None]
-    return found
+    behind = (getattr(node, "variable", None) for node in nodes_behind(exits))
+    return [x for x in exits if x.requires_grad and x.grad_fn is None] + [x for x in behind if x is not None]

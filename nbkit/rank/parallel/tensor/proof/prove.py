@@ -1,15 +1,14 @@
 """The candidates of a plan, each run in parts beside the whole, in one process; what does not fit stays whole.
 
 The model runs once in each mode while `Capture` watches. Then every module that holds a pair is run by itself, whole
-and in parts, on the arguments that it was called with: one of each kind (kinds_of_calls.py). Blocks whose positions
+and in parts, on the arguments that it was called with: one of each kind (call_kinds.py). Blocks whose positions
 may be split are run once more that way.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import placeholder
-from nbkit.rank.parallel.pipeline.layer_chain import unchanged
-from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
+from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
@@ -49,7 +47,8 @@ def prove(
     Parameters, buffers, modes and random generators are afterwards as before. Whatever goes wrong is in the answer.
     """
     try:
-        with unchanged(model), plain_attention():
+        with unchanged(model):
+            thaw(model)
             prover = _Prover(model, call, candidates(model, 1, tp_plan))
             return Proof({size: prover.verdict(size) for size in sizes}, "")
     except StrategyError as error:  # the plan itself, which is refused where it is made
@@ -76,8 +75,8 @@ class _Prover:
         self.units = sorted(
             path for path in owners if not any(path != other and inside(path, other) for other in owners)
         )
-        with _modes(model):
-            self.seen.run(call, {*self.units, *blocks}, self._changed())
+        self.seen.run(call, {*self.units, *blocks}, self._changed())
+        with unchanged(model):
             model.eval()
             self.seen.run(call, {*self.units, *blocks}, self._changed())
         self.placeholders = {id(p): placeholder(p.shape, p) for p in model.parameters()}
@@ -283,13 +282,3 @@ def _is_given(leaf: Any) -> bool:
 
 def _divides(pair: Pair, size: int) -> bool:
     return pair.heads is None or (pair.heads.heads % size == 0 and pair.heads.kv_heads % size == 0)
-
-
-@contextmanager
-def _modes(model: nn.Module) -> Iterator[None]:
-    before = [(part, part.training) for part in model.modules()]
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training

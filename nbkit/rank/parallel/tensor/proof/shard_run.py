@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nbkit.rank.parallel.proof.compare import unlike
+from nbkit.rank.parallel.proof.random_draws import DroppingNothing
 from nbkit.rank.parallel.tensor.attention import _Weights
 from nbkit.rank.parallel.tensor.column_row_pair import first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
-from nbkit.rank.parallel.tensor.proof.compare import unlike
-from nbkit.rank.parallel.tensor.proof.twin import Unit, WithoutDropout, twin_of
+from nbkit.rank.parallel.tensor.proof.twin import Unit, twin_of
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Differs", "Point", "Run"]
@@ -75,11 +76,12 @@ class Run:
         self.pair_of = {path: pair for pair in unit.pairs for path in (*pair.columns, *pair.rows, pair.owner)}
         self.positions = self._drawn = 0
         self._passed: list[Tensor] = []
-        self.twin = twin_of(unit, self, index, dtype)
+        answers = {"column": self.column, "row": self.row, "attention": self.attention, "packed": self.packed}
+        self.twin = twin_of(unit, answers, index, dtype)
         self.params = {name: p for name, p in self.twin.named_parameters() if name in unit.values}
         args, kwargs = self._arguments()
         torch.manual_seed(0)  # what the module draws by itself, it draws again
-        with WithoutDropout():
+        with DroppingNothing():
             output = self._call(args, kwargs)
         self.outputs = pytree.tree_leaves(output)
         self.main = 0 if isinstance(output, Tensor) or (isinstance(output, tuple) and output) else None
@@ -170,7 +172,7 @@ class Run:
         start, stop = bounds(x.shape[1], self.unit.size, self.index)
         return x[:, start:stop]
 
-    def column(self, path: str, x: Tensor) -> Tensor:
+    def column(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """What comes out of a column map that is given `x`."""
         pair = self.pair_of[path]
         widths = pair.widths[path]
@@ -188,7 +190,7 @@ class Run:
         self._same(x, expected, pair, f"what goes into {path}")
         return self._go_on("column", path, pair, (x,), (self.of_features(whole.leaves[0], widths),), direct=direct)
 
-    def row(self, path: str, x: Tensor) -> Tensor:
+    def row(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """What comes out of a row map that is given `x`."""
         pair = self.pair_of[path]
         if self.truth is None:
@@ -232,11 +234,14 @@ class Run:
         self.points.append(Point("attention", path, pair, tuple(given), tuple(leaves), number))
         return args, kwargs
 
-    def packed(self, path: str, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool) -> Any:
+    def packed(
+        self, path: str, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, **_: Any,
+    ) -> Any:  # fmt: skip
         """The output of an nn.MultiheadAttention, which is split by itself, whatever it is given."""
-        pair, query = self.pair_of[path], inputs[0]
-        given = [query, *(x for x in inputs[1:] if x is not query)]
-        given += [x for x in masks if x is not None and x.is_floating_point()]
+        pair = self.pair_of[path]
+        given = [query, *(x for x in (key, value) if x is not query)]
+        given += [x for x in (attn_mask, key_padding_mask) if x is not None and x.is_floating_point()]
         if self.truth is None:
             leaf = self.drawn(query.shape, query)
         else:

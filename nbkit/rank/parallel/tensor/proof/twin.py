@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.parallel.module.meta_module import placeholder
 from nbkit.rank.parallel.tensor.column_row_pair import become
@@ -20,23 +19,12 @@ from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Maps", "Unit", "WithoutDropout", "twin_of"]
+__all__ = ["Unit", "twin_of"]
 
 
-class Maps(Protocol):
-    """Who answers for the maps of a twin; paths from the twin."""
-
-    def column(self, path: str, x: Tensor) -> Tensor:
-        """What comes out of a column map that is given `x`."""
-
-    def row(self, path: str, x: Tensor) -> Tensor:
-        """What comes out of a row map that is given `x`."""
-
-    def attention(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments with which an attention goes on."""
-
-    def packed(self, path: str, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool) -> Any:
-        """The output of an nn.MultiheadAttention."""
+Answers = Mapping[str, Callable[..., Any]]
+"""Who answers for the maps of a twin, given the path from the twin and then what the map is called with: "column" and
+"row" give its output, "packed" that of an nn.MultiheadAttention, "attention" the (args, kwargs) to go on with."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,8 @@ class Unit:
         return tuple(pair.rows[0] for pair in self.pairs)
 
 
-def twin_of(unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> nn.Module:
-    """A copy of the module of `unit` whose maps ask `run`: with the sizes of part `index`, or with those of the whole.
+def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype) -> nn.Module:
+    """A copy of the module of `unit` whose maps ask `answers`: with the sizes of part `index`, or of the whole.
 
     Its parameters beside the maps are those of `unit.values`; it drops nothing.
     """
@@ -86,14 +74,14 @@ def twin_of(unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> nn.
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0
     for pair in unit.pairs:
-        _cut(twin, pair, unit, run, index, dtype)
+        _cut(twin, pair, unit, answers, index, dtype)
     return twin
 
 
-def _cut(twin: nn.Module, pair: Pair, unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> None:
+def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype) -> None:
     owner = twin.get_submodule(pair.owner)
     if pair.kind == "module":
-        become(owner, _Packed, _run=run, _path=pair.owner)
+        become(owner, _Answered, _answer=partial(answers["packed"], pair.owner))
         return
     for path in (*pair.columns, *pair.rows):
         part = twin.get_submodule(path)
@@ -109,11 +97,11 @@ def _cut(twin: nn.Module, pair: Pair, unit: Unit, run: Maps, index: int | None, 
             if (param := base._parameters.get(name)) is not None:
                 shape = tuple(length if d == along else n for d, n in enumerate(param.shape))
                 base._parameters[name] = placeholder(shape, nn.Parameter(param.detach()[:0].to(dtype)))
-        become(part, _Column if column else _Row, _run=run, _path=path)
+        become(part, _Answered, _answer=partial(answers["column" if column else "row"], path))
     if pair.kind == "attention":
         if pair.heads is not None and index is not None:
             shrink(owner, pair.heads, size=unit.size, own_config=not pair.from_hf)
-        become(owner, _Attention, _run=run, _path=pair.owner)
+        become(owner, _Attention, _answer=partial(answers["attention"], pair.owner))
 
 
 def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
@@ -121,56 +109,20 @@ def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(value.to(dtype) if number else value, requires_grad=number)
 
 
-class _Column(nn.Module):
-    _run: Maps
-    _path: str
+class _Answered(nn.Module):
+    """A map whose output is given."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._run.column(self._path, x)
+    _answer: Callable[..., Any]
 
-
-class _Row(nn.Module):
-    _run: Maps
-    _path: str
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._run.row(self._path, x)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(*args, **kwargs)
 
 
 class _Attention(nn.Module):
-    _run: Maps
-    _path: str
+    """An attention whose arguments are given."""
+
+    _answer: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._run.attention(self._path, args, kwargs)
+        args, kwargs = self._answer(args, kwargs)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-class _Packed(nn.Module):
-    _run: Maps
-    _path: str
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool = True, attn_mask: Tensor | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        return self._run.packed(self._path, (query, key, value), (attn_mask, key_padding_mask), need_weights)
-
-
-_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
-_DROPS |= {torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout, torch.dropout_}
-
-
-class WithoutDropout(TorchFunctionMode):
-    """What a job drops is keyed by element, and the same in every split."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if len(args) > 4:
-                del kwargs["dropout_p"]
-        return func(*args, **kwargs)

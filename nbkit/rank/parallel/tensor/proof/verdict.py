@@ -1,5 +1,5 @@
-"""Which splits of a model are known to be right: plain data, found once by running them (prove.py), the same on every
-rank.
+"""The splits of a model that are known to be right: plain data, found once by running them (prove.py), the same on
+every rank.
 
 Names and module types say where a model may be split; a split is made where it was run beside the whole. Without an
 example to run, only classes whose source is known are split (known.py).

@@ -1,11 +1,35 @@
-"""Whether two tensors are the same but for rounding."""
+"""Compares two tensors: they are the same but for rounding where they differ by at most a tolerance x the largest one.
+
+What the tolerance is depends on what lies between the two: each proof says its own, with the reason.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["unlike"]
+__all__ = ["gap", "unlike"]
+
+
+def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest value (or to `scale`, if that is more).
+
+    inf for other shapes, for NaN, and for what is no number and differs at all.
+    """
+    if whole.shape != other.shape:
+        return float("inf")
+    if not whole.numel():
+        return 0.0
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 0.0 if torch.equal(whole, other) else float("inf")
+    a, b = whole.detach(), other.detach()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = (a - b).abs().masked_fill(same, 0).max()
+    largest = a.abs().masked_fill(~a.isfinite(), 0).max()
+    found = float(apart) / max(float(largest), scale, 1e-30)
+    return found if found == found else float("inf")
 
 
 def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 0.0) -> str:

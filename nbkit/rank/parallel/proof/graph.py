@@ -1,0 +1,38 @@
+"""The graph of autograd behind some tensors: gradients in it, and what it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["gradients", "nodes_behind"]
+
+
+def gradients(
+    of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
+) -> list[Tensor | None]:
+    """Of the sum of `of`, each times its cotangent (without: a scalar), in `wanted`; None for what is not used.
+
+    The graph stays.
+    """
+    given = cotangents if cotangents is not None else [None] * len(of)
+    used = [(x, cotangent) for x, cotangent in zip(of, given, strict=True) if x.requires_grad]
+    if not used or not wanted:
+        return [None] * len(wanted)
+    outputs, weights = zip(*used, strict=True)
+    return list(torch.autograd.grad(outputs, list(wanted), weights, retain_graph=True, allow_unused=True))
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of the graphs behind `tensors`, once; `variable` of a node is the leaf that it gives."""
+    seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [before for before, _ in node.next_functions if before is not None]

@@ -1,0 +1,71 @@
+"""Tensors known by their memory, however a model came by them: as an attribute, from a list, through a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn, ops
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["SHAPE_ONLY", "Memory", "MemoryUses", "memory_of", "tensors_in", "written_by"]
+
+Memory = StorageWeakRef
+T = TypeVar("T")
+
+SHAPE_ONLY = {
+    getattr(ops.aten, name)
+    for name in (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
+    )
+}
+"""Operations that ask a tensor for its shape, dtype or device, and read none of its values."""
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    """Stands for the memory behind a tensor; while it is kept, no other memory equals it."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a tree, of output objects and of plain objects that hold some."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [part for part in pytree.tree_leaves(vars(leaf)) if isinstance(part, Tensor)]
+    return found
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    """The tensors that an operation changes in place."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+class MemoryUses(TorchDispatchMode, Generic[T]):
+    """Calls note(homes[memory], tensor, operation, whether it is changed) before an operation on memory in `homes`.
+
+    Costs microseconds per operation: for what happens once, before the first step.
+    """
+
+    def __init__(self, homes: Mapping[Memory, T], note: Callable[[T, Tensor, str, bool], None]) -> None:
+        super().__init__()
+        self._homes, self._note = homes, note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket not in SHAPE_ONLY and func.namespace != "c10d":
+            changed = {id(tensor) for tensor in written_by(func, args, kwargs)}
+            for tensor in tensors_in((args, kwargs)):
+                if (home := self._homes.get(memory_of(tensor))) is not None:
+                    self._note(home, tensor, str(func.overloadpacket), id(tensor) in changed)
+        return func(*args, **kwargs)
