@@ -16,6 +16,7 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.models.pretrained import window
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.rng.seeding import set_seed
 
 __all__ = ["Measured", "RowTrial", "disturbed", "kept"]
 
@@ -74,7 +75,7 @@ class RowTrial:
     ) -> Measured:
         """Of `part`, whose rows are those of numbers `rows`, which key the dropout. loss: another one."""
         value, target = pair(part, self.inputs)
-        torch.manual_seed(seed)
+        set_seed(seed)
         with self._drawing(rows), torch.enable_grad():
             output = self.run(value)
             found, weight, weighted = weigh((loss or self.loss)(output, target), len(rows))

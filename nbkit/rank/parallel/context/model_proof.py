@@ -21,6 +21,7 @@ from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
 from nbkit.rank.parallel.context.context_parallel import dim_of_positions
 from nbkit.rank.parallel.context.first_difference import gap
 from nbkit.rank.parallel.pipeline.trace_dataflow import tensors_in
+from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Between", "replaced", "run_between"]
@@ -76,7 +77,7 @@ def run_between(
     params = {id(p): name for name, p in module.named_parameters()}
     for rank in range(size):
         part = _Part(calls, names, rank, size, params, found)
-        torch.manual_seed(0)
+        set_seed(0)
         with replaced(module, names, part.instead):
             output = run()
         if part.at != len(calls):

@@ -33,6 +33,7 @@ from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.pipeline.layer_chain import unchanged
 from nbkit.rank.parallel.pipeline.partial_forward import plain_attention
 from nbkit.rank.parallel.pipeline.trace_dataflow import SHAPE_ONLY, tensors_in
+from nbkit.rank.rng.seeding import set_seed
 
 __all__ = ["try_in_parts"]
 
@@ -73,7 +74,7 @@ def _tried(
     calls, uses, attentions = list[BlockCall](), _Uses(module, blocks), _Attentions()
 
     def run() -> Any:
-        torch.manual_seed(0)
+        set_seed(0)
         # Dropping, attention is computed otherwise: it is counted before.
         with DroppingNothing(), attentions, Draws(draws):
             return call()

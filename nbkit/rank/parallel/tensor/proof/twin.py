@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nbkit.rank.parallel.module.meta_module import placeholder
+from nbkit.rank.parallel.module.meta_module import copied, placeholder
 from nbkit.rank.parallel.tensor.column_row_pair import become
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, sizes
@@ -74,7 +73,7 @@ def twin_of(unit: Unit, run: Maps, index: int | None, dtype: torch.dtype) -> nn.
     for part in unit.module.modules():
         if (config := vars(part).get("config")) is not None:
             memo[id(config)] = config
-    twin = copy.deepcopy(unit.module, memo)
+    twin = copied(unit.module, memo)
     if not unit.call.training:
         twin.eval()
     for part in twin.modules():
