@@ -8,7 +8,7 @@ READY := .venv/.installed
 T ?=
 P ?=
 
-.PHONY: help demo test lab bench parity check clean
+.PHONY: help demo test lab bench parity planted check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
+	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -38,6 +39,9 @@ bench: $(READY)
 # Some of it:  make parity P="gpt2 zbv"
 parity: $(READY)
 	@$(BIN)/python -m parity $(P)
+
+planted: $(READY)
+	@$(BIN)/python -m parity --planted
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ make there, and comes with the cell that has to show it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,12 +50,27 @@ class Bug:
     cell: Cell
     plant: Plant
 
+    @property
+    def ranks(self) -> int:
+        """How many it takes."""
+        return 4 if "hsdp" in self.cell.strategy else 2
 
-def unseen(num_ranks: int) -> tuple[list[str], list[str]]:
-    """(bugs that the parity does not see, cells that are off without their bug), of those for `num_ranks` ranks."""
-    numbers = [i for i, bug in enumerate(BUGS) if (4 if "hsdp" in bug.cell.strategy else 2) == num_ranks]
+
+def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
+    """(those of `bugs`, all out of BUGS, that the parity does not see; cells that are off without their bug)."""
+    green, red = [], []
+    for num_ranks in (2, 4):
+        numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.ranks == num_ranks]
+        if numbers:
+            blind, off = _unseen(numbers, num_ranks)
+            green += blind
+            red += off
+    return green, red
+
+
+def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str]]:
     known = truths(BUGS[i].cell for i in numbers)
-    ranks = run_ranks(_with_and_without, num_ranks, numbers, timeout=240)
+    ranks = run_ranks(_with_and_without, num_ranks, numbers, timeout=600)
     green, red = [], []
     for place, number in enumerate(numbers):
         bug = BUGS[number]

@@ -12,6 +12,17 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
         sys.path.insert(0, str(folder))
 
 
+# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
+_LONG = ("browser", "commands", "notebooks", "magics", "parity", "bench", "notebook", "bridge", "test_docs.py", "rank")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The folders that take long come first, where several workers share the tests."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(_LONG)}
+        items.sort(key=lambda item: places.get(item.path.relative_to(_TESTS).parts[0], len(_LONG)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A worker for each file, as `--dist loadfile`, and for each package, whose files share a browser or a cluster."""
@@ -24,4 +35,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             shared = folder != "tests" and (config.rootpath / folder / "__init__.py").exists()
             return folder if shared else file
 
+    config.option.loadscopereorder = False  # in the order that the workers have collected
     return Scheduling(config, log)

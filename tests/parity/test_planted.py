@@ -1,4 +1,7 @@
-"""The parity sees the bugs that parallel training is known for; without them the same ranks are as one process."""
+"""The parity sees the bugs that parallel training is known for; without them the same ranks are as one process.
+
+Five of them, one of each kind. All of them: make planted.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,22 @@ import pytest
 
 from parity.planted import BUGS, unseen
 
+# A sum over stages, over ranks and over positions; how losses are averaged; what each rank keeps for itself.
+SAMPLE = (
+    "the gradient of a tied weight is not summed over its stages",
+    "uneven losses are averaged over micro-batches and ranks as if they were even",
+    "the bias of a row-parallel map is added by every rank",
+    "the other parts of a weight stay as they were after an update",
+    "the causal mask is off by one on later ranks",
+)
+
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_planted_bug_turns_the_parity_red(num_ranks: int) -> None:
-    assert unseen(num_ranks) == ([], [])
+def test_planted_bugs_turn_the_parity_red() -> None:
+    bugs = [bug for bug in BUGS if bug.what in SAMPLE]
+
+    assert len(bugs) == len(SAMPLE)
+    assert unseen(bugs) == ([], [])
 
 
 def test_there_are_twelve_of_them_at_least() -> None:

@@ -1,6 +1,8 @@
-"""The fast part of the parity: every strategy equals one process, to the last digits of float64.
+"""The fast part of the parity: each kind of strategy equals one process, to the last digits of float64.
 
-All of it, on more models and for 50 steps: make parity.
+All of it, every strategy on every model and for 50 steps: make parity. Left to it are ddp, zero1, zero2 and pp alone,
+and two hybrids, of which other tests have the parts; the schedules gpipe, 1f1b, zb and zbv on a plain model; and llama
+under cp, and under zero3 with tp.
 """
 
 from __future__ import annotations
@@ -36,12 +38,11 @@ def _with(subject: str, strategy: str, *extras: str, dtype: str = "float64") -> 
 
 
 SMALL = [
-    *(Cell("gpt", strategy) for strategy in (*FAMILIES["data"], "tp", "pp", "cp=4")),
-    *(Cell("gpt", strategy) for strategy in FAMILIES["hybrid"] if Cell("", strategy).ranks == 4),
+    *(Cell("gpt", strategy) for strategy in ("zero3", "hsdp", "tp", "cp=4", "zero=3 dp=2 tp=2", "tp=2 pp=2")),
 ]
 
 SCHEDULES = [
-    *(Cell("gpt", strategy) for strategy in FAMILIES["pipeline"]),
+    *(Cell("gpt", f"pp schedule={name}") for name in ("interleaved", "dualpipev")),
     _with("encoder", "zero3", "dropout", "clip", "ragged"),
     _with("ten_convs", "pp schedule=zbv", "mask", "ragged"),
     _with("gpt_tied", "pp schedule=1f1b", "dropout", "clip"),
@@ -51,17 +52,15 @@ SCHEDULES = [
 HF = [
     _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
     _with("llama_tied", "tp=2 pp=2", "mask", "clip", "recompute"),
-    _with("llama", "dp=2 cp=2", "dropout", "ragged"),
-    _with("llama", "zero=3 dp=2 tp=2", "mask", "accumulate", dtype="float32"),
     _with("gpt", "dp=2 tp=2", "bf16", dtype="float32"),
 ]
 
 
-def test_every_family_on_four_ranks() -> None:
+def test_the_families_on_four_ranks() -> None:
     assert _off(SMALL, 4) == []
 
 
-def test_every_schedule_and_what_comes_besides() -> None:
+def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 
 

@@ -17,6 +17,7 @@ from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.models.pretrained import window
 from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.rng.seeding import set_seed
 
 __all__ = ["Measured", "RowTrial", "disturbed", "kept"]
 
@@ -75,7 +76,7 @@ class RowTrial:
     ) -> Measured:
         """Of `part`, whose rows are those of numbers `rows`, which key the dropout. loss: another one."""
         value, target = pair(part, self.inputs)
-        torch.manual_seed(seed)
+        set_seed(seed)
         with self._drawing(rows), torch.enable_grad():
             output = self.run(value)
             found, weight, weighted = weigh((loss or self.loss)(output, target), len(rows))

@@ -16,7 +16,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
-__all__ = ["ITERATED", "SHARED", "Drawn", "build", "mixed", "seed_step", "seeded"]
+__all__ = ["ITERATED", "SHARED", "Drawn", "build", "mixed", "seed_step", "seeded", "set_seed"]
 
 # In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
@@ -27,8 +27,15 @@ _STEP, _RANK, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch, on the CPU and on the rank's GPU, for one step on one rank."""
-    # torch.manual_seed takes a traceback for each kind of device that is not in use: 0.3 ms, twice a step.
-    torch.default_generator.manual_seed(value := mixed(seed, step, rank))
+    set_seed(mixed(seed, step, rank))
+
+
+def set_seed(value: int) -> None:
+    """Seed torch, on the CPU and on the GPU that is in use.
+
+    torch.manual_seed takes a traceback for each kind of device that is not: milliseconds, in every trial of a model.
+    """
+    torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from nbkit.rank.train.trainer import Trainer
 
 ROWS, STEPS = 8, 2
+# Every axis with parameters that are frozen whole, and with adapters; each of the models under two at least.
 STRATEGIES = {
-    "frozen": ("zero1", "zero3", "tp=2 dp=2", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2"),
-    "lora llama": ("zero3", "tp=2 dp=2", "pp", "zero=3 dp=2 tp=2"),
-    "lora gpt2": ("ddp", "tp=2 pp=2"),
+    "frozen": ("zero1", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2"),
+    "lora llama": ("zero=3 dp=2 tp=2", "pp"),
+    "lora gpt2": ("tp=2 pp=2",),
 }
 
 

@@ -23,6 +23,7 @@ from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
+from nbkit.rank.rng.seeding import set_seed
 
 __all__ = ["BlockCall", "Rules", "block_rules", "refusal"]
 
@@ -119,7 +120,7 @@ class _Comparison:
         return [_tensors(part) for part in found]
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        torch.manual_seed(0)
+        set_seed(0)
         with torch.set_grad_enabled(self.backward), DroppingNothing(), Draws(self.draws):
             return forward(*args, **kwargs)
 

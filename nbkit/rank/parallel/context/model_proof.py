@@ -22,6 +22,7 @@ from nbkit.rank.parallel.context.context_parallel import dim_of_positions
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import nodes_behind
 from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Between", "replaced", "run_between"]
@@ -77,7 +78,7 @@ def run_between(
     params = {id(p): name for name, p in module.named_parameters()}
     for rank in range(size):
         part = _Part(calls, names, rank, size, params, found)
-        torch.manual_seed(0)
+        set_seed(0)
         with replaced(module, names, part.instead):
             output = run()
         if part.at != len(calls):

@@ -30,6 +30,7 @@ from nbkit.rank.parallel.proof.calls import key_of
 from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
+from nbkit.rank.rng.seeding import set_seed
 
 __all__ = ["try_in_parts"]
 
@@ -76,7 +77,7 @@ def _tried(
     uses = MemoryUses(outside, lambda name, *_: used.add(name))
 
     def run() -> Any:
-        torch.manual_seed(0)
+        set_seed(0)
         # Dropping, attention is computed otherwise: it is counted before.
         with DroppingNothing(), attentions, Draws(draws):
             return call()

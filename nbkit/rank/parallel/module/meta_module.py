@@ -7,14 +7,16 @@ tensors, factories of optimizers take it for what it will be; buffers, which `__
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, put_aliases, tensors_beside
 
-__all__ = ["homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
+__all__ = ["copied", "homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
@@ -30,19 +32,30 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy(module, memo)`, in half the time: of the dicts that each module has for its hooks most are empty,
+    and `copy` takes an empty OrderedDict apart as it does a full one.
+    """
+    for part in module.modules():
+        for value in vars(part).values():
+            if type(value) is OrderedDict and not value:
+                memo.setdefault(id(value), OrderedDict())
+    return copy.deepcopy(module, memo)
+
+
 def skeleton_of(module: nn.Module) -> nn.Module:
     """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied.
 
     Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
     """
-    memo: dict[int, torch.Tensor] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
+    memo: dict[int, Any] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
     for _, tensor in tensors_beside(module):
         if not tensor.is_leaf:
             # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
             memo.setdefault(id(tensor), tensor.detach().clone())
-    copied = copy.deepcopy(module, memo)
-    note_aliases(copied)
-    return copied
+    skeleton = copied(module, memo)
+    note_aliases(skeleton)
+    return skeleton
 
 
 def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -11,7 +11,6 @@ does. It is put there by changing the module's class: names, attributes and isin
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
+from nbkit.rank.parallel.module.meta_module import copied
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
@@ -178,7 +178,7 @@ class _Shapes:
     def __init__(self, module: nn.Module) -> None:
         self.device = next(module.parameters()).device
         memo = {id(t): _on_meta(t) for part in module.modules() for t in _own_tensors(part)}
-        self.twin = copy.deepcopy(module, memo).eval()
+        self.twin = copied(module, memo).eval()
         self.known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:

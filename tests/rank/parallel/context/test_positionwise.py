@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from odd_models import HEADS, LENGTH, LM, MLP, WIDTH, Block, NanoGPT, built, doing, penalised, penalty, rows, verdict
 from ranks import run_ranks
@@ -180,17 +181,30 @@ def test_dropout_in_attention_is_attention() -> None:
     assert found.refused is None
 
 
+REFUSED = {name: (mixing(mix), text) for name, (mix, text) in MIXED.items()} | BETWEEN
+# Each is refused by another part of the trial: a block, its gradient, what is between blocks, weights.
+TRAINED = ("the mean", "a gradient's norm", "a table between blocks", "a penalty on the weights", "no attention")
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in TRAINED])
+def test_what_mixes_positions_is_named(name: str) -> None:
+    make, text = REFUSED[name]
+    model, ids = built(make), torch.stack([row[0] for row in rows(2)])
+    blocks = [f"blocks.{i}" for i in range(len(model.blocks))]  # type: ignore[arg-type]
+
+    assert text in str(try_in_parts(model, blocks, lambda: model(ids)).refused)
+
+
 def table(world: Any) -> dict[str, tuple[str, str]]:
     found = {name: verdict(make, "cp=2") for name, make in EQUAL.items()}
-    found |= {name: verdict(mixing(mix), "cp=2") for name, (mix, _) in MIXED.items()}
-    found |= {name: verdict(make, "cp=2") for name, (make, _) in BETWEEN.items()}
+    found |= {name: verdict(REFUSED[name][0], "cp=2") for name in TRAINED}
     found["a penalty in the loss"] = verdict(LM, "cp=2", loss=penalised)
     found["switched"] = verdict(mixing(MIXED["the mean"][0]), "cp=2", first="ddp")
     return found
 
 
 def test_what_mixes_positions_by_a_call_is_refused_and_the_rest_is_equal() -> None:
-    said = {name: text for name, (_, text) in (MIXED | BETWEEN).items()}
+    said = {name: REFUSED[name][1] for name in TRAINED}
     said |= {"a penalty in the loss": "is used within the blocks and outside", "switched": "mean"}
     for found in run_ranks(table, 2, timeout=170):
         assert {name: found[name] for name in EQUAL if found[name][0] != "equal"} == {}

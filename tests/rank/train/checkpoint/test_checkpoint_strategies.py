@@ -20,7 +20,8 @@ from nbkit.rank.train.checkpoint.write_plan import Everyone, shares
 from nbkit.rank.train.trainer import Trainer
 from nbkit.tensor_layout import Layout
 
-THROUGH = ("ddp", "zero1", "dp=2 tp=2", "zero3", "pp microbatches=4", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
+# What a rank holds: all weights and a part of the state; parts of tensors; parts that others hold too; layers; both.
+THROUGH = ("zero1", "dp=2 tp=2", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}
 STEPS = len(THROUGH)
 

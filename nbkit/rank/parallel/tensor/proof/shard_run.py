@@ -27,6 +27,7 @@ from nbkit.rank.parallel.tensor.plan.linear_types import sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
 from nbkit.rank.parallel.tensor.proof.twin import Unit, twin_of
+from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Differs", "Point", "Run"]
@@ -80,7 +81,7 @@ class Run:
         self.twin = twin_of(unit, answers, index, dtype)
         self.params = {name: p for name, p in self.twin.named_parameters() if name in unit.values}
         args, kwargs = self._arguments()
-        torch.manual_seed(0)  # what the module draws by itself, it draws again
+        set_seed(0)  # what the module draws by itself, it draws again
         with DroppingNothing():
             output = self._call(args, kwargs)
         self.outputs = pytree.tree_leaves(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.meta_module import placeholder
+from nbkit.rank.parallel.module.meta_module import copied, placeholder
 from nbkit.rank.parallel.tensor.column_row_pair import become
 from nbkit.rank.parallel.tensor.plan.heads import shrink
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, sizes
@@ -62,7 +61,7 @@ def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype)
     for part in unit.module.modules():
         if (config := vars(part).get("config")) is not None:
             memo[id(config)] = config
-    twin = copy.deepcopy(unit.module, memo)
+    twin = copied(unit.module, memo)
     if not unit.call.training:
         twin.eval()
     for part in twin.modules():
