@@ -41,13 +41,15 @@ class Arithmetic:
                 hint=f"batch_size={above}" + (f" or {below}" if below else ""),
             )
         rows = batch_size // dp
-        name, whose, asked = "microbatches", "pipeline's micro-batches do", strategy.microbatches
+        name, asked = "microbatches", strategy.microbatches
+        what = "The pipeline's micro-batches do not divide what a rank gets of the global batch."
         if asked is None:
-            name, whose, asked = "microbatch_size", "micro-batch does", microbatch_size or rows
+            name, asked = "microbatch_size", microbatch_size or rows
+            what = "The micro-batch does not divide what a rank gets of the global batch."
         if rows % asked:
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
             raise TrainingError(
-                f"The {whose} not divide what a rank gets of the global batch.",
+                what,
                 numbers=f"batch_size {batch_size} / dp {dp} = {rows} rows per rank, / {name} {asked} = "
                 f"{rows / asked:g}",
                 hint=f"{name}={min(fitting, key=lambda n: abs(n - asked))}   "
