@@ -8,7 +8,13 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.device_mesh import Axes
 
-__all__ = ["check_level", "synchronised"]
+__all__ = ["batch_norms", "check_level", "synchronised"]
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of every BatchNorm that takes its statistics from the batch."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [name for name, part in model.named_modules() if isinstance(part, kind) and part.training]
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
@@ -17,11 +23,7 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
     Without BatchNorm, or where every rank sees whole batches, the model itself. micros: micro-batches that a pipeline
     makes of a rank's rows. Raises TrainingError on CPU ranks, and under a pipeline that cuts the batch.
     """
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
+    found = batch_norms(model)
     if (axes.size("dp") == 1 and micros == 1) or not found:
         return model
     if micros > 1:

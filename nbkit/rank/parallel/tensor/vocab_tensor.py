@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from nbkit.rank.parallel.tensor.collectives import copy_to
 from nbkit.rank.parallel.tensor.cross_entropy import split_cross_entropy
-from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named
 
 __all__ = ["VocabShard"]
 
@@ -142,31 +142,16 @@ def _cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
+_ONE = ("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "detach", "clone", "cpu", "cuda", "tanh")
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys(
-        (
-            *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous, Tensor.detach),
-            *(
-                Tensor.clone,
-                Tensor.cpu,
-                Tensor.cuda,
-                Tensor.tanh,
-                Tensor.type_as,
-                torch.tanh,
-                torch.clone,
-                torch.detach,
-            ),
-        ),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        [Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__, torch.mul, torch.div], _scaled
-    ),
-    **dict.fromkeys([Tensor.view, Tensor.reshape, torch.reshape], _reshape),
-    **dict.fromkeys([Tensor.flatten, torch.flatten], _flatten),
+    **dict.fromkeys(named(*_ONE), _elementwise),
+    **dict.fromkeys(named("mul", "div", "__mul__", "__truediv__", "__rmul__"), _scaled),
+    **dict.fromkeys(named("view", "reshape"), _reshape),
+    **dict.fromkeys(named("flatten"), _flatten),
     Tensor.__getitem__: _index,
-    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.swapaxes], _transpose),
-    **dict.fromkeys([Tensor.permute, torch.permute], _permute),
+    **dict.fromkeys(named("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(named("permute"), _permute),
     getattr(Tensor, "mT").__get__: _matrix_transpose,  # noqa: B009  mypy takes it for a tensor
 }

@@ -15,7 +15,7 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 
-__all__ = ["ROLES", "Pair", "TensorPlan", "matches", "roles_of_hf"]
+__all__ = ["ROLES", "Pair", "TensorPlan", "folded", "matches", "roles_of_hf"]
 
 ROLES = {
     "colwise": "output features split, first of a pair",
@@ -94,9 +94,13 @@ class TensorPlan:
             if path in how or (any(p is not None for p in part._parameters.values()) and not above):
                 about = [p for p in self.reasons if path == p or path.startswith(f"{p}.")]
                 reason = self.reasons[max(about, key=len)] if about else ""
-                folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
-                rows[folded, how.get(path, "whole"), "" if path in how else reason] = None
+                rows[folded(path), how.get(path, "whole"), "" if path in how else reason] = None
         return list(rows)
+
+
+def folded(path: str) -> str:
+    """`path` with * for the numbers in it, alike for the modules of a list."""
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def matches(path: str, pattern: str) -> bool:
