@@ -1,4 +1,4 @@
-"""What a strategy runs into on a model, told before anything moves: the planner's arithmetic on the module tree."""
+"""Findings about a strategy on a model before anything moves: the planner's arithmetic on the module tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
+"""The state that column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
 
 Between the first column map's output and the row map's input, a rank works on its heads or features, and on all
 positions; before and after, on all features, and with sequence parallelism on its part of the positions. The ambient

@@ -2,8 +2,8 @@
 
 From a vocabulary-parallel embedding to a vocabulary-parallel head positions stay split (Korthikanti et al. 2022, 4.2).
 The code between belongs to the model, and is not ours to rewrite: a `PositionShard` looks like the whole tensor (see
-parts.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of which it
-takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
+sharded_tensor.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of
+which it takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
 
 What is learned and is used on the way (the positions' table, a norm's weights) is whole, and its gradient is made whole
 at once: an all-gather of what has positions, an all-reduce of what has none. Both are a batch times smaller than the

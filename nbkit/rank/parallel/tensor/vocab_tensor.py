@@ -1,6 +1,6 @@
 """The output of a vocabulary-parallel head: every rank holds the logits of its part of the vocabulary.
 
-A `VocabShard` looks like the whole tensor (see parts.py), so that a loss written for one process runs on it. What
+A `VocabShard` looks like the whole tensor (sharded_tensor.py), so that a loss written for one process runs on it. What
 losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then computed
 in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
 maxima, one of exponent sums and target logits). Anything else gathers the whole first, with the right gradient.

@@ -1,4 +1,4 @@
-"""What counts as a linear map, whichever class it is of: torch's Linear, HF's Conv1D, and either of them under LoRA."""
+"""Linear maps, whichever class they are of: torch's Linear, HF's Conv1D, and either of them under LoRA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which module of a model is split over the tensor axis, and how: found in the module tree, or said by somebody.
+"""The plan of a tensor axis: the modules that are split, and how, found in the module tree or said by somebody.
 
-Sources, the later one deciding: what the tree shows (infer.py), a HF model's own plan, the user's `tp_plan`. A plan is
-made of the whole model, before a pipeline drops parts of it, so that all stages agree.
+Sources, the later one deciding: what the tree shows (infer_plan.py), a HF model's own plan, the user's `tp_plan`. A
+plan is made of the whole model, before a pipeline drops parts of it, so that all stages agree.
 """
 
 from __future__ import annotations
