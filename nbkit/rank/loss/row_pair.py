@@ -96,8 +96,9 @@ class RowPair:
 
 def far(one: Tensor, other: Tensor, eps: float) -> bool:
     """Whether what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
-    wide = (x.double() if x.is_floating_point() else x for x in (one, other))
-    return gap(*wide) > max(1e-3, 16 * eps)
+    if one.is_floating_point():
+        one, other = one.double(), other.double()
+    return gap(one, other) > max(1e-3, 16 * eps)
 
 
 def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:

@@ -1,4 +1,4 @@
-"""What a strategy runs into on a model, told before anything moves: the planner's arithmetic on the module tree."""
+"""Findings about a strategy on a model before anything moves: the planner's arithmetic on the module tree."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compiles
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.tensor.plan.plan import folded
 from nbkit.strategy import Strategy
 
 __all__ = ["facts_of", "findings", "warn_of", "warn_of_coupled"]
@@ -56,8 +57,7 @@ def _unproven(model: nn.Module, strategy: Strategy, options: Options) -> Iterato
         return
     said: dict[str, list[str]] = {}
     for path, why in options.plan(model, 1).unproven.items():
-        folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
-        said.setdefault(why, []).append(folded or type(model).__name__)
+        said.setdefault(why, []).append(folded(path) or type(model).__name__)
     for why, paths in said.items():
         names = list(dict.fromkeys(paths))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -25,13 +25,14 @@ from nbkit.rank.loss.loss_check import coupled
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.check_findings import findings, warn_of_coupled
 from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.proof.unchanged import unchanged
-from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
@@ -192,11 +193,7 @@ def _runner(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | No
 
 
 def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
-    norms = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
-    ]
+    norms = batch_norms(module)
     if norms and (strategy.dp > 1 or (strategy.microbatches or 1) > 1):
         yield Finding(
             (strategy.microbatches or 1) > 1,
@@ -219,7 +216,7 @@ def _rows(
             refused = {"": error.what}
     split = (plan or TensorPlan(1, (), {}, {})).describe(skeleton)
     stages = _stages(skeleton, strategy, options)
-    frozen = {_folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
+    frozen = {folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
     for module, how, reason in split:
         cells = [module]
         whys = [reason] if strategy.tp > 1 and reason else []
@@ -241,7 +238,7 @@ def _undivided(plan: TensorPlan) -> dict[str, str]:
     for owner, heads in ((each.owner, each.heads) for each in plan.pairs if each.heads is not None):
         for count, what in ((heads.kv_heads, "key and value heads"), (heads.heads, "heads")):
             if count % plan.size:
-                found[_folded(owner)] = f"{count} {what} / tp {plan.size} = {count / plan.size:.3g}"
+                found[folded(owner)] = f"{count} {what} / tp {plan.size} = {count / plan.size:.3g}"
     return found
 
 
@@ -261,7 +258,7 @@ def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[s
             where = {stage for stage, (lo, hi) in enumerate(ranges) if name in chain.holds(lo, hi)}
         else:
             where = {_guessed(name, names, blocks, ranges)}
-        found.setdefault(_folded(name.rpartition(".")[0]), set()).update(where)
+        found.setdefault(folded(name.rpartition(".")[0]), set()).update(where)
     return {module: _spelled(where, spelled(ranges)) for module, where in found.items()}
 
 
@@ -286,7 +283,3 @@ def _over_dp(strategy: Strategy) -> str:
         return f"a copy on each of {strategy.dp}"
     copies = strategy.dp // strategy.shard
     return f"{_SHARDS[strategy.zero]} over {strategy.shard}" + (f", {copies} copies" if copies > 1 else "")
-
-
-def _folded(path: str) -> str:
-    return ".".join("*" if name.isdigit() else name for name in path.split("."))

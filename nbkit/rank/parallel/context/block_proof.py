@@ -137,7 +137,7 @@ class _Comparison:
     def _gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         draw = torch.Generator().manual_seed(1)
         learned = [x for x in outputs if x.requires_grad]
-        weights = [torch.randn(x.shape, generator=draw).to(x.device, x.dtype) for x in learned]
+        weights = [_noise(x, draw) for x in learned]
         wanted = [x for x in (*self.inputs, *self.block.parameters()) if _floats(x) and x.requires_grad]
         found = gradients(learned, wanted, weights)
         return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, found, strict=True)]
@@ -178,7 +178,7 @@ def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCal
     def disturbed(x: Tensor) -> Tensor:
         if not _floats(x):
             return x
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device, x.dtype)
+        noise = _noise(x, torch.Generator().manual_seed(2))
         return x + noise * max(float(x.std()) if x.numel() > 1 else 0.0, 0.1)
 
     args, kwargs = tree_map_only(Tensor, copied, (called.args, called.kwargs))
@@ -219,7 +219,7 @@ def _drawn(value: Tensor, draw: torch.Generator, drawn: bool, dtype: torch.dtype
     value = value.to(dtype) if dtype is not None and _floats(value) else value
     if not drawn or not _floats(value):
         return value
-    noise = torch.randn(value.shape, generator=draw).to(value.device, value.dtype)
+    noise = _noise(value, draw)
     # Matrices anew; vectors and scalars, such as the weights of norms, away from where they begin.
     return noise / max(value[0].numel(), 1) ** 0.5 if value.ndim > 1 else value + 0.2 * noise
 
@@ -228,8 +228,11 @@ def _nudged(x: Tensor) -> Tensor:
     if not _floats(x):
         return x
     size = _NUDGE if x.dtype == torch.float64 else torch.finfo(x.dtype).eps
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).to(x.device, x.dtype)
-    return x + x * noise * size
+    return x + x * _noise(x, torch.Generator().manual_seed(4)) * size
+
+
+def _noise(like: Tensor, draw: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=draw).to(like.device, like.dtype)
 
 
 def _floats(value: Any) -> bool:

@@ -8,7 +8,7 @@ gradients of those must be summed over the ranks, as those in the blocks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,20 +88,17 @@ def run_between(
             found.outer.update(part.below(loss(output)))
 
 
+@dataclass
 class _Part:
-    """The run of one part. at: calls so far."""
+    """The run of one part. params: id -> name; at: calls so far."""
 
-    def __init__(
-        self,
-        calls: Sequence[BlockCall],
-        names: Sequence[str],
-        rank: int,
-        size: int,
-        params: dict[int, str],
-        found: Between,
-    ) -> None:
-        self.calls, self.names, self.rank, self.size = calls, names, rank, size
-        self.params, self.found, self.at = params, found, 0
+    calls: Sequence[BlockCall]
+    names: Sequence[str]
+    rank: int
+    size: int
+    params: Mapping[int, str]
+    found: Between
+    at: int = 0
 
     def instead(self, name: str, forward: Any) -> Callable[..., Any]:
         """What stands for the forward of the block `name`."""

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from nbkit.tensor_layout import Layout
 
-__all__ = ["DataAxis", "Part", "fresh"]
-
-
-class Part(Protocol):
-    """What of a data axis has memory of its own; see there."""
-
-    def let_go(self) -> None:
-        """Give up the memory of gradients."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """What shows memory of the weights."""
+__all__ = ["DataAxis", "fresh"]
 
 
 class DataAxis:
@@ -29,14 +18,12 @@ class DataAxis:
 
     held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
     weights: name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling.
-    parts: what has memory of its own.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
         self.weights: dict[str, tuple[Tensor, Layout]] = {}
-        self.parts: Sequence[Part] = ()
 
     def _add(self, name: str, held: nn.Parameter, layout: Layout, weight: tuple[Tensor, Layout]) -> None:
         self.held[name], self.layouts[name], self.weights[name] = held, layout, weight
@@ -50,15 +37,12 @@ class DataAxis:
 
     def let_go(self) -> None:
         """Give up the memory of gradients, between two steps; no step before `begin_again`."""
-        for part in self.parts:
-            part.let_go()
+        raise NotImplementedError
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""
         yield from self.held.values()
         yield from (tensor for tensor, _ in self.weights.values())
-        for part in self.parts:
-            yield from part.tensors()
 
     def reset(self, *, passes: int = 1) -> None:
         """A step begins; the one before may have been broken off anywhere.

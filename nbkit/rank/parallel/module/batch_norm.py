@@ -13,7 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.device_mesh import Axes
 
-__all__ = ["CpuSyncBatchNorm", "check_level", "synchronised"]
+__all__ = ["CpuSyncBatchNorm", "batch_norms", "check_level", "synchronised"]
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of every BatchNorm that takes its statistics from the batch."""
+    return [name for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.training]
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
@@ -22,7 +27,7 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
     Without BatchNorm that trains, or where every rank sees whole batches, the model itself. micros: micro-batches that
     a pipeline makes of a rank's rows. Raises TrainingError under a pipeline that cuts the batch.
     """
-    found = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    found = batch_norms(model)
     if (axes.size("dp") == 1 and micros == 1) or not found:
         return model
     if micros > 1:

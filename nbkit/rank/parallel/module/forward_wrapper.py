@@ -12,9 +12,20 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Wrapper", "mark_parts", "marked_parts", "unwrap"]
+__all__ = ["Wrapper", "mark_parts", "marked_parts", "subclass", "unwrap"]
 
 _MARK = "_nbkit_parts_of"
+
+_subclasses: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
+
+
+def subclass(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """What the class of a module becomes for `mixin` to run around its methods: names and isinstance stay."""
+    if (mixin, kind) not in _subclasses:
+        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        make: Any = type(kind)
+        _subclasses[mixin, kind] = make(kind.__name__, (mixin, kind), body)
+    return _subclasses[mixin, kind]
 
 
 class Wrapper:

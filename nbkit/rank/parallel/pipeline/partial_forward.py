@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
+from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.module.meta_module import copied
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 from nbkit.rank.parallel.proof.unchanged import plain_attention
@@ -38,10 +40,7 @@ class _Gated:
     """What a module's class gets as its first base while a gate stands before it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)["_gate"].enter(super().__call__, args, kwargs)  # type: ignore[misc]
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+        return vars(self)["_gate"](super().__call__, args, kwargs)  # type: ignore[misc]
 
 
 class Gates:
@@ -66,14 +65,10 @@ class Gates:
         numbers = {name: i for i, name in enumerate(blocks) if i}
         for name in dict.fromkeys([*numbers, *skipped]):
             part = module.get_submodule(name)
-            vars(part)["_gate"] = _Gate(self, numbers.get(name), _Shapes(part) if name in skipped else None)
-            kind = type(part)
-            self._kinds.append((part, kind))
-            if kind not in _CLASSES:
-                body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-                make: Any = type(kind)
-                _CLASSES[kind] = make(kind.__name__, (_Gated, kind), body)
-            part.__class__ = _CLASSES[kind]
+            shapes = _Shapes(part) if name in skipped else None
+            vars(part)["_gate"] = partial(self._pass_by, numbers.get(name), shapes)
+            self._kinds.append((part, type(part)))
+            part.__class__ = subclass(type(part), _Gated)
 
     def remove(self) -> None:
         """The modules are as before."""
@@ -100,8 +95,11 @@ class Gates:
             raise self._missed(self._at + 1)
         return output
 
-    def pass_by(self, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any) -> Any:
-        """A gated module is called: skip it, or change what goes into it, or end the forward."""
+    def _pass_by(self, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any) -> Any:
+        """A gated module is called: skip it, or change what goes into it, or end the forward.
+
+        number: of the block that it is, None for others. shapes: None of what is never skipped.
+        """
         if not self._running:
             if number is not None:
                 raise StrategyError(
@@ -160,16 +158,6 @@ class Gates:
                 hint="call the model in one way, or stages=[...] with other modules",
             )
         return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
-
-
-class _Gate:
-    """At one module: the number of the block that it is, None for others; its shapes, None when never skipped."""
-
-    def __init__(self, gates: Gates, number: int | None, shapes: _Shapes | None) -> None:
-        self.gates, self.number, self.shapes = gates, number, shapes
-
-    def enter(self, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self.gates.pass_by(self.number, self.shapes, proceed, args, kwargs)
 
 
 class _Shapes:

@@ -25,7 +25,7 @@ from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.heads import shrink
-from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
+from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear, ranges_of
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
 from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
@@ -255,12 +255,7 @@ class _Surgery:
 
     def _ranges(self, widths: Sequence[int]) -> list[tuple[int, int]]:
         """This rank's range of each of the matrices that lie behind one another."""
-        ranges, at = [], 0
-        for width in widths:
-            start, stop = self.team.bounds(width)
-            ranges.append((at + start, at + stop))
-            at += width
-        return ranges
+        return ranges_of(widths, self.team.size, self.team.index)
 
     def _cut(self, part: nn.Module, attribute: str, dim: int, ranges: Sequence[tuple[int, int]]) -> None:
         param = part._parameters.get(attribute)

@@ -1,4 +1,4 @@
-"""What the column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
+"""The state that column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
 
 Between the first column map's output and the row map's input, a rank works on its heads or features, and on all
 positions; before and after, on all features, and with sequence parallelism on its part of the positions. The ambient
@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.tensor.collectives import gather_seq, reduce_from, reduce_scatter_seq
 from nbkit.rank.parallel.tensor.sequence_tensor import for_parts
 from nbkit.rank.rng.shard_offsets import Present, _present, extent, extent_of, gathered, present, restored
 from nbkit.tensor_layout import bounds
 
 __all__ = ["Link", "Team", "become", "first_tensor", "mapped"]
-
-_classes: dict[tuple[type, type], type] = {}
 
 
 def become(module: nn.Module, mixin: type, **state: Any) -> None:
@@ -34,8 +33,7 @@ def become(module: nn.Module, mixin: type, **state: Any) -> None:
             f"The forward of a {kind.__name__} was replaced on the object itself, past its class.",
             hint="subclass it; or tp_plan={'<that module>': 'replicate'}",
         )
-    made = _classes.setdefault((mixin, kind), type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
-    module.__class__ = made
+    module.__class__ = subclass(kind, mixin)
     vars(module).update(state)
 
 

@@ -2,8 +2,8 @@
 
 From a vocabulary-parallel embedding to a vocabulary-parallel head positions stay split (Korthikanti et al. 2022, 4.2).
 The code between belongs to the model, and is not ours to rewrite: a `PositionShard` looks like the whole tensor (see
-parts.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of which it
-takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
+sharded_tensor.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of
+which it takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
 
 What is learned and is used on the way (the positions' table, a norm's weights) is whole, and its gradient is made whole
 at once: an all-gather of what has positions, an all-reduce of what has none. Both are a batch times smaller than the
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_seq, split_to
-from nbkit.rank.parallel.tensor.sharded_tensor import InParts, whole
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named, whole
 from nbkit.tensor_layout import bounds
 
 __all__ = ["PositionShard", "completed", "for_parts", "give_whole", "positions_of", "sendable"]
@@ -191,11 +191,6 @@ def _blank(x: PositionShard) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
-def _named(*names: str) -> list[Any]:
-    """The functions that are called so, wherever they stand."""
-    return [found for name in names for home in (torch, Tensor, F) if (found := getattr(home, name, None)) is not None]
-
-
 _ONE = (
     *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach", "cpu", "cuda"),
     *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "tanh", "sigmoid", "relu", "gelu", "silu", "__neg__"),
@@ -203,16 +198,16 @@ _ONE = (
 )
 _SEVERAL = ("add", "sub", "mul", "div", "true_divide", "pow", "masked_fill", "where", "maximum", "minimum")
 _SIGNS = ("add", "sub", "mul", "truediv", "pow")
-_IN_PLACE = frozenset(_named(*(f"{name}_" for name in _SEVERAL), *(f"__i{name}__" for name in _SIGNS)))
+_IN_PLACE = frozenset(named(*(f"{name}_" for name in _SEVERAL), *(f"__i{name}__" for name in _SIGNS)))
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_named(*_ONE), _unary),
-    **dict.fromkeys(_named(*_SEVERAL, *(f"{name}_" for name in _SEVERAL)), _together),
-    **dict.fromkeys(_named(*(f"__{side}{name}__" for name in _SIGNS for side in ("", "r", "i"))), _together),
+    **dict.fromkeys(named(*_ONE), _unary),
+    **dict.fromkeys(named(*_SEVERAL, *(f"{name}_" for name in _SEVERAL)), _together),
+    **dict.fromkeys(named(*(f"__{side}{name}__" for name in _SIGNS for side in ("", "r", "i"))), _together),
     **dict.fromkeys([F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm], _norm),
-    **dict.fromkeys(_named("mean", "sum"), _over_features),
-    **dict.fromkeys(_named("view", "reshape"), _same_shape),
-    **dict.fromkeys(_named("zeros_like", "ones_like", "empty_like", "full_like", "expand_as"), _shape_only),
-    **dict.fromkeys(_named("new_zeros", "new_ones", "new_empty", "new_full"), _shape_only),
+    **dict.fromkeys(named("mean", "sum"), _over_features),
+    **dict.fromkeys(named("view", "reshape"), _same_shape),
+    **dict.fromkeys(named("zeros_like", "ones_like", "empty_like", "full_like", "expand_as"), _shape_only),
+    **dict.fromkeys(named("new_zeros", "new_ones", "new_empty", "new_full"), _shape_only),
     Tensor.__getitem__: _index,
 }

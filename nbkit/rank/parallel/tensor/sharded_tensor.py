@@ -12,13 +12,14 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.tensor.collectives import gather_from
 from nbkit.tensor_layout import bounds
 
-__all__ = ["InParts", "whole"]
+__all__ = ["InParts", "named", "whole"]
 
 
 class InParts(Tensor):
@@ -175,3 +176,8 @@ _OF_WRAPPER: set[Any] = {
 }
 
 _OF_PART: set[Any] = {*_getters("requires_grad", "grad_fn", "is_leaf")}
+
+
+def named(*names: str) -> list[Any]:
+    """The functions of torch that are called so, wherever they stand."""
+    return [found for name in names for home in (torch, Tensor, F) if (found := getattr(home, name, None)) is not None]

@@ -1,6 +1,6 @@
 """The output of a vocabulary-parallel head: every rank holds the logits of its part of the vocabulary.
 
-A `VocabShard` looks like the whole tensor (see parts.py), so that a loss written for one process runs on it. What
+A `VocabShard` looks like the whole tensor (sharded_tensor.py), so that a loss written for one process runs on it. What
 losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then computed
 in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
 maxima, one of exponent sums and target logits). Anything else gathers the whole first, with the right gradient.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from nbkit.rank.parallel.tensor.collectives import copy_to
 from nbkit.rank.parallel.tensor.cross_entropy import split_cross_entropy
-from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named
 
 __all__ = ["VocabShard"]
 
@@ -142,31 +142,16 @@ def _cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
+_ONE = ("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "detach", "clone", "cpu", "cuda", "tanh")
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys(
-        (
-            *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous, Tensor.detach),
-            *(
-                Tensor.clone,
-                Tensor.cpu,
-                Tensor.cuda,
-                Tensor.tanh,
-                Tensor.type_as,
-                torch.tanh,
-                torch.clone,
-                torch.detach,
-            ),
-        ),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        [Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__, torch.mul, torch.div], _scaled
-    ),
-    **dict.fromkeys([Tensor.view, Tensor.reshape, torch.reshape], _reshape),
-    **dict.fromkeys([Tensor.flatten, torch.flatten], _flatten),
+    **dict.fromkeys(named(*_ONE), _elementwise),
+    **dict.fromkeys(named("mul", "div", "__mul__", "__truediv__", "__rmul__"), _scaled),
+    **dict.fromkeys(named("view", "reshape"), _reshape),
+    **dict.fromkeys(named("flatten"), _flatten),
     Tensor.__getitem__: _index,
-    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.swapaxes], _transpose),
-    **dict.fromkeys([Tensor.permute, torch.permute], _permute),
+    **dict.fromkeys(named("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(named("permute"), _permute),
     getattr(Tensor, "mT").__get__: _matrix_transpose,  # noqa: B009  mypy takes it for a tensor
 }

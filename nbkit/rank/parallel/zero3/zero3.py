@@ -45,7 +45,7 @@ class ShardedParameters(GatherOrder, DataAxis):
         blocks, parents = nested(module, units)
         made = make(module, blocks, parents, layouts, links, rooted)
         GatherOrder.__init__(self, made, blocks, parents, keep, ahead)
-        self.parts = self.units = self._units
+        self.units = self._units
         self._proven = proven
         slots = {slot.name: slot for unit in self._units for slot in unit.slots}
         for name in homes(module):
@@ -63,6 +63,15 @@ class ShardedParameters(GatherOrder, DataAxis):
 
     def begin_again(self) -> None:
         self.reset()
+
+    def let_go(self) -> None:
+        for unit in self._units:
+            unit.let_go()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        for unit in self._units:
+            yield from unit.tensors()
 
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0

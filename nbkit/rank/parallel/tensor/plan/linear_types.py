@@ -1,12 +1,15 @@
-"""What counts as a linear map, whichever class it is of: torch's Linear, HF's Conv1D, and either of them under LoRA."""
+"""Linear maps, whichever class they are of: torch's Linear, HF's Conv1D, and either of them under LoRA."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["adapters", "core", "feature_dims", "is_linear", "is_lora", "is_packed_attention", "sizes"]
+from nbkit.tensor_layout import bounds
+
+__all__ = ["adapters", "core", "feature_dims", "is_linear", "is_lora", "is_packed_attention", "ranges_of", "sizes"]
 
 
 def _is_plain(module: Any) -> bool:
@@ -57,3 +60,13 @@ def sizes(module: nn.Module) -> tuple[int, int]:
     shape = core(module).weight.shape
     inward, outward = feature_dims(module)
     return int(shape[inward]), int(shape[outward])
+
+
+def ranges_of(widths: Iterable[int], size: int, index: int) -> list[tuple[int, int]]:
+    """What part `index` of `size` holds of each of the matrices of `widths`, which lie behind one another."""
+    found, at = [], 0
+    for width in widths:
+        start, stop = bounds(width, size, index)
+        found.append((at + start, at + stop))
+        at += width
+    return found

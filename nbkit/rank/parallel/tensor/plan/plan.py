@@ -1,7 +1,7 @@
-"""Which module of a model is split over the tensor axis, and how: found in the module tree, or said by somebody.
+"""The plan of a tensor axis: the modules that are split, and how, found in the module tree or said by somebody.
 
-Sources, the later one deciding: what the tree shows (infer.py), a HF model's own plan, the user's `tp_plan`. A plan is
-made of the whole model, before a pipeline drops parts of it, so that all stages agree.
+Sources, the later one deciding: what the tree shows (infer_plan.py), a HF model's own plan, the user's `tp_plan`. A
+plan is made of the whole model, before a pipeline drops parts of it, so that all stages agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 
-__all__ = ["ROLES", "Pair", "TensorPlan", "matches", "roles_of_hf"]
+__all__ = ["ROLES", "Pair", "TensorPlan", "folded", "matches", "roles_of_hf"]
 
 ROLES = {
     "colwise": "output features split, first of a pair",
@@ -94,9 +94,13 @@ class TensorPlan:
             if path in how or (any(p is not None for p in part._parameters.values()) and not above):
                 about = [p for p in self.reasons if path == p or path.startswith(f"{p}.")]
                 reason = self.reasons[max(about, key=len)] if about else ""
-                folded = ".".join("*" if name.isdigit() else name for name in path.split("."))
-                rows[folded, how.get(path, "whole"), "" if path in how else reason] = None
+                rows[folded(path), how.get(path, "whole"), "" if path in how else reason] = None
         return list(rows)
+
+
+def folded(path: str) -> str:
+    """`path` with * for the numbers in it, alike for the modules of a list."""
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
@@ -225,24 +227,15 @@ class _Read:
         return super().__getattribute__(name)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 @contextmanager
 def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[None]:
     """Inside, `note(path, attribute)` is called for every own attribute that is asked of a module."""
     before = [(part, type(part)) for part in model.modules()]
     try:
         for path, part in model.named_modules():
-            kind = type(part)
-            if isinstance(part, torch.jit.ScriptModule):
-                continue
-            if kind not in _CLASSES:
-                body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-                make: Any = type(kind)
-                _CLASSES[kind] = make(kind.__name__, (_Read, kind), body)
-            part.__class__ = _CLASSES[kind]
-            vars(part)["_noted"] = lambda name, path=path: note(path, name)
+            if not isinstance(part, torch.jit.ScriptModule):
+                part.__class__ = subclass(type(part), _Read)
+                vars(part)["_noted"] = partial(note, path)
         yield
     finally:
         for part, kind in before:

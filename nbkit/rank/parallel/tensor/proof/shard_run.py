@@ -23,10 +23,10 @@ from nbkit.rank.parallel.proof.compare import unlike
 from nbkit.rank.parallel.proof.random_draws import DroppingNothing
 from nbkit.rank.parallel.tensor.attention import _Weights
 from nbkit.rank.parallel.tensor.column_row_pair import first_tensor, mapped
-from nbkit.rank.parallel.tensor.plan.linear_types import sizes
+from nbkit.rank.parallel.tensor.plan.linear_types import ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
-from nbkit.rank.parallel.tensor.proof.twin import Unit, twin_of
+from nbkit.rank.parallel.tensor.proof.twin import Answers, Unit, twin_of
 from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
@@ -77,7 +77,7 @@ class Run:
         self.pair_of = {path: pair for pair in unit.pairs for path in (*pair.columns, *pair.rows, pair.owner)}
         self.positions = self._drawn = 0
         self._passed: list[Tensor] = []
-        answers = {"column": self.column, "row": self.row, "attention": self.attention, "packed": self.packed}
+        answers: Answers = {"column": self.column, "row": self.row, "attention": self.attention, "packed": self.packed}
         self.twin = twin_of(unit, answers, index, dtype)
         self.params = {name: p for name, p in self.twin.named_parameters() if name in unit.values}
         args, kwargs = self._arguments()
@@ -160,12 +160,8 @@ class Run:
     def of_features(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """The part of `x` along its last dim, where matrices of `widths` lie behind one another."""
         assert self.index is not None
-        found, at = [], 0
-        for width in widths:
-            start, stop = bounds(width, self.unit.size, self.index)
-            found.append(x[..., at + start : at + stop])
-            at += width
-        return torch.cat(found, -1)
+        ranges = ranges_of(widths, self.unit.size, self.index)
+        return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
     def of_positions(self, x: Tensor) -> Tensor:
         """The part of `x` along dim 1."""

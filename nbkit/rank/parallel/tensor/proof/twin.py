@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.module.meta_module import copied, placeholder
 from nbkit.rank.parallel.tensor.column_row_pair import become
 from nbkit.rank.parallel.tensor.plan.heads import shrink
-from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, sizes
+from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
-from nbkit.tensor_layout import bounds
 
-__all__ = ["Unit", "twin_of"]
+__all__ = ["Answers", "Unit", "twin_of"]
 
 
 Answers = Mapping[str, Callable[..., Any]]
@@ -89,7 +88,7 @@ def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int |
         length = sizes(part)[column]
         if index is not None:
             widths = pair.widths[path] if column else (length,)
-            length = sum(stop - start for start, stop in (bounds(n, unit.size, index) for n in widths))
+            length = sum(stop - start for start, stop in ranges_of(widths, unit.size, index))
             linear, conv = ("out_features", "nf") if column else ("in_features", "nx")
             setattr(base, linear if hasattr(base, linear) else conv, length)
         for name, along in (("weight", dim), ("bias", 0 if column else None)):

@@ -2,7 +2,7 @@
 every rank.
 
 Names and module types say where a model may be split; a split is made where it was run beside the whole. Without an
-example to run, only classes whose source is known are split (known.py).
+example to run, only classes whose source is known are split (known_classes.py).
 """
 
 from __future__ import annotations
