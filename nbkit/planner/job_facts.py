@@ -1,4 +1,4 @@
-"""What the planner knows of a model and a job: plain numbers, each of which may be unknown."""
+"""Holds the planner's facts about a model and a job: plain numbers, each of which may be unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the way between the ranks of a cluster carries, measured once, and what operations take on it."""
+"""Holds the measured speed of the links between the ranks of a cluster, and predicts what operations take on them."""
 
 from __future__ import annotations
 

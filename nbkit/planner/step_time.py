@@ -1,4 +1,4 @@
-"""How long a step of a strategy takes that has not run: the parts of the present step, scaled by what they follow from.
+"""Predicts the step of a strategy that has not run: the parts of the present step, scaled by what they follow from.
 
 compute     the work of a rank: rows, positions, features and blocks divided over the axes, evenly
 optimizer   the elements that a rank updates

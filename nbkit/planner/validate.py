@@ -1,4 +1,4 @@
-"""Whether a strategy fits a model, a batch and a world: told with the arithmetic, before anything moves."""
+"""Checks whether a strategy fits a model, a batch and a world, and shows the arithmetic, before anything moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are behind, told from their fingerprints (`groups.fingerprint`). Pure: no torch, any process."""
+"""Finds the ranks that are behind, from their fingerprints (`groups.fingerprint`). Pure: no torch, any process."""
 
 from __future__ import annotations
 

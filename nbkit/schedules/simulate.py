@@ -1,4 +1,4 @@
-"""When each operation of a schedule begins and ends, if stages cost what one says; and whether it can run at all."""
+"""Simulates a schedule with given costs of its stages: when each operation begins and ends, if it can run at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a kernel hears its pages, and what to say where it does not: while it runs a cell, or to a page opened then.
+"""Says when a kernel hears its pages, and what to say where it does not: during a cell, or on a page opened then.
 
 What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports. Where
 neither says anything, the page itself notices that a click is not heard.

@@ -1,4 +1,4 @@
-"""What is left of boxes when others are taken away, exactly; and how much two layouts have in common."""
+"""Takes boxes away from others, exactly, and counts how much two layouts have in common."""
 
 from __future__ import annotations
 

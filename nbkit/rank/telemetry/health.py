@@ -1,4 +1,4 @@
-"""How a rank and its host are while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
+"""Watches a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
 
 Every few seconds, in a thread beside the steps. Of each host, one rank alone looks at what its ranks share, with one
 nvidia-smi for all of its GPUs. What the machine does not tell is left out.

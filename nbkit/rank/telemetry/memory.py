@@ -1,4 +1,4 @@
-"""What a rank's memory is for: bytes of parameters, gradients and optimizer state, counted from the tensors."""
+"""Counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors."""
 
 from __future__ import annotations
 

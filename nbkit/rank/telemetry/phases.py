@@ -1,4 +1,4 @@
-"""What the training thread does, at every moment of a step: one state after the other, so that they add up to it.
+"""Tracks the training thread through every moment of a step: one state after the other, so that they add up to it.
 
     with phase("forward"):
         loss = model(x)

@@ -1,4 +1,4 @@
-"""What a job refuses: losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
+"""Refuses losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
 
 from __future__ import annotations
 

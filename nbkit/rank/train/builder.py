@@ -1,4 +1,4 @@
-"""What every sharded model of a job is built from: shapes, blocks, the optimizer's groups and the options."""
+"""Builds every sharded model of a job, from shapes, blocks, the groups of the optimizer and the options."""
 
 from __future__ import annotations
 

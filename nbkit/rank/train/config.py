@@ -1,4 +1,4 @@
-"""What a job is asked to do beside its model, optimizer and strategy; the same under every strategy."""
+"""The settings of a job beside its model, optimizer and strategy; the same under every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trains on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
+"""The training on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing."""
+"""Checks whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing."""
 
 from __future__ import annotations
 

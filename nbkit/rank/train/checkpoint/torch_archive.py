@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie in the archive that torch.save made of it: bytes among others in a larger file."""
+"""Finds the elements of a tensor in the archive that torch.save made of it: bytes among others in a larger file."""
 
 from __future__ import annotations
 

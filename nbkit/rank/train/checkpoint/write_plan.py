@@ -1,4 +1,4 @@
-"""What all ranks hold of a job's state, and which of them writes which box of it: each box once."""
+"""Gathers what all ranks hold of a job's state, and decides which of them writes which box of it: each box once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the weights of this rank are whole, and whether a step was broken off: what ranks compare after an error."""
+"""Remembers whether the weights of this rank are whole, and whether a step was broken off, for after an error."""
 
 from __future__ import annotations
 

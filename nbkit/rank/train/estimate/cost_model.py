@@ -1,4 +1,4 @@
-"""What the formulas say of a job under any strategy: nbkit.planner, fed with what the job's model and batch really are.
+"""Applies the formulas of nbkit.planner to a job under any strategy, with what its model and batch really are.
 
 Memory and the bytes of the data axis follow from the parameters alone. What tp, pp and cp send follows from the hidden
 states, and is known of a chain of transformer blocks (an attention and an MLP each); of anything else it is unknown.

@@ -1,4 +1,4 @@
-"""What every rank holds and lacks under many strategies, counted, without a list of ranks x tensors for each of them.
+"""Counts what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
 
 Tensors that are cut alike (the same weight of every block) are one class; what a rank holds of a class follows from its
 places along tp and dp, and how many of the class from its place along pp. So a table of all strategies of 64 ranks

@@ -1,4 +1,4 @@
-"""What each strategy would cost a job that trains, before anybody clicks: plain values, from any thread."""
+"""Makes the table of every strategy and its cost for a job that trains: plain values, from any thread."""
 
 from __future__ import annotations
 

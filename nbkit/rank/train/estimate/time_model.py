@@ -1,4 +1,4 @@
-"""How long a switch will take, and a step after it: measured where that has been, else predicted, else None."""
+"""Estimates the seconds of a switch, and of a step after it: measured where there were some, else predicted or None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended that did not end well: which rank it began on, as far as this one can know."""
+"""Finds the rank on which a run failed, as far as this one can know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long steps take, as every rank measures it."""
+"""Measures how long steps take, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks agree around a switch: they fail alike, and they carry out the same exchange."""
+"""Brings ranks to agree around a switch: they fail alike, and they carry out the same exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user has changed on the model goes along to the next sharded model: frozen or not, its mode, its dropout."""
+"""Takes a user's changes of the model along to the next sharded model: frozen or not, its mode, its dropout."""
 
 from __future__ import annotations
 

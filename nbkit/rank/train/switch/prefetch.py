@@ -1,4 +1,4 @@
-"""What a switch needs and can be made beside the training, from the moment it is asked for until all ranks have it.
+"""Prepares a switch beside the training, from the moment it is asked for until all ranks have what it needs.
 
 In a thread of this rank: who holds what under the new strategy, the plan of the exchange, the module cut. It sends
 nothing, takes no memory for weights and draws no random numbers. Where groups are missing, all ranks then make them in

@@ -1,4 +1,4 @@
-"""What the optimizer of each rank keeps of each parameter, in few bytes, for all ranks to gather before a switch.
+"""Reports of what each rank's optimizer keeps of each parameter, in few bytes, gathered by all ranks before a switch.
 
 Who holds which part follows from the strategies (see ShardLayouts), so that is not gathered. What an optimizer keeps
 of a parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run
