@@ -14,8 +14,6 @@ from pathlib import Path
 from nbkit.planner.memory import Rest
 from nbkit.planner.traffic import Traffic
 
-__all__ = ["Forecast", "Term", "append", "in_force", "read", "terms_of"]
-
 
 @dataclass(frozen=True)
 class Term:

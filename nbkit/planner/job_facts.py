@@ -10,8 +10,6 @@ from nbkit.planner.stage_partition import place
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Cuts", "Facts", "Weight", "cuts_for", "held", "holders"]
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from nbkit.planner.traffic import Traffic
 
-__all__ = ["Link", "Way"]
-
 
 @dataclass(frozen=True)
 class Way:

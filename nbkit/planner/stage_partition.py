@@ -14,8 +14,6 @@ from math import inf, lcm
 from nbkit.errors import StrategyError
 from nbkit.strategy import Strategy
 
-__all__ = ["partition", "place", "ranks_of_stages", "spelled"]
-
 
 def partition(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     """First and one past the last block of each stage; every stage holds at least one.

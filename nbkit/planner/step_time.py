@@ -21,8 +21,6 @@ from nbkit.planner.traffic import Traffic
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
-__all__ = ["Seen", "Sends", "step_seconds"]
-
 _DATA = ("dp", "shard", "replicate")
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["SPARE_BYTES", "During", "during", "fits"]
-
 SPARE_BYTES = 64 << 20
 """Beside the larger model: buffers of a round, and the tensors, old and new, that are on their way in it."""
 

@@ -11,8 +11,6 @@ from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Finding", "refuse", "validate"]
-
 
 @dataclass(frozen=True)
 class Finding:

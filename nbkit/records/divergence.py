@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["differences"]
-
 
 def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
     """What does not match between the ranks' fingerprints (index == rank); empty when all is matched.

@@ -12,18 +12,6 @@ from statistics import fmean, median
 from nbkit.records.late_ranks import Bar
 from nbkit.records.records import Group, StepRecord, Traffic
 
-__all__ = [
-    "MESSAGES",
-    "Row",
-    "TrafficMatrix",
-    "bars",
-    "mean_bars",
-    "members_of",
-    "table",
-    "traffic_matrix",
-    "usual_bars",
-]
-
 _TIMES = ("seconds", "algbw", "busbw", "overlap")
 MESSAGES = ("send", "recv", "batch")
 _ALIKE = ("dp", "shard", "replicate", "cp", "tp")

@@ -10,8 +10,6 @@ from nbkit.errors import StrategyError
 from nbkit.schedules.ops import Op, before
 from nbkit.schedules.schedule import Schedule
 
-__all__ = ["Span", "Timeline", "simulate"]
-
 Cost = float | Sequence[float]
 
 

@@ -17,8 +17,6 @@ from nbkit.records.readings import bars, usual_bars
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
-__all__ = ["Run", "strategy_of"]
-
 _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64

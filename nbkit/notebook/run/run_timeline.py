@@ -9,8 +9,6 @@ from nbkit.notebook.run.curve import folded
 from nbkit.records.late_ranks import Bar
 from nbkit.records.records import StepRecord
 
-__all__ = ["PARTS", "Timeline", "point_of", "short"]
-
 PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
 POINTS = 480
 

@@ -17,8 +17,6 @@ from nbkit.records.readings import Row, bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, StepRecord
 from nbkit.records.run_advice import reading
 
-__all__ = ["lateness", "picture"]
-
 
 def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
     """The picture of a step as plain values. Empty but for "step" when no rank has a record of it.

@@ -14,17 +14,6 @@ from typing import Any
 
 from nbkit.notebook.cluster.naming import notebook_shell
 
-__all__ = [
-    "display_with_words",
-    "hear_always",
-    "here",
-    "in_vscode",
-    "kernel_version",
-    "lost_words",
-    "note_words",
-    "text_and_widget",
-]
-
 _DETACH = "%%distributed --detach"
 _HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell
 _HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has no subshell yet

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from nbkit.tensor_layout import Box, Layout
 
-__all__ = ["halves", "held", "overlap", "uncovered", "within"]
-
 
 def held(layout: Layout | None) -> tuple[Box, ...]:
     """The parts of the global tensor that a layout holds; () for a rank without this tensor."""

@@ -17,8 +17,6 @@ from dataclasses import replace
 
 from nbkit.strategy import Strategy
 
-__all__ = ["orders", "placed"]
-
 
 def orders(strategy: Strategy, *, one_node: bool) -> list[Strategy]:
     """`strategy` with its ranks in every order that it may have, the usual one first."""

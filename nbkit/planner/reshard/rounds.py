@@ -16,8 +16,6 @@ from typing import NamedTuple
 from nbkit.planner.reshard.boxes import halves
 from nbkit.planner.reshard.exchange import Alike, Holding, Move, Plan
 
-__all__ = ["Part", "Round", "rounds"]
-
 _DEALS = 32
 _OPEN = 8
 _WINDOW = 16

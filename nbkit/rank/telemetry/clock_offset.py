@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from nbkit.wire.processes import boot_id
 
-__all__ = ["clock_offset", "kernel_of"]
-
 _ROUNDS = 16
 
 

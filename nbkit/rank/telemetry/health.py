@@ -19,8 +19,6 @@ import psutil
 from nbkit.records.records import GpuHealth, HealthRecord
 from nbkit.wire import nvidia_smi
 
-__all__ = ["Health", "core_mhz", "parse_gpus", "slowed_by"]
-
 _EVERY_S, _FIRST_S = 5.0, 1.0
 _SECONDS_TO_ANSWER = 20.0  # without persistence mode the driver wakes each GPU for the question
 _QUERY = "index,uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,utilization.gpu,{reasons}.active"

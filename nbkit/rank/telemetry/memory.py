@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from nbkit.records.records import MemoryRecord
 
-__all__ = ["bytes_held", "memory_of", "reset_peak", "storage_bytes"]
-
 
 def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     """Bytes of the storages behind these tensors. One that is in `seen` (by address) counts nothing; others join it."""

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "mark", "phase"]
-
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
 _LAPS_AT_MOST = 1 << 16  # of one step: whoever evaluates for an hour inside a step must not fill the memory

@@ -13,16 +13,6 @@ from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
 from nbkit.tensor_layout import bounds
 
-__all__ = [
-    "check_counts",
-    "check_finite",
-    "check_loader",
-    "check_optimizer",
-    "check_parameters",
-    "check_streams",
-    "check_whole",
-]
-
 
 def check_counts(**counts: int | None) -> None:
     """Raises TrainingError for what is no whole number of at least 1; None means not given."""

@@ -49,8 +49,6 @@ from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 
-__all__ = ["Builder", "Model", "Optimizer"]
-
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 

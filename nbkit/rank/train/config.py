@@ -16,8 +16,6 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.step.precision import PRECISIONS
 
-__all__ = ["TrainConfig", "example_of", "warn_without_effect"]
-
 
 @dataclass(frozen=True)
 class TrainConfig:

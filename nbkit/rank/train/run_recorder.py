@@ -31,8 +31,6 @@ from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
 
-__all__ = ["Recorder", "record_run"]
-
 _MEMORY_EVERY = 100
 
 

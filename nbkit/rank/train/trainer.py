@@ -33,8 +33,6 @@ from nbkit.rank.train.switch.trial import try_out
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Trains `model` on `data`; collective: every rank makes the same calls.

@@ -29,8 +29,6 @@ from nbkit.rank.world.world import World
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["Training"]
-
 
 class Training:
     """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life.

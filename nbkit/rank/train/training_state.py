@@ -9,8 +9,6 @@ import torch
 
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
-__all__ = ["TrainingState"]
-
 
 @dataclass(frozen=True)
 class TrainingState:

@@ -16,8 +16,6 @@ from nbkit.tensor_layout import Layout
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
 
-__all__ = ["check_fits", "check_tensors"]
-
 
 def check_fits(
     about: Mapping[str, Any],

@@ -8,8 +8,6 @@ import struct
 import zipfile
 from typing import BinaryIO
 
-__all__ = ["elements_in"]
-
 _NAME = "archive/data/0"
 _LENGTHS = 26  # where in an entry the lengths of its name and of its extra field stand, two bytes each
 _HEADER = 30  # bytes of an entry before them

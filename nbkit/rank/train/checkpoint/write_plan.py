@@ -13,8 +13,6 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.tensor_layout import Box, Layout
 
-__all__ = ["Everyone", "by_name", "everyone", "shares"]
-
 _BOX_BYTES = 64 << 20
 """Larger boxes are kept as several, so that reading a small part of one reads little else."""
 

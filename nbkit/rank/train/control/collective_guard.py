@@ -19,8 +19,6 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
 
-__all__ = ["Failures", "Guard", "let_go"]
-
 
 @dataclass(frozen=True)
 class Failures:

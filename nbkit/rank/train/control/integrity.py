@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Integrity"]
-
 
 class Integrity:
     """broken_off: a step was begun and not finished, so that ranks may differ by a step. half_way: the weights are

@@ -29,8 +29,6 @@ from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
 
-__all__ = ["CostModel"]
-
 Kinds = Mapping[str, Mapping[str, int]]
 """Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""
 

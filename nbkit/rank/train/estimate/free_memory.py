@@ -24,8 +24,6 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 
-__all__ = ["crowded", "left", "of_cgroups", "of_machine", "roomy", "side_bytes", "trim"]
-
 # Of glibc alone; another library gives back, or does not, as it likes.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 

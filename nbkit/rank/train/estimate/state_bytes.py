@@ -18,8 +18,6 @@ from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Census", "Flow"]
-
 Place = tuple[int, int, int]
 """Of a rank along pp and tp, and within its sharding group."""
 

@@ -17,8 +17,6 @@ from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause,
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
-__all__ = ["moved_bytes", "table"]
-
 _REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
 
 

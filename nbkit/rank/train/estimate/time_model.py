@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
 
-__all__ = ["measured_step", "predicted_pause", "predicted_step"]
-
 _STEPS = 20
 _SWITCHES = 12  # the newest that a prediction follows
 _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them

@@ -10,8 +10,6 @@ from nbkit.rank.world import world
 from nbkit.records.events import Failed
 from nbkit.wire.text_encoding import encodable
 
-__all__ = ["PEER_GONE", "failure_of"]
-
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
 """How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause."""
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train.step.async_copy import Underway
 
-__all__ = ["PRECISIONS", "Precision"]
-
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What may be asked for, beside None."""
 

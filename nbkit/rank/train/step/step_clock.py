@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Seconds from loss to loss, without what runs between steps (evaluation, checkpoints, live cells)."""

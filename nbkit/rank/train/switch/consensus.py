@@ -18,8 +18,6 @@ from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Consensus", "Said", "agreed", "planned"]
-
 
 @dataclass
 class Said:

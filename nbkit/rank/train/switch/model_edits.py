@@ -9,8 +9,6 @@ from torch import nn
 
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
-__all__ = ["Changes", "changes_of", "follow"]
-
 
 class Changes(NamedTuple):
     """name of a parameter -> whether it trains; path of a module -> its mode, and its dropout."""

@@ -13,8 +13,6 @@ from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Kinds", "PlanCache"]
-
 Kinds = dict[str, torch.dtype]
 """key of a tensor of the whole job (see job_state) -> dtype."""
 

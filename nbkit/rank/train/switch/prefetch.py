@@ -22,8 +22,6 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy
 
-__all__ = ["Ahead", "begin", "make_ready"]
-
 GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds out, and makes them again
 
 

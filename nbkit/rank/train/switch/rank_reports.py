@@ -26,8 +26,6 @@ from nbkit.rank.train.switch.consensus import Consensus
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.strategy import Strategy
 
-__all__ = ["Gathered", "Memory", "Run", "gather"]
-
 
 class _Scalar(NamedTuple):
     value: Any

@@ -19,8 +19,6 @@ from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.state_digest import sums
 from nbkit.rank.train.checkpoint.job_state import JobState
 
-__all__ = ["Comparison"]
-
 
 class Comparison:
     """Of two states, begun in a thread. The numbers of `new` that a forward pass changes are copied first."""
