@@ -32,7 +32,7 @@ Holding = dict[str, Layout]
 @dataclass(frozen=True)
 class Visit:
     """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
-    pause, before anything moves; beside: made ready while the old side trained, and proof: stood for the digests, are
+    pause, before anything moves; beside: made ready while the old model trained, and proof: stood for the digests, are
     no part of it."""
 
     old: str

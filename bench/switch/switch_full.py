@@ -1,7 +1,7 @@
-"""Switches of a job whose memory is 90 % full: in place, what a rank holds at the peak beside the larger side.
+"""Switches of a job whose memory is 90 % full: in place, what a rank holds at the peak beside the larger model.
 
 The limit is emulated (NBKIT_MEMORY_LIMIT); the peak is the kernel's count of resident bytes, from which everything is
-taken that is no tensor of a side. One more switch is refused memory on one rank half-way, and rolls back.
+taken that is no tensor of a model. One more switch is refused memory on one rank half-way, and rolls back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _row(what: str, said: dict[str, list[dict[str, Any]]], sound: bool, apart: f
     most = max(beyond.values())
     return Row(
         what,
-        f"at the peak {most / 2**20:.0f} MB beyond the larger side ("
+        f"at the peak {most / 2**20:.0f} MB beyond the larger model ("
         + ", ".join(f"{name} {extra / 2**20:.0f}" for name, extra in beyond.items())
         + f"); losses {apart:.1g} from never switched",
         "",

@@ -31,8 +31,8 @@ class Worker:
     def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
         """One switch where a limit is set of which what this rank holds is the part `full`.
 
-        fails_after: the last rank is refused memory when that part of the new side has got it. held: bytes of the
-        larger side; most: at the peak, without what is no tensor of a side; loss: of the step after it.
+        fails_after: the last rank is refused memory when that part of the new model has got it. held: bytes of the
+        larger model; most: at the peak, without what is no tensor of a model; loss: of the step after it.
         """
         gc.collect()
         trim(CPU)

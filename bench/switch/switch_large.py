@@ -1,7 +1,7 @@
 """Half a gigabyte of state from one strategy to the next, beside a save and a load by torch.distributed.checkpoint.
 
 Both go from the old job to the new one ready to step, in the same processes, one after the other; the files lie in
-memory (/dev/shm), and torch's own planners write and read them. What building the new side takes counts for both.
+memory (/dev/shm), and torch's own planners write and read them. What building the new model takes counts for both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _measured(settings: Settings, folder: str, size: dict[str, int]) -> tuple[list[dict[str, float]], list[float]]:
-    """(seconds of each transition, bytes that the fullest rank took beyond the new side)."""
+    """(seconds of each transition, bytes that the fullest rank took beyond the new model)."""
     found, extra = [], []
     with Ranks("switch.switch_ranks", RANKS, folder=settings.folder, **size) as ranks:
         for number in range(1 + (1 if settings.quick else settings.count(ROUNDS))):
@@ -82,7 +82,7 @@ def _rows(size: str, found: list[dict[str, float]], extra: list[float]) -> list[
         moved,
         switched,
         Row(
-            "the same: memory at the peak beyond the new side, fullest rank",
+            "the same: memory at the peak beyond the new model, fullest rank",
             f"{most / 2**20:.0f} MB",
             "",
             "",

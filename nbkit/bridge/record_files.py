@@ -9,8 +9,6 @@ from typing import Any
 from nbkit.rank.train.control.active_job import newest
 from nbkit.records.record_file import old_part, overview_of, rank_files
 
-__all__ = ["recorded"]
-
 _PIECE = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""What differs in a rank's shell from a notebook's: exit() ends a cell, and what fails within a magic fails the cell.
+"""Changes a rank's shell from a notebook's: exit() ends a cell, and what fails within a magic fails the cell.
 
 IPython shows the error of a script that %run runs, or of a cell under %%capture, and goes on. A rank that goes on
 alone leaves the others waiting for it; and Run All would not stop. So the error is raised when the magic is over: the

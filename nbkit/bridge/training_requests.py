@@ -1,4 +1,4 @@
-"""What a notebook does to a training from outside: switch, try, pause, trace, ...; and what it is told of it.
+"""Serves the requests of a notebook to a training (switch, try, pause, trace, ...), and keeps their results.
 
 While the training makes steps, a control is a request like a stop: all ranks serve it at the same boundary. A strategy
 that is refused ends nothing: the refusal is the control's result, and the training goes on. What breaks the

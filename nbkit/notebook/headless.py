@@ -25,8 +25,6 @@ from nbkit.errors import CellError, NbkitError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Process
 
-__all__ = ["Headless", "read_notebook", "shown_by", "tagged", "text_of"]
-
 Cell = dict[str, Any]
 _READY_SECONDS = 120
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -18,8 +18,6 @@ from nbkit.records.record_file import START, cursor_near_end, rank_files, read_h
 from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
 
-__all__ = ["Kept", "Traced", "trace"]
-
 _POLL_SECONDS = 0.1
 
 

@@ -1,1 +1,1 @@
-"""What a strategy costs, by arithmetic, before it runs."""
+"""Computes the costs of a strategy, by arithmetic, before it runs."""

@@ -1,4 +1,4 @@
-"""What the formulas say of a job, on disk beside what is measured, so that the two can be drawn together.
+"""Keeps the predictions for a job on disk beside what is measured, so that the two can be drawn together.
 
 <run>/telemetry/plan.jsonl has one line for each strategy that the job has had; rank 0 appends one when the job starts
 and one at each switch. Everything in it is predicted, nothing measured.
@@ -13,8 +13,6 @@ from pathlib import Path
 
 from nbkit.planner.memory import Rest
 from nbkit.planner.traffic import Traffic
-
-__all__ = ["Forecast", "Term", "append", "in_force", "read", "terms_of"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the planner knows of a model and a job: plain numbers, each of which may be unknown."""
+"""Holds the planner's facts about a model and a job: plain numbers, each of which may be unknown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from math import prod
 from nbkit.planner.stage_partition import place
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
-
-__all__ = ["Cuts", "Facts", "Weight", "cuts_for", "held", "holders"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the way between the ranks of a cluster carries, measured once, and what operations take on it."""
+"""Holds the measured speed of the links between the ranks of a cluster, and predicts what operations take on them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbkit.planner.traffic import Traffic
-
-__all__ = ["Link", "Way"]
 
 
 @dataclass(frozen=True)

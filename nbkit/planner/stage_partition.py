@@ -1,4 +1,4 @@
-"""Which blocks of a model each stage of a pipeline holds: neighbours, so that the slowest stage is as fast as can be.
+"""Divides the blocks of a model over the stages of a pipeline, so that the slowest stage is as fast as can be.
 
 A dynamic program over (stage, first block), exact in whole numbers: the minimax of contiguous partition, as in
 PipeDream (Narayanan et al. 2019, section 3.1) without its replication of stages.
@@ -14,31 +14,25 @@ from math import inf, lcm
 from nbkit.errors import StrategyError
 from nbkit.strategy import Strategy
 
-__all__ = ["partition", "place", "ranks_of_stages", "spelled"]
 
-
-def partition(costs: Sequence[float], stages: int, *, speeds: Sequence[float] | None = None) -> list[tuple[int, int]]:
+def partition(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     """First and one past the last block of each stage; every stage holds at least one.
 
-    costs: of each block, in any unit. speeds: of each stage's device, the default is equal ones; a stage takes
-    (sum of its costs) / speed. The longest stage is as short as any contiguous partition can make it; among those that
-    reach this, the stages are as even as can be (least sum of squares), then earlier stages hold more.
-    Raises StrategyError when there are fewer blocks than stages, or a cost or speed that is none.
+    costs: of each block, in any unit. The longest stage is as short as any contiguous partition can make it; among
+    those that reach this, the stages are as even as can be (least sum of squares), then earlier stages hold more.
+    Raises StrategyError when there are fewer blocks than stages, or a cost that is none.
     """
-    speeds = [1.0] * stages if speeds is None else speeds
-    _check(costs, stages, speeds)
+    _check(costs, stages)
     at = [0, *accumulate(_whole(costs))]
-    slowness = _whole([1 / Fraction(speed) for speed in speeds])
-    limit = _shortest_longest(at, slowness)
-    rest = _evenest(at, slowness, limit)
+    limit = _shortest_longest(at, stages)
+    rest = _evenest(at, stages, limit)
     ranges, start = [], 0
-    for stage, slow in enumerate(slowness):
+    for stage in range(stages):
         later = stages - stage - 1
         fitting = [
             stop
             for stop in range(start + 1, len(costs) - later + 1)
-            if (time := (at[stop] - at[start]) * slow) <= limit
-            and time**2 + rest[stage + 1][stop] == rest[stage][start]
+            if (time := at[stop] - at[start]) <= limit and time**2 + rest[stage + 1][stop] == rest[stage][start]
         ]
         ranges.append((start, fitting[-1]))
         start = fitting[-1]
@@ -57,12 +51,10 @@ def ranks_of_stages(strategy: Strategy) -> tuple[int, ...]:
     return ranks + ranks[::-1] if strategy.schedule in ("zbv", "dualpipev") else ranks
 
 
-def place(
-    costs: Sequence[float], strategy: Strategy, *, speeds: Sequence[float] | None = None
-) -> list[list[tuple[int, int]]]:
-    """For each rank along pp, the ranges of blocks that it holds, balanced. speeds: of the ranks along pp."""
+def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, int]]]:
+    """For each rank along pp, the ranges of blocks that it holds, balanced."""
     ranks = ranks_of_stages(strategy)
-    ranges = partition(costs, len(ranks), speeds=None if speeds is None else [speeds[rank] for rank in ranks])
+    ranges = partition(costs, len(ranks))
     return [[cut for cut, holder in zip(ranges, ranks, strict=True) if holder == rank] for rank in range(strategy.pp)]
 
 
@@ -71,7 +63,7 @@ def spelled(ranges: Sequence[tuple[int, int]]) -> str:
     return "+".join(str(stop - start) for start, stop in ranges)
 
 
-def _check(costs: Sequence[float], stages: int, speeds: Sequence[float]) -> None:
+def _check(costs: Sequence[float], stages: int) -> None:
     if not 1 <= stages <= len(costs):
         raise StrategyError(
             "A stage of a pipeline holds at least one block.",
@@ -82,42 +74,36 @@ def _check(costs: Sequence[float], stages: int, speeds: Sequence[float]) -> None
         raise StrategyError(
             "The cost of a block is a number >= 0.", numbers=f"{wrong[0]}", hint="costs=[1.0, 2.0, ...]"
         )
-    if len(speeds) != stages or any(not 0 < speed < inf for speed in speeds):
-        raise StrategyError(
-            "There is a speed > 0 for each stage.", numbers=f"{list(speeds)}, {stages} stages", hint="speeds=[1.0, 0.5]"
-        )
 
 
-def _whole(values: Sequence[float | Fraction]) -> list[int]:
+def _whole(values: Sequence[float]) -> list[int]:
     """The values times one common factor. Equal sums stay equal, which they do not in floating point."""
     exact = [Fraction(value) for value in values]
     factor = lcm(*(value.denominator for value in exact))
     return [int(value * factor) for value in exact]
 
 
-def _shortest_longest(at: list[int], slowness: list[int]) -> int:
+def _shortest_longest(at: list[int], stages: int) -> int:
     """The shortest that the longest stage can be. at: sum of costs before each block."""
-    blocks, stages = len(at) - 1, len(slowness)
-    never = at[-1] * max(slowness) + 1
+    blocks, never = len(at) - 1, at[-1] + 1
     # longest[start]: of blocks start.. over the stages from the present one on.
     longest = [never] * blocks + [0]
     for stage in reversed(range(stages)):
-        slow, later = slowness[stage], stages - stage - 1
+        later = stages - stage - 1
         following, longest = longest, [never] * (blocks + 1)
         for start in range(stage, blocks - later):
             cuts = range(start + 1, blocks - later + 1)
-            longest[start] = min(max((at[stop] - at[start]) * slow, following[stop]) for stop in cuts)
+            longest[start] = min(max(at[stop] - at[start], following[stop]) for stop in cuts)
     return longest[0]
 
 
-def _evenest(at: list[int], slowness: list[int], limit: int) -> list[list[int]]:
+def _evenest(at: list[int], stages: int, limit: int) -> list[list[int]]:
     """[stage][start]: the least sum of squared times of blocks start.. over stages stage.., none above `limit`."""
-    blocks, stages = len(at) - 1, len(slowness)
-    never = stages * limit**2 + 1
+    blocks, never = len(at) - 1, stages * limit**2 + 1
     rest = [[never] * (blocks + 1) for _ in range(stages)] + [[never] * blocks + [0]]
     for stage in reversed(range(stages)):
-        slow, later = slowness[stage], stages - stage - 1
+        later = stages - stage - 1
         for start in range(stage, blocks - later):
-            times = [((at[stop] - at[start]) * slow, stop) for stop in range(start + 1, blocks - later + 1)]
+            times = [(at[stop] - at[start], stop) for stop in range(start + 1, blocks - later + 1)]
             rest[stage][start] = min((t**2 + rest[stage + 1][stop] for t, stop in times if t <= limit), default=never)
     return rest

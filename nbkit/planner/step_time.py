@@ -1,4 +1,4 @@
-"""How long a step of a strategy takes that has not run: the parts of the present step, scaled by what they follow from.
+"""Predicts the step of a strategy that has not run: the parts of the present step, scaled by what they follow from.
 
 compute     the work of a rank: rows, positions, features and blocks divided over the axes, evenly
 optimizer   the elements that a rank updates
@@ -20,8 +20,6 @@ from nbkit.planner.stage_partition import place
 from nbkit.planner.traffic import Traffic
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
-
-__all__ = ["Seen", "Sends", "step_seconds"]
 
 _DATA = ("dp", "shard", "replicate")
 

@@ -1,7 +1,7 @@
-"""What a switch takes while it happens, and whether it goes in place because memory does not hold both sides.
+"""Computes the peak memory of a switch, and whether it goes in place because memory does not hold both models.
 
-Beside each other, a rank holds the old side, the new one and the buffers of the exchange. In place it leads tensor
-after tensor over and lets go as it goes: it holds the larger of the two sides and SPARE_BYTES at most.
+Beside each other, a rank holds the old model, the new one and the buffers of the exchange. In place it leads tensor
+after tensor over and lets go as it goes: it holds the larger of the two models and SPARE_BYTES at most.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["SPARE_BYTES", "During", "during", "fits"]
-
 SPARE_BYTES = 64 << 20
-"""Beside the larger side: buffers of a round, and the tensors, old and new, that are on their way in it."""
+"""Beside the larger model: buffers of a round, and the tensors, old and new, that are on their way in it."""
 
 
 class During(NamedTuple):
@@ -25,9 +23,9 @@ class During(NamedTuple):
 def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequence[int | None]) -> During:
     """What each rank holds at the peak of a switch.
 
-    old, new: bytes of a rank's side (weights, optimizer state, and the gradients that it keeps between steps).
+    old, new: bytes of a rank's model (weights, optimizer state, and the gradients that it keeps between steps).
     buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still take while it holds the old
-    side, None where that is not known. Where one rank has no room for both, all go in place.
+    model, None where that is not known. Where one rank has no room for both, all go in place.
     """
     both_fit = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
     pairs = zip(old, new, strict=True)
@@ -37,5 +35,5 @@ def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequen
 
 
 def fits(new: int, *, buffers: int, left: int | None) -> bool:
-    """Whether a rank that can still take `left` bytes has room for a second side of `new` bytes beside its own."""
+    """Whether a rank that can still take `left` bytes has room for a second model of `new` bytes beside its own."""
     return left is None or new + buffers <= left

@@ -35,8 +35,6 @@ from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Traffic", "per_step", "wire_bytes"]
-
 _FP32 = 4
 
 

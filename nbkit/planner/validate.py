@@ -1,4 +1,4 @@
-"""Whether a strategy fits a model, a batch and a world: told with the arithmetic, before anything moves."""
+"""Checks whether a strategy fits a model, a batch and a world, and shows the arithmetic, before anything moves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from nbkit.planner.job_facts import Facts
 from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import bounds
-
-__all__ = ["Finding", "refuse", "validate"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from typing import Any
 
 from nbkit.records.records import Detail, Group, Header, StepRecord, TimedCall
 
-__all__ = ["chrome_trace", "write_trace"]
-
 _STEPS, _STATES, _PIPELINE, _LINES = 1, 2, 3, 10
 _OPS = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 _CLOCKS = {"host": "the host's", "cuda": "states: the device's; calls begin as the host issued them"}

@@ -1,10 +1,8 @@
-"""Which ranks are behind, told from their fingerprints (`groups.fingerprint`). Pure: no torch, any process."""
+"""Finds the ranks that are behind, from their fingerprints (`groups.fingerprint`). Pure: no torch, any process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-__all__ = ["differences"]
 
 
 def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:

@@ -5,17 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-__all__ = [
-    "Checkpointed",
-    "Event",
-    "Failed",
-    "LrChanged",
-    "RunStarted",
-    "RunStopped",
-    "StepDone",
-    "Switched",
-]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["Bar", "Late", "late_rank"]
-
 _OWN = ("data", "compute", "optimizer", "other")
 _SHARE = 0.5  # of what the others wait, that a cause must explain
 

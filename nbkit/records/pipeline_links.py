@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from nbkit.records.records import Detail, TimedCall
 
-__all__ = ["Link", "links", "slow_link"]
-
 _TIMES_THE_REST = 3.0
 
 

@@ -9,23 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.late_ranks import Bar
 from nbkit.records.records import Group, StepRecord, Traffic
-
-__all__ = [
-    "MESSAGES",
-    "Bar",
-    "Late",
-    "Row",
-    "TrafficMatrix",
-    "bars",
-    "late_rank",
-    "mean_bars",
-    "members_of",
-    "table",
-    "traffic_matrix",
-    "usual_bars",
-]
 
 _TIMES = ("seconds", "algbw", "busbw", "overlap")
 MESSAGES = ("send", "recv", "batch")

@@ -11,22 +11,6 @@ from pathlib import Path
 from nbkit.errors import UsageError
 from nbkit.records.records import FORMAT, Header, Record, StepRecord, from_line
 
-__all__ = [
-    "START",
-    "changed",
-    "check_format",
-    "cursor_near_end",
-    "newest_run",
-    "old_part",
-    "overview_lines",
-    "overview_of",
-    "rank_files",
-    "read_head",
-    "read_overview",
-    "read_since",
-    "written",
-]
-
 START = (-1, 0)
 """The cursor of everything that is there."""
 

@@ -14,8 +14,6 @@ from typing import TypeVar
 from nbkit.records.record_file import old_part, overview_lines
 from nbkit.records.records import Detail, EventRecord, Group, MemoryRecord, Record, StepRecord, from_line
 
-__all__ = ["detail_near", "events_of", "groups_of", "newest_memory", "step_at"]
-
 _AT_MOST = 2000
 
 R = TypeVar("R", bound=Record)

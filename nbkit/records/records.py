@@ -12,26 +12,6 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-__all__ = [
-    "FORMAT",
-    "LISTEN_EVERY",
-    "Detail",
-    "EventRecord",
-    "GpuHealth",
-    "Group",
-    "Header",
-    "HealthRecord",
-    "MemoryRecord",
-    "Outside",
-    "PipelineOp",
-    "Record",
-    "StepRecord",
-    "TimedCall",
-    "Traffic",
-    "from_line",
-    "to_line",
-]
-
 FORMAT = 1
 """Of a record file, in its Header; files without a number have this one, too. New fields and kinds do not count it up,
 since readers pass over what they do not know."""

@@ -8,8 +8,6 @@ from nbkit.records.late_ranks import Bar, Late, late_rank
 from nbkit.records.pipeline_links import Link
 from nbkit.records.readings import MESSAGES, Row
 
-__all__ = ["largest_loss", "reading"]
-
 _AT_LEAST = 0.1  # of a step, for a part to be worth a word
 _SHARED = ("exposed", "data", "optimizer", "other")
 

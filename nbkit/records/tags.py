@@ -8,26 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "BUBBLE",
-    "EVAL_LOSS",
-    "EVENTS",
-    "GRAD_NORM",
-    "LOSS",
-    "LR",
-    "MEASURING",
-    "MFU",
-    "RANK_SECONDS",
-    "SAMPLES_PER_SECOND",
-    "STEP_SECONDS",
-    "TOKENS_PER_SECOND",
-    "layout",
-    "logged",
-    "memory",
-    "moved",
-    "part",
-]
-
 LOSS = "train/loss"
 EVAL_LOSS = "eval/loss"
 GRAD_NORM = "train/grad_norm"

@@ -12,8 +12,6 @@ from itertools import chain
 
 from nbkit.schedules.ops import Kind, Op
 
-__all__ = ["dualpipev", "gpipe", "interleaved", "one_f_one_b"]
-
 
 def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Kind", "Op", "before"]
-
 Kind = Literal["F", "B", "I", "W"]
 
 

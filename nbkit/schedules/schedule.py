@@ -10,8 +10,6 @@ from nbkit.schedules import gpipe_1f1b
 from nbkit.schedules.ops import Op
 from nbkit.schedules.zero_bubble import zero_bubble
 
-__all__ = ["NAMES", "Schedule"]
-
 NAMES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
 
 _STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2, "dualpipev": 2}

@@ -1,4 +1,4 @@
-"""When each operation of a schedule begins and ends, if stages cost what one says; and whether it can run at all."""
+"""Simulates a schedule with given costs of its stages: when each operation begins and ends, if it can run at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple
 from nbkit.errors import StrategyError
 from nbkit.schedules.ops import Op, before
 from nbkit.schedules.schedule import Schedule
-
-__all__ = ["Span", "Timeline", "simulate"]
 
 Cost = float | Sequence[float]
 

@@ -16,8 +16,6 @@ from itertools import product
 from nbkit.errors import StrategyError
 from nbkit.schedules.ops import Op
 
-__all__ = ["zero_bubble"]
-
 
 def zero_bubble(ranks: int, microbatches: int, virtual: int, rank_of: Callable[[int], int]) -> list[list[Op]]:
     """The lists of all ranks; `virtual` stages on each, placed by `rank_of`.

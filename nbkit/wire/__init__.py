@@ -1,1 +1,1 @@
-"""What the notebook and the ranks share: cells, values and calls that travel between them; processes; nvidia-smi."""
+"""Shared by notebook and ranks: cells, values and calls that travel between them; processes; nvidia-smi."""

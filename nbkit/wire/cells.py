@@ -1,4 +1,4 @@
-"""What travels for a cell: the request that the notebook sends and the record that each rank sends back."""
+"""The messages of a cell: the request that the notebook sends and the record that each rank sends back."""
 
 from __future__ import annotations
 

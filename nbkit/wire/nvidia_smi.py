@@ -8,8 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-__all__ = ["CSV", "ask", "find", "number", "rows"]
-
 CSV = "--format=csv,noheader,nounits"
 # On WSL the driver puts it where PATH does not look.
 _WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"

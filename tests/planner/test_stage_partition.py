@@ -14,11 +14,11 @@ from nbkit.schedules import Schedule
 from nbkit.strategy import SCHEDULES, Strategy
 
 
-def by_trying_all(costs: list[float], stages: int, speeds: list[float]) -> list[tuple[int, int]]:
+def by_trying_all(costs: list[float], stages: int) -> list[tuple[int, int]]:
     """Best by (longest stage, sum of squares), earlier stages larger, among every contiguous partition."""
 
     def worth(cut: list[tuple[int, int]]) -> tuple[object, ...]:
-        times = [sum(map(Fraction, costs[a:b])) / Fraction(s) for (a, b), s in zip(cut, speeds, strict=True)]
+        times = [sum(map(Fraction, costs[a:b])) for a, b in cut]
         return max(times), sum(t * t for t in times), [-b for _, b in cut]
 
     every = []
@@ -36,10 +36,7 @@ def test_no_partition_is_better(seed: int) -> None:
     values = draw.choice([[1.0], [0.1, 0.2, 0.3], [0.0, 1 / 3, 2 / 3], [draw.uniform(0.5, 5) for _ in range(9)]])
     costs = [draw.choice(values) for _ in range(blocks)]
     for stages in range(1, blocks + 1):
-        speeds = [draw.choice([0.5, 1.0, 3.0]) for _ in range(stages)]
-
-        assert partition(costs, stages) == by_trying_all(costs, stages, [1.0] * stages)
-        assert partition(costs, stages, speeds=speeds) == by_trying_all(costs, stages, speeds)
+        assert partition(costs, stages) == by_trying_all(costs, stages)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +46,9 @@ def test_equal_blocks_are_counted_out(blocks: int, stages: int, text: str) -> No
     assert spelled(partition([0.1] * blocks, stages)) == text
 
 
-def test_a_slow_device_gets_less() -> None:
-    assert spelled(partition([1.0] * 9, 3, speeds=[1.0, 0.25, 1.0])) == "4+1+4"
-
-
 def test_a_large_model_is_cut_at_once() -> None:
     draw = random.Random(0)
-    costs, speeds = [draw.uniform(1, 2) for _ in range(96)], [draw.uniform(0.3, 1) for _ in range(16)]
-
-    ranges = partition(costs, 16, speeds=speeds)
+    ranges = partition([draw.uniform(1, 2) for _ in range(96)], 16)
 
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == 96
 
@@ -88,27 +79,19 @@ def test_stages_lie_where_the_schedule_runs_them(schedule: str, pp: int) -> None
     assert ranks_of_stages(Strategy(pp=pp, schedule=schedule)) == tuple(map(run.rank_of, range(run.num_stages)))
 
 
-def test_the_speeds_of_ranks_reach_their_stages() -> None:
-    (first, second) = place([1.0] * 12, Strategy(pp=2, schedule="zbv"), speeds=[1.0, 0.5])
-
-    assert (spelled(first), spelled(second)) == ("4+4", "2+2")
-
-
 @pytest.mark.parametrize(
-    ("costs", "stages", "speeds", "words"),
+    ("costs", "stages", "words"),
     [
-        ([1.0] * 3, 4, None, "3 blocks, 4 stages"),
-        ([1.0], 0, None, "1 block, 0 stages"),
-        ([], 1, None, "0 blocks, 1 stages"),
-        ([1.0, -1.0], 2, None, "-1.0"),
-        ([1.0, float("nan")], 2, None, "nan"),
-        ([1.0, float("inf")], 2, None, "inf"),
-        ([1.0, 1.0], 2, [1.0], "2 stages"),
-        ([1.0, 1.0], 2, [1.0, 0.0], "0.0"),
+        ([1.0] * 3, 4, "3 blocks, 4 stages"),
+        ([1.0], 0, "1 block, 0 stages"),
+        ([], 1, "0 blocks, 1 stages"),
+        ([1.0, -1.0], 2, "-1.0"),
+        ([1.0, float("nan")], 2, "nan"),
+        ([1.0, float("inf")], 2, "inf"),
     ],
 )
-def test_what_cannot_be_cut_says_so(costs: list[float], stages: int, speeds: list[float] | None, words: str) -> None:
+def test_what_cannot_be_cut_says_so(costs: list[float], stages: int, words: str) -> None:
     with pytest.raises(StrategyError) as raised:
-        partition(costs, stages, speeds=speeds)
+        partition(costs, stages)
 
     assert words in str(raised.value) and raised.value.hint

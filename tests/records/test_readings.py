@@ -8,7 +8,8 @@ import pytest
 
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
-from nbkit.records.readings import Bar, Late, bars, late_rank, mean_bars, table, traffic_matrix
+from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.readings import bars, mean_bars, table, traffic_matrix
 from nbkit.records.records import Group, StepRecord, Traffic
 from nbkit.records.run_advice import largest_loss, reading
 

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["browser_url", "colab_html", "in_colab", "runtime_dir", "server_base_url", "ssh_line"]
-
 
 def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:
     """The address to open, always with a trailing slash: TensorBoard's page asks for the rest relative to it.

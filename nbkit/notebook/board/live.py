@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["following"]
-
 _SCRIPT = b'<script type="module" src="data/plugin/communication/static/live.js"></script>'
 _PAGES = ("", "/", "/index.html")
 

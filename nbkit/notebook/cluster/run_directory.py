@@ -11,8 +11,6 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.records.record_file import old_part
 
-__all__ = ["RunDirectory"]
-
 _PIECES = 8  # of a megabyte, of one file at a time
 
 

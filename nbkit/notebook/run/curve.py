@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from nbkit.records.records import EventRecord, Header, Record, StepRecord
 
-__all__ = ["COLUMNS", "Curve", "Grown", "folded", "packed"]
-
 COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
 POINTS = 4000
 _EVENTS = 1000

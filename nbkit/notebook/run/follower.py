@@ -12,11 +12,10 @@ from typing import Any
 from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.run_timeline import Timeline, point_of
 from nbkit.records import record_lookup
-from nbkit.records.readings import Late, bars, late_rank, usual_bars
+from nbkit.records.late_ranks import Late, late_rank
+from nbkit.records.readings import bars, usual_bars
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
-
-__all__ = ["Run", "strategy_of"]
 
 _STEPS = 64
 _DETAILS = 4

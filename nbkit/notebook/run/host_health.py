@@ -7,8 +7,6 @@ from typing import Any
 from nbkit.notebook.run.follower import Run
 from nbkit.records.records import GpuHealth, HealthRecord
 
-__all__ = ["health"]
-
 _RANKS_AT_MOST, _HOSTS_AT_MOST = 8, 4
 
 

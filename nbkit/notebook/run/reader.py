@@ -14,8 +14,6 @@ from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.step_picture import picture
 from nbkit.records.record_file import changed, check_format, rank_files
 
-__all__ = ["RunReader", "read_run"]
-
 _LIVE_S = 15.0
 
 

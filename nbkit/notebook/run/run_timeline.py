@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbkit.notebook.run.curve import folded
-from nbkit.records.readings import Bar
+from nbkit.records.late_ranks import Bar
 from nbkit.records.records import StepRecord
-
-__all__ = ["PARTS", "Timeline", "point_of", "short"]
 
 PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
 POINTS = 480

@@ -11,12 +11,11 @@ from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.host_health import health
 from nbkit.notebook.run.run_timeline import PARTS, short
 from nbkit.planner import forecast
+from nbkit.records.late_ranks import Bar, late_rank
 from nbkit.records.pipeline_links import Link, links, slow_link
-from nbkit.records.readings import Bar, Row, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Row, bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, StepRecord
 from nbkit.records.run_advice import reading
-
-__all__ = ["lateness", "picture"]
 
 
 def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:

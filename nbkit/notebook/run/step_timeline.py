@@ -12,8 +12,6 @@ from nbkit.records.records import Detail, PipelineOp
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
-__all__ = ["of_step"]
-
 _KINDS = "FBIW"
 _LAPS_AT_MOST = 160  # of a rank: more than a screen shows apart
 _RANKS_AT_MOST = 64

@@ -21,8 +21,6 @@ from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
 
-__all__ = ["LiveCard", "card_html", "card_text", "follow"]
-
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from nbkit.errors import NbkitError
 
-__all__ = ["joined", "style"]
-
 _OURS = Path(__file__).parent / "static"
 _BOARDS = Path(__file__).parents[1] / "board" / "plugin" / "static"
 _MODULES = (_BOARDS / "paint.js", _BOARDS / "charts.js", _BOARDS / "grids.js", _BOARDS / "health.js")

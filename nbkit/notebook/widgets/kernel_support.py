@@ -1,4 +1,4 @@
-"""When a kernel hears its pages, and what to say where it does not: while it runs a cell, or to a page opened then.
+"""Says when a kernel hears its pages, and what to say where it does not: during a cell, or on a page opened then.
 
 What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports. Where
 neither says anything, the page itself notices that a click is not heard.
@@ -13,17 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbkit.notebook.cluster.naming import notebook_shell
-
-__all__ = [
-    "display_with_words",
-    "hear_always",
-    "here",
-    "in_vscode",
-    "kernel_version",
-    "lost_words",
-    "note_words",
-    "text_and_widget",
-]
 
 _DETACH = "%%distributed --detach"
 _HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell

@@ -13,8 +13,6 @@ from nbkit.notebook.cluster.control_result import size
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.javascript import joined, style
 
-__all__ = ["Written", "page_of", "write_report"]
-
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>

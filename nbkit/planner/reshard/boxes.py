@@ -1,12 +1,10 @@
-"""What is left of boxes when others are taken away, exactly; and how much two layouts have in common."""
+"""Takes boxes away from others, exactly, and counts how much two layouts have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from nbkit.tensor_layout import Box, Layout
-
-__all__ = ["halves", "held", "overlap", "uncovered", "within"]
 
 
 def held(layout: Layout | None) -> tuple[Box, ...]:

@@ -18,8 +18,6 @@ from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import held, uncovered, within
 from nbkit.tensor_layout import Box, Layout
 
-__all__ = ["Alike", "Holding", "Move", "Plan", "spreads"]
-
 Holding = Mapping[str, Layout]
 """What one rank holds: key -> layout. A key that is not there is a tensor that the rank does not hold."""
 

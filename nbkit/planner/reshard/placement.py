@@ -1,4 +1,4 @@
-"""Which rank takes which part of a new layout, so that the fewest bytes move.
+"""Chooses which rank takes which part of a new layout, so that the fewest bytes move.
 
 What a strategy leaves free is the order of its axes over the ranks: tp fastest, or slowest. Four ranks under tp hold a
 quarter each; under `dp=2 tp=2` ranks 0 and 1 want the first half if tp is the slowest, and need one quarter each, but
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nbkit.strategy import Strategy
-
-__all__ = ["orders", "placed"]
 
 
 def orders(strategy: Strategy, *, one_node: bool) -> list[Strategy]:

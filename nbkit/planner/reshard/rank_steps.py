@@ -10,8 +10,6 @@ from nbkit.planner.reshard.exchange import Move, Plan
 from nbkit.planner.reshard.rounds import Round
 from nbkit.tensor_layout import Box, Layout
 
-__all__ = ["Copy", "Piece", "Place", "Step", "steps"]
-
 
 @dataclass(frozen=True)
 class Place:

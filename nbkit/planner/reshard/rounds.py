@@ -1,7 +1,7 @@
 """A plan in rounds: what is exchanged together, so that buffers stay small and memory is let go as it goes.
 
 Tensors that move alike are dealt out evenly over the whole exchange. Every round then has all ranks send that have
-anything to send; and what a rank holds goes in a straight line from the old side to the new one, so that an exchange
+anything to send; and what a rank holds goes in a straight line from the old model to the new one, so that an exchange
 in place hardly ever holds more than the larger of the two.
 """
 
@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from nbkit.planner.reshard.boxes import halves
 from nbkit.planner.reshard.exchange import Alike, Holding, Move, Plan
-
-__all__ = ["Part", "Round", "rounds"]
 
 _DEALS = 32
 _OPEN = 8
@@ -147,7 +145,7 @@ def _frugally(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
     each = [_gain_and_loss(plan, group) for group in plan.groups]
     old = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
     new = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.new]
-    # Bytes above the larger of the two sides, per rank; what the new side lacks altogether stays to the end.
+    # Bytes above the larger of the two models, per rank; what the new one lacks altogether stays to the end.
     level = [before - max(before, after) for before, after in zip(old, new, strict=True)]
     turns = [(0.5 / len(group.keys), number, 0) for number, group in enumerate(plan.groups)]
     heapq.heapify(turns)

@@ -1,4 +1,4 @@
-"""What is measured while a job trains, and where it is written.
+"""Measures a job while it trains, and writes the records.
 
 In a cell: `from nbkit.rank import telemetry; telemetry.recent()` lists the newest collectives of this rank, and
 `with telemetry.phase("data"):` says what a loop of one's own is doing.

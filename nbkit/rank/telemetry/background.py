@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IDLE", "Background"]
-
 IDLE = ()
 """The item that is taken when none has come for a while."""
 

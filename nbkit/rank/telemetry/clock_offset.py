@@ -1,4 +1,4 @@
-"""How far this rank's clock is from rank 0's, found once.
+"""Measures, once, the offset of this rank's clock from rank 0's.
 
 Ranks that share a kernel share its monotonic clock: their difference is zero, exactly. One rank of every other host
 plays ping-pong with rank 0; the quickest round bounds the error by half its time (Cristian 1989).
@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from nbkit.wire.processes import boot_id
-
-__all__ = ["clock_offset", "kernel_of"]
 
 _ROUNDS = 16
 

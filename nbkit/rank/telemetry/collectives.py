@@ -18,23 +18,6 @@ from nbkit.errors import UsageError
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed_work import CudaCall, Timed
 
-__all__ = [
-    "ANYONE",
-    "BATCH",
-    "MODES",
-    "Call",
-    "Ring",
-    "Seen",
-    "axis_of",
-    "begin",
-    "follow",
-    "mode",
-    "own_ns",
-    "recent",
-    "ring",
-    "set_mode",
-]
-
 BATCH = "batch"
 """The operation that stands for the waiting of several messages issued as one; its parts carry the bytes."""
 

@@ -1,4 +1,4 @@
-"""How a rank and its host are while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
+"""Watches a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
 
 Every few seconds, in a thread beside the steps. Of each host, one rank alone looks at what its ranks share, with one
 nvidia-smi for all of its GPUs. What the machine does not tell is left out.
@@ -18,8 +18,6 @@ import psutil
 
 from nbkit.records.records import GpuHealth, HealthRecord
 from nbkit.wire import nvidia_smi
-
-__all__ = ["Health", "core_mhz", "parse_gpus", "slowed_by"]
 
 _EVERY_S, _FIRST_S = 5.0, 1.0
 _SECONDS_TO_ANSWER = 20.0  # without persistence mode the driver wakes each GPU for the question

@@ -1,4 +1,4 @@
-"""What a rank's memory is for: bytes of parameters, gradients and optimizer state, counted from the tensors."""
+"""Counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.records.records import MemoryRecord
-
-__all__ = ["bytes_held", "memory_of", "reset_peak", "storage_bytes"]
 
 
 def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:

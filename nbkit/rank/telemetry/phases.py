@@ -1,4 +1,4 @@
-"""What the training thread does, at every moment of a step: one state after the other, so that they add up to it.
+"""Tracks the training thread through every moment of a step: one state after the other, so that they add up to it.
 
     with phase("forward"):
         loss = model(x)
@@ -16,8 +16,6 @@ from time import perf_counter_ns as now
 from typing import Any
 
 import torch
-
-__all__ = ["OTHER", "OUTSIDE", "PHASES", "Step", "StepClock", "clock", "mark", "phase"]
 
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)

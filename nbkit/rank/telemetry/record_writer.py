@@ -14,8 +14,6 @@ from typing import IO
 from nbkit.records.record_file import old_part, overview_of, read_head
 from nbkit.records.records import Header, Record, StepRecord, Traffic, to_line
 
-__all__ = ["Overview", "RecordFile", "mean_of"]
-
 PART_BYTES = 16 << 20
 OVERVIEW_LINES = 1024
 

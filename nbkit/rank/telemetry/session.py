@@ -29,8 +29,6 @@ from nbkit.rank.telemetry.writer_thread import Mark, Writer
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
 
-__all__ = ["FIRST_IN_DETAIL", "Session", "record_path"]
-
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
 

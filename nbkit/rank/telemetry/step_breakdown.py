@@ -8,8 +8,6 @@ from nbkit.rank.telemetry.collectives import Call
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, Step
 from nbkit.records.records import TimedCall, Traffic
 
-__all__ = ["PARTS", "part_of", "parts_of", "seconds_of", "timed_calls", "traffic_of"]
-
 PARTS = ("compute", "exposed", "bubble", "data", "optimizer", OTHER)
 _COMPUTE = ("forward", "backward")
 

@@ -29,8 +29,6 @@ from nbkit.records.readings import members_of, table
 from nbkit.records.record_file import START, read_since
 from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
-__all__ = ["BoardWriter", "ScalarWriter"]
-
 _PACE_S = 1.0  # to be woken for each step would cost the training more than the writing
 
 _TAGS = {

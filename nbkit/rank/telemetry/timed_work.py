@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from nbkit.rank.telemetry.phases import clock, mark
 
-__all__ = ["CudaCall", "Timed"]
-
 _AT_ONCE_NS = 50_000
 """A wait for a message that took less found it over: nobody knows for how long."""
 

@@ -16,8 +16,6 @@ from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.rank.telemetry.step_breakdown import seconds_of, timed_calls, traffic_of
 from nbkit.records.records import Detail, Group, Outside, PipelineOp, Record, StepRecord
 
-__all__ = ["Mark", "Writer"]
-
 _CALLS_IN_DETAIL = 4096
 _RECENT = 64
 _PASSING_S = 60.0  # for how long a device's step is waited for before it is written without its parts

@@ -1,4 +1,4 @@
-"""What a job refuses: losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
+"""Refuses losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
 from nbkit.tensor_layout import bounds
-
-__all__ = [
-    "check_counts",
-    "check_finite",
-    "check_loader",
-    "check_optimizer",
-    "check_parameters",
-    "check_streams",
-    "check_whole",
-]
 
 
 def check_counts(**counts: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What every sharded model of a job is built from: shapes, blocks, the optimizer's groups and the options."""
+"""Builds every sharded model of a job, from shapes, blocks, the groups of the optimizer and the options."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
-
-__all__ = ["Builder", "Model", "Optimizer"]
 
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]

@@ -1,4 +1,4 @@
-"""What a job is asked to do beside its model, optimizer and strategy; the same under every strategy."""
+"""The settings of a job beside its model, optimizer and strategy; the same under every strategy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
-
-__all__ = ["TrainConfig", "example_of", "warn_without_effect"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.stream import shards
 from nbkit.rank.train.job import Job
 
-__all__ = ["evaluate"]
-
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
     """Mean loss of the job's model over one pass of `data`. Collective; the model is in eval mode meanwhile.

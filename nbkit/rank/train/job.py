@@ -32,8 +32,6 @@ from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.records.events import RunStarted, RunStopped
 
-__all__ = ["Job", "StepResult", "prepare"]
-
 
 def prepare(
     model: Model,

@@ -8,8 +8,6 @@ import time
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 
-__all__ = ["ProgressLine"]
-
 _PERIOD_S = 0.25
 
 

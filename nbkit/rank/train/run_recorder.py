@@ -1,4 +1,4 @@
-"""What a job leaves behind on disk while it trains: records of every rank, TensorBoard's scalars, and the forecast.
+"""Records a job on disk while it trains: records of every rank, TensorBoard's scalars, and the forecast.
 
 A Trainer and `nbkit.prepare` record by themselves, into the directory of their run; log_dir=None turns that off, and
 NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a loop of one's own: `job.batches`,
@@ -31,8 +31,6 @@ from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
-
-__all__ = ["Recorder", "record_run"]
 
 _MEMORY_EVERY = 100
 

@@ -35,8 +35,6 @@ from nbkit.rank.train.switch.trial import try_out
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["DETACHED_SAVE_EVERY", "Trainer"]
-
 DETACHED_SAVE_EVERY = "10min"
 
 

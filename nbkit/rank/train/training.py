@@ -1,4 +1,4 @@
-"""What trains on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
+"""The training on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from nbkit.rank.train.training_state import TrainingState
 from nbkit.rank.world.world import World
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
-
-__all__ = ["Training"]
 
 
 class Training:

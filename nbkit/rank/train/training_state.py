@@ -1,4 +1,4 @@
-"""What a switch replaces and what the way back restores: one value, handed on whole."""
+"""The state that a switch replaces and that the way back restores: one value, handed on whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from nbkit.rank.parallel.sharded_model import ShardedModel
-
-__all__ = ["TrainingState"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.job import prepare
-from nbkit.rank.train.step import step_stats
+from nbkit.rank.train.step.async_copy import Underway
 from nbkit.records.readings import bars, members_of, table
 from nbkit.records.record_file import rank_files, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
@@ -78,7 +78,7 @@ def placed(world: Any, folder: str) -> list[tuple[str, str]]:
     watch(trainer._stream, "next")
     watch(trainer.job.training_step, "backward")
     watch(trainer.job.ledger, "check")
-    watch(step_stats.StepReduction, "_read")
+    watch(Underway, "read")
     trainer.fit(1)
     return seen
 
@@ -164,7 +164,7 @@ def test_what_is_done_for_a_part_of_a_step_counts_as_that_part_and_its_numbers_a
         ("next", "data"),
         ("backward", "backward"),
         ("check", "backward"),
-        ("_read", "backward"),
+        ("read", "backward"),
         ("check", "other"),  # for the record, at the end of the run
     ]
 

@@ -21,8 +21,6 @@ from werkzeug import wrappers
 from nbkit.notebook.board.plugin.runs import Runs
 from nbkit.notebook.run.step_picture import lateness, picture
 
-__all__ = ["NAME", "CommunicationPlugin"]
-
 NAME = "communication"
 _STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "application/javascript", ".css": "text/css"}

@@ -14,8 +14,6 @@ from nbkit.records.readings import bars, mean_bars, members_of
 from nbkit.records.record_file import changed, overview_of, rank_files, read_head
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
 
-__all__ = ["Runs"]
-
 _DEPTH = 4
 _LOOK_S = 2.0
 _LIVE_S = 15.0

@@ -24,8 +24,6 @@ from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, text_and_widget
 from nbkit.notebook.widgets.report import write_report
 
-__all__ = ["Dashboard"]
-
 
 class Dashboard:
     """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.

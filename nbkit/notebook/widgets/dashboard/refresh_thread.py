@@ -11,8 +11,6 @@ from typing import Any
 from nbkit.notebook.run.curve import packed
 from nbkit.notebook.run.reader import RunReader
 
-__all__ = ["RefreshThread"]
-
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
 _CURVE_S, _PICTURE_S, _AT_MOST_S = 0.05, 0.5, 3.0

@@ -11,8 +11,6 @@ from typing import Any
 from nbkit.notebook.cluster.control_result import seconds
 from nbkit.notebook.run.run_timeline import PARTS
 
-__all__ = ["Piece", "failure", "figure", "lines_of", "plain", "steps_of"]
-
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
 _NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}

@@ -19,8 +19,6 @@ from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.control_result import ControlResult, stopped
 from nbkit.notebook.widgets.panel.state import Asked, Finished, Looked, Lost, News, State, reduce
 
-__all__ = ["PanelController", "controller_of"]
-
 LOOK_SECONDS = 0.4
 _WORDS = {
     "switch": "switching to {strategy} at the next step …",

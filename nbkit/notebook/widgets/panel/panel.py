@@ -19,8 +19,6 @@ from nbkit.notebook.widgets.panel.controller import PanelController, controller_
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
 
-__all__ = ["StrategyPanel"]
-
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10
 PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be

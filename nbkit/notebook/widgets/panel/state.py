@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from nbkit.notebook.cluster.control_result import ControlResult
 
-__all__ = ["Asked", "Finished", "Looked", "Lost", "News", "State", "reduce"]
-
 RESULTS_KEPT = 5
 Phase = Literal["looking", "none", "idle", "training", "held", "gone"]
 

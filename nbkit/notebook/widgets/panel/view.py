@@ -12,8 +12,6 @@ from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.strategy import Strategy
 
-__all__ = ["axis_of", "checked", "job_view", "pulse_view", "text_of"]
-
 _PHASES = {
     "looking": "looking at the ranks …",
     "none": "no Trainer on the ranks yet: trainer = nbkit.Trainer(...)   in a %%distributed cell",

@@ -30,16 +30,6 @@ from nbkit.tensor_layout import Layout
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
 
-__all__ = [
-    "Saved",
-    "full_state_dict",
-    "opened",
-    "restore",
-    "save",
-    "settings_of",
-    "take_settings",
-]
-
 _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 # How an optimizer computes is this run's business; what it computes is the checkpoint's.

@@ -40,8 +40,6 @@ from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read
 from nbkit.rank.train.checkpoint.torch_archive import elements_in
 from nbkit.tensor_layout import Box, Layout
 
-__all__ = ["Reader", "Saving", "Writer", "fill"]
-
 State = Mapping[str, tuple[Tensor, Layout]]
 """What a rank holds: key -> (its part, which part that is)."""
 

@@ -15,8 +15,6 @@ from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
 from nbkit.tensor_layout import Layout
 
-__all__ = ["export"]
-
 # The names that the format gives to types of elements.
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

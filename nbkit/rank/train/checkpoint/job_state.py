@@ -16,8 +16,6 @@ from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.tensor_layout import Layout
 
-__all__ = ["JobState", "allocate", "buffers", "bytes_per_element", "per_element", "scalars", "state", "weights"]
-
 JobState = dict[str, tuple[Tensor, Layout]]
 
 

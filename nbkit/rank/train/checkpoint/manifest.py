@@ -28,8 +28,6 @@ from nbkit.planner.reshard.boxes import within
 from nbkit.rank.train.checkpoint.json_values import DTYPES, decoded, name_of
 from nbkit.tensor_layout import Box
 
-__all__ = ["OURS", "Chunk", "Kept", "Manifest", "opened", "read", "written"]
-
 OURS = re.compile(r"[0-9a-f]{12}_\d{1,9}_\d{1,9}\.distcp")
 """Names of data files."""
 

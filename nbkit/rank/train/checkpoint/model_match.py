@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing."""
+"""Checks whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from nbkit.tensor_layout import Layout
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
-
-__all__ = ["check_fits", "check_tensors"]
 
 
 def check_fits(

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie in the archive that torch.save made of it: bytes among others in a larger file."""
+"""Finds the elements of a tensor in the archive that torch.save made of it: bytes among others in a larger file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import struct
 import zipfile
 from typing import BinaryIO
-
-__all__ = ["elements_in"]
 
 _NAME = "archive/data/0"
 _LENGTHS = 26  # where in an entry the lengths of its name and of its extra field stand, two bytes each

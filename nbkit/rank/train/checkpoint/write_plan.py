@@ -1,4 +1,4 @@
-"""What all ranks hold of a job's state, and which of them writes which box of it: each box once."""
+"""Gathers what all ranks hold of a job's state, and decides which of them writes which box of it: each box once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from nbkit.planner.reshard.boxes import halves, held, uncovered
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.tensor_layout import Box, Layout
-
-__all__ = ["Everyone", "by_name", "everyone", "shares"]
 
 _BOX_BYTES = 64 << 20
 """Larger boxes are kept as several, so that reading a small part of one reads little else."""

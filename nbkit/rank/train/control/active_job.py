@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["newest", "note"]
-
 _newest: weakref.ref[Any] | None = None
 
 

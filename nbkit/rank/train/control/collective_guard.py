@@ -1,4 +1,4 @@
-"""What all ranks do together and any may fail in: all hear of it, and stand together again, with groups that work.
+"""Guards a step in which any rank may fail: all hear of it, and stand together again, with groups that work.
 
 Only around a step that may well fail, such as the first one under a strategy: see nbkit.rank.world.failure_alarm for
 what it takes.
@@ -18,8 +18,6 @@ import torch.distributed as dist
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
-
-__all__ = ["Failures", "Guard", "let_go"]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["held_back"]
-
 
 @contextmanager
 def held_back() -> Iterator[None]:

@@ -1,11 +1,9 @@
-"""Whether the weights of this rank are whole, and whether a step was broken off: what ranks compare after an error."""
+"""Remembers whether the weights of this rank are whole, and whether a step was broken off, for after an error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-__all__ = ["Integrity"]
 
 
 class Integrity:

@@ -13,8 +13,6 @@ import torch
 from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control import step_boundary
 
-__all__ = ["hold", "is_held", "let_go"]
-
 _POLL_SECONDS = 0.05
 _held = False
 

@@ -25,8 +25,6 @@ from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Progress", "Standing", "compare", "level", "whole_ranks"]
-
 
 @dataclass(frozen=True)
 class Standing:

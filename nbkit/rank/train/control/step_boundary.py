@@ -18,19 +18,6 @@ import torch
 from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import largest
 
-__all__ = [
-    "LACKS",
-    "READY",
-    "Inbox",
-    "Preparation",
-    "handlers",
-    "inbox",
-    "patience",
-    "preparers",
-    "progress",
-    "training",
-]
-
 LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
 LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
 

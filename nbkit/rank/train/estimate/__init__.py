@@ -1,1 +1,1 @@
-"""What a strategy would cost a training before it runs: memory, bytes, seconds."""
+"""Estimates the cost of a strategy for a training before it runs: memory, bytes, seconds."""

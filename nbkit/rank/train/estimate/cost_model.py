@@ -1,4 +1,4 @@
-"""What the formulas say of a job under any strategy: nbkit.planner, fed with what the job's model and batch really are.
+"""Applies the formulas of nbkit.planner to a job under any strategy, with what its model and batch really are.
 
 Memory and the bytes of the data axis follow from the parameters alone. What tp, pp and cp send follows from the hidden
 states, and is known of a chain of transformer blocks (an attention and an MLP each); of anything else it is unknown.
@@ -28,8 +28,6 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
-
-__all__ = ["CostModel"]
 
 Kinds = Mapping[str, Mapping[str, int]]
 """Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""

@@ -1,4 +1,4 @@
-"""How much memory a rank can still take: what decides whether a switch builds its new sharded model beside the old one.
+"""Finds how much memory a rank can still take, which decides whether a switch builds the new model beside the old one.
 
 On a GPU, what the driver has free and what torch's allocator has in reserve. On CPU ranks, what the kernel says is
 available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a limit
@@ -23,8 +23,6 @@ from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
-
-__all__ = ["crowded", "left", "of_cgroups", "of_machine", "roomy", "side_bytes", "trim"]
 
 # Of glibc alone; another library gives back, or does not, as it likes.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

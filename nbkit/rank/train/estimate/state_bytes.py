@@ -1,4 +1,4 @@
-"""What every rank holds and lacks under many strategies, counted, without a list of ranks x tensors for each of them.
+"""Counts what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
 
 Tensors that are cut alike (the same weight of every block) are one class; what a rank holds of a class follows from its
 places along tp and dp, and how many of the class from its place along pp. So a table of all strategies of 64 ranks
@@ -17,8 +17,6 @@ from nbkit.planner.reshard.boxes import overlap
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
-
-__all__ = ["Census", "Flow"]
 
 Place = tuple[int, int, int]
 """Of a rank along pp and tp, and within its sharding group."""

@@ -1,4 +1,4 @@
-"""What each strategy would cost a job that trains, before anybody clicks: plain values, from any thread."""
+"""Makes the table of every strategy and its cost for a job that trains: plain values, from any thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
-
-__all__ = ["moved_bytes", "table"]
 
 _REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
 

@@ -1,4 +1,4 @@
-"""How long a switch will take, and a step after it: measured where that has been, else predicted, else None."""
+"""Estimates the seconds of a switch, and of a step after it: measured where there were some, else predicted or None."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from nbkit.strategy import Strategy
 if TYPE_CHECKING:
     from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
-
-__all__ = ["measured_step", "predicted_pause", "predicted_step"]
 
 _STEPS = 20
 _SWITCHES = 12  # the newest that a prediction follows

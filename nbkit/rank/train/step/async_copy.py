@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Underway", "arrived", "sent"]
-
 
 class Underway:
     """A tensor being copied to the host; on the CPU the tensor itself."""

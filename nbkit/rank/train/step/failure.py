@@ -1,4 +1,4 @@
-"""How a run ended that did not end well: which rank it began on, as far as this one can know."""
+"""Finds the rank on which a run failed, as far as this one can know."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from nbkit.errors import NbkitError, NotFinite
 from nbkit.rank.world import world
 from nbkit.records.events import Failed
 from nbkit.wire.text_encoding import encodable
-
-__all__ = ["PEER_GONE", "failure_of"]
 
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
 """How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause."""

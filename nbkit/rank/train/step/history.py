@@ -18,8 +18,6 @@ from nbkit.rank.train.step.step_clock import Clock
 from nbkit.rank.train.step.step_stats import StepNumbers
 from nbkit.records.events import Event, StepDone
 
-__all__ = ["History", "Records"]
-
 _LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 
-__all__ = ["Rate"]
-
 
 class Rate:
     """lr of group g at the step after `step` finished ones: base[g] x schedule(step). Without schedule: as it stands.

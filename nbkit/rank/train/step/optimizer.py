@@ -9,8 +9,6 @@ import torch
 
 from nbkit.rank.telemetry.phases import phase
 
-__all__ = ["OptimizerHandle"]
-
 
 class OptimizerHandle(torch.optim.Optimizer):
     """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.

@@ -16,8 +16,6 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train import argument_checks
 
-__all__ = ["Template"]
-
 _ON_CPU = {"capturable": False, "fused": None}
 
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 
-__all__ = ["offload"]
-
 PART_BYTES = 64 << 20
 """Parameters that are updated at once."""
 

@@ -13,8 +13,6 @@ from nbkit.mesh import Mesh
 from nbkit.rank.train.step.async_copy import Underway, arrived, sent
 from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction
 
-__all__ = ["Pending"]
-
 _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
 
 

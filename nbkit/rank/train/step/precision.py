@@ -1,4 +1,4 @@
-"""What a job computes in: float32 weights, under autocast if asked; float16 with a scale on the loss.
+"""Computes in the precision of a job: float32 weights, under autocast if asked; float16 with a scale on the loss.
 
 float16 loses gradients below 6e-8. So the loss is multiplied before backward and the gradients are divided after it,
 once they are sums over the ranks (Micikevicius et al. 2018). The scale is found as torch's GradScaler finds it: halved
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.step.async_copy import Underway
-
-__all__ = ["PRECISIONS", "Precision"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What may be asked for, beside None."""

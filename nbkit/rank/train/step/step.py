@@ -42,8 +42,6 @@ from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step_stats import StepReduction, StepResult
 
-__all__ = ["Micro", "TrainingStep"]
-
 
 @dataclass(frozen=True)
 class Micro:

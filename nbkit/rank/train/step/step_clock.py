@@ -1,4 +1,4 @@
-"""How long steps take, as every rank measures it."""
+"""Measures how long steps take, on every rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
-
-__all__ = ["Clock"]
 
 
 class Clock:

@@ -18,8 +18,6 @@ from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
 from nbkit.rank.train.step.async_copy import Underway
 
-__all__ = ["StepNumbers", "StepReduction", "StepResult"]
-
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 
 

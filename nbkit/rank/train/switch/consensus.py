@@ -1,4 +1,4 @@
-"""How ranks agree around a switch: they fail alike, and they carry out the same exchange."""
+"""Brings ranks to agree around a switch: they fail alike, and they carry out the same exchange."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
-
-__all__ = ["Consensus", "Said", "agreed", "planned"]
 
 
 @dataclass

@@ -31,8 +31,6 @@ from nbkit.rank.train.switch.rank_reports import Memory
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.strategy import Strategy
 
-__all__ = ["Move", "exchange_in_place", "in_pieces", "prepare_in_place", "without_gradients"]
-
 
 @dataclass
 class Move:

@@ -1,4 +1,4 @@
-"""What a user has changed on the model goes along to the next sharded model: frozen or not, its mode, its dropout."""
+"""Takes a user's changes of the model along to the next sharded model: frozen or not, its mode, its dropout."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import NamedTuple
 from torch import nn
 
 from nbkit.rank.parallel.sharded_model import ShardedModel
-
-__all__ = ["Changes", "changes_of", "follow"]
 
 
 class Changes(NamedTuple):

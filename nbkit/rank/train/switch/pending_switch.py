@@ -13,8 +13,6 @@ from nbkit.rank.train.training_state import TrainingState
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["PendingSwitch", "free"]
-
 
 class PendingSwitch(Future[Switched]):
     """`result()` is the event once the first step under the new strategy has been made; it raises what took it back.

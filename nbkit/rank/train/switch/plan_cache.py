@@ -13,8 +13,6 @@ from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Kinds", "PlanCache"]
-
 Kinds = dict[str, torch.dtype]
 """key of a tensor of the whole job (see job_state) -> dtype."""
 
@@ -41,8 +39,8 @@ class PlanCache:
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
             plan = Plan.of(
-                self._layouts_by_rank(old, kinds),
-                self._layouts_by_rank(new, kinds),
+                self.layouts_by_rank(old, kinds),
+                self.layouts_by_rank(new, kinds),
                 {key: dtype.itemsize for key, dtype in kinds.items()},
             )
             exchange = Exchange(plan, self.rank)
@@ -51,7 +49,7 @@ class PlanCache:
                 self._kept.popitem(last=False)
         return exchange
 
-    def _layouts_by_rank(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
+    def layouts_by_rank(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
         """By rank: key -> layout."""
         states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
         states = [each for each in states if each[1] not in ("weight", "buffer")]

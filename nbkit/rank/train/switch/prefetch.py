@@ -1,4 +1,4 @@
-"""What a switch needs and can be made beside the training, from the moment it is asked for until all ranks have it.
+"""Prepares a switch beside the training, from the moment it is asked for until all ranks have what it needs.
 
 In a thread of this rank: who holds what under the new strategy, the plan of the exchange, the module cut. It sends
 nothing, takes no memory for weights and draws no random numbers. Where groups are missing, all ranks then make them in
@@ -21,8 +21,6 @@ from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy
-
-__all__ = ["Ahead", "begin", "make_ready"]
 
 GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds out, and makes them again
 

@@ -1,4 +1,4 @@
-"""What the optimizer of each rank keeps of each parameter, in few bytes, for all ranks to gather before a switch.
+"""Reports of what each rank's optimizer keeps of each parameter, in few bytes, gathered by all ranks before a switch.
 
 Who holds which part follows from the strategies (see ShardLayouts), so that is not gathered. What an optimizer keeps
 of a parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run
@@ -25,8 +25,6 @@ from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
 from nbkit.rank.train.switch.consensus import Consensus
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.strategy import Strategy
-
-__all__ = ["Gathered", "Memory", "Run", "gather"]
 
 
 class _Scalar(NamedTuple):

@@ -53,8 +53,6 @@ from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import Failed, Switched
 from nbkit.strategy import Strategy
 
-__all__ = ["FirstStep", "Switchable"]
-
 
 class Switchable(Training):
     """A training that changes its strategy between two steps."""

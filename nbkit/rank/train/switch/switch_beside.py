@@ -17,8 +17,6 @@ from nbkit.rank.train.switch.rank_reports import Memory
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.strategy import Strategy
 
-__all__ = ["Prepared", "prepare"]
-
 
 @dataclass(frozen=True)
 class Prepared:

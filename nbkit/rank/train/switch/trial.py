@@ -14,8 +14,6 @@ from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.strategy import Strategy
 
-__all__ = ["try_out"]
-
 
 def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.

@@ -1,4 +1,4 @@
-"""Whether a switch has kept the state, found out beside the first step under the new strategy: nobody waits for it.
+"""Verifies beside the first step under the new strategy that a switch has kept the state: nobody waits for it.
 
 A thread of each rank hashes what the old sharded model and the new one hold, while the new one does its first forward
 and backward passes, which change no weight; before the optimizer changes any, one all-reduce adds the sums up. On a GPU
@@ -18,8 +18,6 @@ import torch.distributed as dist
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.parallel.reshard.state_digest import sums
 from nbkit.rank.train.checkpoint.job_state import JobState
-
-__all__ = ["Comparison"]
 
 
 class Comparison:

@@ -190,7 +190,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
     # A rank that holds something else than its strategy says.
-    holdings, said = PlanCache._layouts_by_rank, []
+    holdings, said = PlanCache.layouts_by_rank, []
 
     def without_one(self: PlanCache, *args: Any) -> Any:
         whole = holdings(self, *args)
@@ -199,7 +199,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlanCache, "_layouts_by_rank", without_one)
+        patch.setattr(PlanCache, "layouts_by_rank", without_one)
         patch.setattr(joining, "plan_collectively", _noted(said, joining.plan_collectively))
         found["told"] = trainer.switch("zero1").identical
     found["said"] = len(said)

@@ -153,7 +153,13 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
 @with_room
 def ends(world: Any) -> dict[str, Any]:
     """A switch at the last boundary of a run, and one whose first step is broken off."""
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    acts: dict[int, Callable[[], None]] = {}  # before the step after so many finished ones
+
+    def rate(finished: int) -> float:
+        acts.pop(finished, lambda: None)()
+        return 1.0
+
+    trainer, controls = quiet(optimizer=adam, data=points(40), lr_schedule=rate), Controls()
     trainer.fit(2)
     found: dict[str, Any] = {}
 
@@ -163,27 +169,13 @@ def ends(world: Any) -> dict[str, Any]:
             step_boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy})
         )
 
-    def at(step: int, id: str, strategy: str) -> None:
-        trainer._callbacks = (lambda trainer, record: record["step"] == step and ask(id, strategy),)
-
-    def asks_in(step: int, id: str, strategy: str) -> None:
-        # Asked for in the forward pass of `step`, its own reduction agrees, and the boundary behind it acts.
-        schedule = trainer._rate.prepare
-
-        def prepare(number: int) -> None:
-            if number == step - 1:
-                ask(id, strategy)
-            schedule(number)
-
-        trainer._rate.prepare = prepare  # type: ignore[method-assign]
-
-    asks_in(4, "last", "zero1")
+    # Asked for before the forward pass of a step, its own reduction agrees, and the boundary behind it acts.
+    acts[3] = lambda: ask("last", "zero1")
     trainer.fit(2)
-    del trainer._rate.prepare  # type: ignore[attr-defined]
     found["last"] = controls.result("last")["result"]
     found["at its end"] = (str(trainer.strategy), trainer.job.pending.done(), trainer.job.switches[-1].identical)
 
-    asks_in(6, "broken", "zero3")
+    acts[5] = lambda: ask("broken", "zero3")
     backward = trainer.job.training_step.__class__.backward
     with pytest.MonkeyPatch.context() as patch:
 
@@ -195,7 +187,6 @@ def ends(world: Any) -> dict[str, Any]:
         patch.setattr(type(trainer.job.training_step), "backward", broken)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
-    del trainer._rate.prepare  # type: ignore[attr-defined]
     found["broken"] = controls.result("broken")["result"]
     found["after it"] = (str(trainer.strategy), trainer.job.pending)
     trainer.fit(2)
@@ -289,7 +280,9 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
 @with_room
 def one_after_another(world: Any) -> dict[str, Any]:
     """Switches between the same two steps, each of which is to be proven beside the next one."""
-    trainer = quiet(optimizer=adam, data=points(40))
+    acts: dict[int, Callable[[], None]] = {}  # after so many steps
+    calls = [lambda _, record: acts.get(record["step"], lambda: None)()]
+    trainer = quiet(optimizer=adam, data=points(40), callbacks=calls)
     found: dict[str, Any] = {}
 
     def well() -> None:
@@ -305,7 +298,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
             trainer.try_out("zero2", 2)
             found["tried"] = str(trainer.strategy), trainer.job.pending.previous
 
-    trainer._callbacks = (lambda trainer, record: {2: well, 4: ill}.get(record["step"], lambda: None)(),)
+    acts.update({2: well, 4: ill})
     trainer.fit(6)
     found["switches"] = [(each.new, each.identical) for each in trainer.job.switches]
     return {**found, "losses": losses_of(trainer)}
@@ -324,17 +317,16 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
 @with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
     """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
-    trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder), Controls()
+    heard: dict[int, bool] = {}
+
+    def rate(finished: int) -> float:
+        heard[finished] = clock.listening
+        return 1.0
+
+    trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder, lr_schedule=rate), Controls()
     trainer.job.recorder._session._detail_every = session.LISTEN_EVERY = 1 << 30
     trainer.fit(4)
-    heard: dict[int, bool] = {}
-    prepare = trainer._rate.prepare
-
-    def begun(step: int) -> None:
-        heard[step] = clock.listening
-        prepare(step)
-
-    trainer._rate.prepare = begun  # type: ignore[method-assign]
+    heard.clear()
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
         at = asked_for(trainer, controls, "zero1")["result"]["step"]
