@@ -15,7 +15,7 @@ L ?=
 help:
 	@echo "make demo    train a GPT on real text, on 4 CPU ranks or one per GPU: about 3 minutes"
 	@echo "make lab     open the first notebook in JupyterLab"
-	@echo "make lessons  execute the notebooks whose code has changed, and store them with their outputs"
+	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
