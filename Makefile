@@ -7,13 +7,15 @@ BIN := .venv/bin
 READY := .venv/.installed
 T ?=
 P ?=
+L ?=
 
-.PHONY: help demo test lab bench parity planted check clean
+.PHONY: help demo test lab lessons bench parity planted check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a GPT on real text, on 4 CPU ranks or one per GPU: about 3 minutes"
 	@echo "make lab     open the first notebook in JupyterLab"
+	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
@@ -32,6 +34,10 @@ test: $(READY)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
+
+# Those whose code has changed, or by name:  make lessons L=02
+lessons: $(READY)
+	@$(BIN)/python -m tests.support.lessons $(L)
 
 bench: $(READY)
 	@$(BIN)/python -m bench

@@ -31,11 +31,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """The notebook's JSON. Raises NbkitError when there is none."""
+    """The notebook's JSON, as before it was executed. Raises NbkitError when there is none."""
     try:
         notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise NbkitError(f"{path.name} cannot be read.", numbers=str(error), hint="run it from a checkout") from None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
     return notebook
 
 

@@ -95,7 +95,3 @@ def test_the_board_is_shown_with_its_link(executed: Any) -> None:
 
 def test_the_lesson_stops_its_cluster(executed: Any) -> None:
     assert registry.entries() == []
-
-
-def test_the_lesson_is_stored_without_outputs() -> None:
-    assert [cell.id for cell in lesson().cells if cell.get("outputs") or cell.get("execution_count")] == []
