@@ -51,9 +51,15 @@ def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(tmp_path: 
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")
         kernel.run("%cluster start -n 2 --cpu --name over")
-        kernel.run("%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); 42")
+        ended = tmp_path / "ended"
+        kernel.run(
+            f"%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); open({str(ended)!r}, 'w'); 42"
+        )
         kernel.restart(kill=True)
-        time.sleep(5)  # the cell has ended, on a busy machine too
+        deadline = time.monotonic() + 30
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # from there to the end of the cell
         kernel.run("%load_ext nbkit")
         message = kernel.send("%cluster attach over")
         text = kernel.collect(message).text
@@ -83,6 +89,6 @@ def test_a_kernel_that_is_there_keeps_its_cluster(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")
         kernel.run("%cluster start -n 2 --cpu --name kept --ttl 2")
-        time.sleep(5)
+        time.sleep(3.5)
         assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text
         kernel.run("%cluster stop")

@@ -7,10 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ranks import run_ranks
 
@@ -18,19 +18,20 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = {folders!r}
 from tests.rank.train.switch.test_switch import trainer
-job = trainer(strategy=sys.argv[1])
-job.fit(4)
-print(json.dumps([record["loss"] for record in job.history]))
+for strategy in sys.argv[1:]:
+    job = trainer(strategy=strategy)
+    job.fit(4)
+    print(json.dumps([record["loss"] for record in job.history]))
 """
 TESTS = Path(__file__).resolve().parents[2]
 
 
-def start(rank: int, size: int, port: int, strategy: str, folder: Path) -> subprocess.Popen[str]:
+def start(rank: int, size: int, port: int, strategies: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "PYTHONHASHSEED": rank + 1}
     env = {**os.environ, **{key: str(value) for key, value in place.items()}}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     script = SCRIPT.format(folders=[str(TESTS.parent), str(TESTS / "support")])
-    command = [sys.executable, "-c", script, strategy]
+    command = [sys.executable, "-c", script, *strategies]
     return subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
@@ -42,28 +43,30 @@ def alone(world: Any) -> list[float]:
     return [record["loss"] for record in job.history]
 
 
-@pytest.mark.parametrize("strategy", ["tp", "cp=2"])
-def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(strategy: str, tmp_path: Path) -> None:
+def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(tmp_path: Path) -> None:
+    strategies = ("tp", "cp=2")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ranks = [start(rank, 2, port, strategy, tmp_path) for rank in range(2)]
+    ranks = [start(rank, 2, port, strategies, tmp_path) for rank in range(2)]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     expected = run_ranks(alone, 1)[0]
 
     for text in said:
-        losses = torch.tensor(json.loads(text.splitlines()[-1]))
-        assert (losses - torch.tensor(expected)).abs().max() <= 1e-10
+        for strategy, line in zip(strategies, text.splitlines()[-len(strategies) :], strict=True):
+            losses = torch.tensor(json.loads(line))
+            assert (losses - torch.tensor(expected)).abs().max() <= 1e-10, strategy
 
 
-def evaluated(world: Any, strategy: str) -> float:
+def evaluated(world: Any, strategies: Sequence[str]) -> list[float]:
     from tests.rank.train.switch.test_switch import trainer
 
-    job = trainer(strategy=strategy)
-    return job.evaluate(job._stream.data[:11], batch_size=6)
+    jobs = (trainer(strategy=strategy) for strategy in strategies)
+    return [job.evaluate(job._stream.data[:11], batch_size=6) for job in jobs]
 
 
 def test_evaluate_is_the_same_under_a_pipeline_and_every_other_strategy() -> None:
-    expected = run_ranks(evaluated, 1, "ddp")[0]
-    for strategy in ("pp microbatches=4", "dp=2 pp=2 schedule=zbv", "zero3", "tp=2 cp=2"):
-        for value in run_ranks(evaluated, 4, strategy, timeout=120):
+    strategies = ("pp microbatches=4", "dp=2 pp=2 schedule=zbv", "zero3", "tp=2 cp=2")
+    expected = run_ranks(evaluated, 1, ["ddp"])[0][0]
+    for values in run_ranks(evaluated, 4, strategies, timeout=150):
+        for strategy, value in zip(strategies, values, strict=True):
             assert abs(value - expected) <= 1e-10, strategy
