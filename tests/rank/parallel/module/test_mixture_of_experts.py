@@ -131,7 +131,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one layer": OneLayer,
     "dense": lambda: Language(Dense),
 }  # fmt: skip
-# Each model where experts that a rank has no rows for are gathered or not; each strategy once at least.
+# Each model once and each strategy once at least; zero 3, which gathers experts that a rank has no rows for, on most.
 STRATEGIES = {
     "mixtral": ("ddp", "zero3"),
     "olmoe": ("zero3",),
