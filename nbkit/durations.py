@@ -6,8 +6,6 @@ import re
 
 from nbkit.errors import UsageError
 
-__all__ = ["seconds_given", "seconds_of", "text_of"]
-
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d|)")
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 
-__all__ = ["AXES", "TP_SLOWEST", "Mesh"]
-
 AXES = ("pp", "dp", "cp", "tp")
 """From the slowest to the fastest."""
 

@@ -21,8 +21,6 @@ from nbkit.errors import StrategyError
 from nbkit.mesh import AXES, TP_SLOWEST, Mesh
 from nbkit.schedules import NAMES
 
-__all__ = ["PRESETS", "SCHEDULES", "Strategy", "divisors"]
-
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")

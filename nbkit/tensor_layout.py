@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "Layout", "bounds"]
-
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
     """First and one past the last of `total` things that part `index` holds; the first total % parts hold one more."""

@@ -17,8 +17,6 @@ from parity.cells import FAMILIES, Cell, layers_for
 from parity.figures import Bars, far
 from parity.training import BATCH, Truth, truth
 
-__all__ = ["bars_of_bf16", "bf16_cells", "orders"]
-
 
 def bf16_cells(steps: int) -> Iterator[Cell]:
     """One or two strategies of each family on two models, in float32 weights and bfloat16 arithmetic."""

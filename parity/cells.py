@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["EXTRAS", "FAMILIES", "Cell", "extra_cells", "layers_for", "matrix"]
-
 FAMILIES = {
     "data": ("ddp", "zero1", "zero2", "zero3", "hsdp"),
     "tensor": ("tp",),

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from parity.training import Outcome, Pieces, Truth
 
-__all__ = ["BARS", "Bars", "Figures", "compared", "far"]
-
 
 @dataclass(frozen=True)
 class Bars:

@@ -37,8 +37,6 @@ from parity.figures import BARS, compared
 from parity.rounds import truths
 from parity.training import Outcome, ours
 
-__all__ = ["BUGS", "Bug", "unseen"]
-
 Plant = Callable[[], AbstractContextManager[Any]]
 
 

@@ -22,8 +22,6 @@ from nbkit.errors import NbkitError
 from parity.cells import Cell
 from parity.training import Outcome, Truth, by_hand, ours, truth
 
-__all__ = ["in_lanes", "looped", "results", "trained", "truths"]
-
 Result = tuple[Cell, list[Outcome] | str]
 """A cell and what each rank found, or why there is nothing."""
 

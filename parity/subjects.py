@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SUBJECTS", "Subject", "weighted"]
-
 
 @dataclass(frozen=True)
 class Subject:

@@ -20,8 +20,6 @@ from nbkit.tensor_layout import Layout
 from parity.cells import Cell
 from parity.subjects import SUBJECTS, mean, weighted
 
-__all__ = ["BATCH", "CLIP", "Outcome", "Truth", "by_hand", "ours", "truth"]
-
 SEED, BATCH, RAGGED, LR, CLIP, DROP = 5, 16, 3, 3e-4, 0.1, 0.1
 
 Pieces = Mapping[str, tuple[Tensor, Layout]]

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from nbkit.strategy import Strategy
 
-__all__ = ["Model", "bytes_at_rest", "wire_bytes"]
-
 _FP32 = 4
 
 

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.rank.train.trainer import Trainer
 
-__all__ = ["config", "data", "token_loss", "trainer"]
-
 
 def config(width: int, layers: int, *, block: int = 64, heads: int = 8, vocab: int = 256) -> nbkit.GPTConfig:
     return nbkit.GPTConfig(vocab=vocab, block=block, layers=layers, heads=heads, width=width)

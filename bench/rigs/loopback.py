@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["measured", "received"]
-
 
 def received() -> int:
     """Bytes that have come in over the loopback interface: everything, in a private network namespace."""

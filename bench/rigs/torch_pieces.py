@@ -26,8 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 import nbkit
 from bench.rigs.jobs import token_loss
 
-__all__ = ["Step", "step_of"]
-
 Step = Callable[[Tensor, Tensor], None]
 """One step on this rank's rows."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-__all__ = ["Paced"]
-
 
 class Paced:
     """A collate function that remembers when it was called."""

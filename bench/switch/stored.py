@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from nbkit.tensor_layout import Layout
 
-__all__ = ["stored"]
-
 
 class _Part(Tensor):
     """A placeholder of the global shape that answers as a DTensor does: which boxes of it are here, and where."""

@@ -27,8 +27,6 @@ from typing import Any
 from nbkit.durations import seconds_given, seconds_of, text_of
 from nbkit.errors import UsageError
 
-__all__ = ["Site", "files", "home_here", "read"]
-
 _NAME = "nbkit.toml"
 
 

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from nbkit.errors import NbkitError, TrainingError
 
-__all__ = ["agree", "any_rank", "failed_on", "largest"]
-
 _HINT = "a path that every rank sees, with room and rights to write"
 
 

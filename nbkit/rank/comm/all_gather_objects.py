@@ -9,8 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["USUAL_BYTES", "all_gather_objects"]
-
 USUAL_BYTES, _COUNT = 1016, 8
 
 T = TypeVar("T")

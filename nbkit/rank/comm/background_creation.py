@@ -13,8 +13,6 @@ from torch._C._distributed_c10d import Store
 from nbkit.errors import ClusterError
 from nbkit.rank.world import sockets
 
-__all__ = ["BreakableStore", "Forming", "forming"]
-
 
 class Forming:
     """What the process is forming right now, so that another thread can break it off."""

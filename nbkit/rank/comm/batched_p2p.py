@@ -14,8 +14,6 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbkit.rank.comm.delegating_group import DelegatingGroup
 
-__all__ = ["install_batched"]
-
 
 def install_batched() -> None:
     """Put ours in the place of torch's; for forming.install alone, which runs once."""

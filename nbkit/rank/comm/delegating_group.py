@@ -23,18 +23,6 @@ from nbkit.rank.comm.gloo_reduce_scatter import method
 from nbkit.rank.comm.operations import COLLECTIVES, SILENT, first_of, num_bytes
 from nbkit.rank.telemetry import collectives
 
-__all__ = [
-    "FOREVER",
-    "Broken",
-    "DelegatingGroup",
-    "fingerprint",
-    "listeners",
-    "live",
-    "registered",
-    "reset_counts",
-    "where",
-]
-
 FOREVER = timedelta(days=365)
 """The time-out of a group whose user asked for none: torch's own 10 or 30 minutes would be a hidden one."""
 

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["method"]
-
 
 class _Summing(dist.Work):
     """Exchanges under way; what they brought is summed once, by whoever first sees that they are done."""

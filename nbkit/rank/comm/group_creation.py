@@ -22,8 +22,6 @@ from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.world import sockets
 
-__all__ = ["install", "nccl_backend", "reform_group", "release", "shut_all"]
-
 _DELEGATED = {"gloo", "nccl"}
 _original: Callable[..., Any] | None = None
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from nbkit.planner.link_speed import Link, Way
 
-__all__ = ["link_of"]
-
 _SMALL, _LARGE = 4 << 10, {"cpu": 2 << 20, "cuda": 32 << 20}
 """Bytes that a rank hands over, of each of the others' parts together."""
 _TIMES = 3

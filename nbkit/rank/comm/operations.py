@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["COLLECTIVES", "SILENT", "first_of", "num_bytes"]
-
 # What each call is called by people, and the position of the argument that this rank contributes (of scatter: gets).
 COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),

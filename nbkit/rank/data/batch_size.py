@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from nbkit.errors import TrainingError
 from nbkit.strategy import Strategy
 
-__all__ = ["Arithmetic"]
-
 
 @dataclass(frozen=True)
 class Arithmetic:

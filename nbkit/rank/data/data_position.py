@@ -8,8 +8,6 @@ from typing import Any
 
 from nbkit.strategy import Strategy
 
-__all__ = ["Feed"]
-
 
 @dataclass(frozen=True)
 class Feed:

@@ -17,8 +17,6 @@ from nbkit.rank.data.batch import fingerprint
 from nbkit.rank.rng.seeding import mixed, seed_step
 from nbkit.wire.cells import ranks_text
 
-__all__ = ["Compared", "alike", "content", "own_draws", "seed"]
-
 _SEED = "seed what makes or splits the data, without the rank: torch.manual_seed(0)"
 
 

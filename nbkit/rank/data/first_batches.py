@@ -21,8 +21,6 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
-__all__ = ["FirstBatches"]
-
 _BATCHES = 4
 
 

@@ -16,8 +16,6 @@ import torch
 from nbkit.rank.data.batch import on_device, pick, rows_of, shapes_of
 from nbkit.rank.loss.output_tensors import leaves
 
-__all__ = ["Sample", "sample_of", "undrawn"]
-
 Collate = Callable[[list[Any]], Any]
 
 _ROWS, _SECONDS = 64, 0.25  # at most; four are read however long they take

@@ -22,8 +22,6 @@ from nbkit.rank.data.batch import Shard, bounds, fingerprint, rows_of
 from nbkit.rank.data.data_rng import Compared, content
 from nbkit.rank.rng.seeding import ITERATED, mixed
 
-__all__ = ["IterableStream", "MapStream", "Stream", "is_map_style", "open_stream", "shards"]
-
 Collate = Callable[[list[Any]], Any]
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from nbkit.rank.loss.row_trial import Measured
 
-__all__ = ["advice"]
-
 _COUNTED = "(loss.sum(), mask.sum())"
 _WHOLE = "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no microbatch_size="
 

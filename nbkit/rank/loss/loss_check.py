@@ -36,8 +36,6 @@ from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.unchanged import unchanged
 
-__all__ = ["coupled"]
-
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
 
 # In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.

@@ -20,8 +20,6 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.proof.graph import gradients
 
-__all__ = ["Defect", "LossAlone", "coarsest", "loss_alone", "shown"]
-
 _GRADIENT, _VALUE = 2e-5, 1e-5  # what the arithmetic of float32 may change, relative to the largest
 _ELEMENTS = 1 << 23  # of all outputs together
 

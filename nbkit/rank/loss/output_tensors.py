@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["leaves", "with_leaves"]
-
 
 def leaves(value: Any) -> dict[str, Tensor]:
     """Path -> tensor of a tree of mappings, tuples, lists and plain objects: "logits", "0", "hidden_states.3".

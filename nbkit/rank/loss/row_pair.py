@@ -12,8 +12,6 @@ from nbkit.rank.loss.mean_over_rows import shown
 from nbkit.rank.loss.row_trial import Measured
 from nbkit.rank.parallel.proof.compare import gap
 
-__all__ = ["RowPair", "apart", "far"]
-
 
 class RowPair:
     """numbers: of the rows; whole: all together; parts: the first half and the second. eps: of the coarsest dtype.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["differing_pairs", "spread_rows", "varying"]
-
 _IGNORED = -100  # of torch's cross_entropy, and of the labels of transformers
 
 

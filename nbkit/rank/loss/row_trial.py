@@ -19,8 +19,6 @@ from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
 
-__all__ = ["Measured", "RowTrial", "disturbed", "kept"]
-
 _AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
 _ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
 

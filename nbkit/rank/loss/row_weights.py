@@ -9,8 +9,6 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 
-__all__ = ["Loss", "weigh"]
-
 Loss = Callable[[Any, Any], Any]
 """(output, target) -> mean, or -> (sum, weight)."""
 

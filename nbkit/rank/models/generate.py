@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
-__all__ = ["generate"]
-
 _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
 
 

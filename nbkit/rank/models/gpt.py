@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from nbkit.errors import UsageError
 
-__all__ = ["GPT", "GPTConfig"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:

@@ -24,8 +24,6 @@ from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
 
-__all__ = ["Pretrained", "from_pretrained", "window"]
-
 _READ_BYTES = 16 << 20
 """Of a larger box, this much is read at a time."""
 

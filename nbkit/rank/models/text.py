@@ -17,8 +17,6 @@ from torch.utils.data import Dataset
 
 from nbkit.errors import TrainingError
 
-__all__ = ["TextDataset", "bigram_bits_per_byte", "bits_per_byte", "stdlib_source"]
-
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 
 

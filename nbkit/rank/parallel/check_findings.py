@@ -17,8 +17,6 @@ from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.plan import folded
 from nbkit.strategy import Strategy
 
-__all__ = ["facts_of", "findings", "warn_of", "warn_of_coupled"]
-
 
 def facts_of(
     model: nn.Module, strategy: Strategy, options: Options, *, batch: int | None = None, world: int | None = None

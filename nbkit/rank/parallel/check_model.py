@@ -38,8 +38,6 @@ from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.strategy import Strategy
 
-__all__ = ["Check", "check"]
-
 _SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters, gradients, optimizer state"}
 
 

@@ -12,8 +12,6 @@ import torch.distributed.distributed_c10d as c10d
 from nbkit.mesh import AXES, Mesh
 from nbkit.rank.comm.background_creation import forming
 
-__all__ = ["Axes", "all_made", "forget", "group_of", "groups_along", "groups_made", "shard_groups"]
-
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["clip", "grad_norm"]
-
 
 @torch.no_grad()
 def grad_norm(

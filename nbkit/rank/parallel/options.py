@@ -16,8 +16,6 @@ from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.strategy import Strategy
 
-__all__ = ["Coupled", "Options", "need_chain", "need_gathers", "need_positionwise", "need_rows", "parts_rows"]
-
 
 @dataclass(frozen=True)
 class Coupled:

@@ -38,8 +38,6 @@ from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Cut", "cut", "parallelize"]
-
 
 @dataclass
 class Cut:

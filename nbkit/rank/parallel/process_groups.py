@@ -13,8 +13,6 @@ from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Connections", "connect", "served"]
-
 
 @dataclass(frozen=True)
 class Connections:

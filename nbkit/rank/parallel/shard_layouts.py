@@ -19,8 +19,6 @@ from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
-__all__ = ["RankLayouts", "ShardLayouts"]
-
 
 @dataclass(frozen=True)
 class RankLayouts:

@@ -24,8 +24,6 @@ from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.strategy import Strategy
 
-__all__ = ["ShardedModel"]
-
 
 @dataclass
 class ShardedModel:

@@ -15,8 +15,6 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.rank.rng.shard_offsets import KINDS, place_of
 
-__all__ = ["coordinates", "dropped", "key_of"]
-
 _WORD = (1 << 64) - 1
 _FIRST, _SECOND, _GOLDEN = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
 _CHUNK = 1 << 20

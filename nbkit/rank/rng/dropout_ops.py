@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 
-__all__ = ["DRAWS", "Draw", "Mask"]
-
 Mask = Callable[[Sequence[int], float], Tensor]
 Draw = Callable[..., Any]
 

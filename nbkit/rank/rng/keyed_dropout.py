@@ -24,8 +24,6 @@ from torch.overrides import TorchFunctionMode
 from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
 from nbkit.rank.rng.dropout_ops import DRAWS, Draw
 
-__all__ = ["KeyedDropout", "again", "keyed", "unfollow"]
-
 
 @dataclass
 class _Call:

@@ -16,8 +16,6 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
-__all__ = ["ITERATED", "SHARED", "Drawn", "build", "mixed", "seed_step", "seeded", "set_seed"]
-
 # In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
 

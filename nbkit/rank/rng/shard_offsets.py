@@ -20,8 +20,6 @@ from types import MappingProxyType
 
 from nbkit.errors import TrainingError
 
-__all__ = ["KINDS", "Present", "extent", "extent_of", "gathered", "place_of", "present", "restored"]
-
 KINDS = ("sequence", "head", "feature")
 
 Present = Mapping[str, tuple[tuple[int, int], ...]]

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from nbkit.errors import TrainingError
 
-__all__ = ["DEFAULT", "check_room"]
-
 DEFAULT = os.environ.get("NBKIT_RUNS") or "runs"
 MAX_BYTES = int(os.environ.get("NBKIT_MAX_DISK") or 0)  # 0: no limit
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["clear_broken_steps"]
-
 
 def clear_broken_steps() -> None:
     """Put every DDP and FSDP2 object of this process between two steps; gradients in flight are lost.

@@ -20,8 +20,6 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.comm.delegating_group import DelegatingGroup, registered
 from nbkit.rank.world import watchdog, world
 
-__all__ = ["Alarm", "Heard"]
-
 _LOOK_SECONDS = 0.05
 _MEET_SECONDS = 300.0  # a rank that computes comes when it next waits for another one
 _MEND_SECONDS = 60.0

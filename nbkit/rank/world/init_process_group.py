@@ -15,8 +15,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
-__all__ = ["DESTROYED", "guard", "init_process_group"]
-
 DESTROYED = "the default process group was destroyed by user code"
 
 init_process_group: Callable[..., None] = c10d.init_process_group

@@ -14,8 +14,6 @@ import torch
 
 from nbkit.errors import UsageError
 
-__all__ = ["Place", "keep_local", "open_listener"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -12,8 +12,6 @@ import stat
 import sys
 from collections.abc import Collection
 
-__all__ = ["inodes", "shut"]
-
 
 def inodes() -> frozenset[int]:
     """Inodes of all sockets this process holds, of any kind. Inodes are not reused while the machine is up."""

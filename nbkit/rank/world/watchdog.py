@@ -19,8 +19,6 @@ import torch.distributed as dist
 from nbkit.rank.comm import background_creation, delegating_group, group_creation
 from nbkit.rank.world import world
 
-__all__ = ["break_out", "dump_on_signal", "main_thread_stack", "wake", "where"]
-
 _ABORT_SECONDS = 2.0
 
 # Frames of the machinery between a user's cell and the interpreter; by folder name, nothing of it is imported here.

@@ -12,8 +12,6 @@ from nbkit.notebook.cluster.launch.gpus import Survey, survey_gpus
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.site_settings import Site
 
-__all__ = ["pins_within"]
-
 
 def pins_within(
     site: Site, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, survey: Survey | None = None

@@ -25,8 +25,6 @@ from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.rng.seeding import set_seed
 
-__all__ = ["BlockCall", "Rules", "block_rules", "refusal"]
-
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
 """What differs by less than `_ROUNDED` may be rounding: at most `_NOISE` times what a nudge of the input changes."""

@@ -32,8 +32,6 @@ from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
 from nbkit.tensor_layout import bounds
 
-__all__ = ["ContextSplit", "Positionwise", "Spread", "context_parallel", "dim_of_positions"]
-
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 

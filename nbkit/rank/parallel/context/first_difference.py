@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.compare import gap
 
-__all__ = ["Trace", "first_difference", "joined"]
-
 _SEEN = 1e-7
 
 

@@ -25,8 +25,6 @@ from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Between", "replaced", "run_between"]
-
 _ROUNDING = 32
 """Times the precision of a dtype: what an operation on fewer positions may round otherwise."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Peers", "Threads"]
-
 
 class Peers:
     """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given."""

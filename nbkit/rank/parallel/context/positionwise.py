@@ -32,8 +32,6 @@ from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 from nbkit.rank.rng.seeding import set_seed
 
-__all__ = ["try_in_parts"]
-
 _SIZES = (3, 2, 5, 7, 4)
 """Numbers of parts to try with; better parts of other lengths, so that what goes by windows shows."""
 

@@ -6,8 +6,6 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 
-__all__ = ["check_attention", "check_mixing"]
-
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from nbkit.tensor_layout import Layout
 
-__all__ = ["DataAxis", "fresh"]
-
 
 class DataAxis:
     """A step: `reset`; for every micro-batch but the last forward, backward, `hold`; forward, `start`, backward,

@@ -16,8 +16,6 @@ from torch import Tensor
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
 from nbkit.rank.parallel.device_mesh import Axes
 
-__all__ = ["InFlight", "Links", "Reduction", "all_gather"]
-
 # torch 2.13 has new names for both, and warns of the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

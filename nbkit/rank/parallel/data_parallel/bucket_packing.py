@@ -16,8 +16,6 @@ from torch import Tensor
 
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Packing"]
-
 
 @dataclass(frozen=True)
 class Packing:

@@ -31,8 +31,6 @@ from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
 
-__all__ = ["data_axis"]
-
 
 def data_axis(
     module: nn.Module,

@@ -20,8 +20,6 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 
-__all__ = ["ALIVE", "Replicas", "broadcast", "broadcast_from_first"]
-
 ALIVE = 2.0
 """What the canary of a finished reduction holds, in any dtype and for any number of ranks."""
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 
-__all__ = ["Bucket", "BucketedAxis", "came_twice", "chunks", "refuse_sparse"]
-
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 

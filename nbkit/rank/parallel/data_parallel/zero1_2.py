@@ -21,8 +21,6 @@ from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.tensor_layout import Layout
 
-__all__ = ["ShardedOptimizer"]
-
 
 class _Bucket(Bucket):
     """Neighbouring parameters of one dtype. grads: this rank's part of the gradient of each, once summed."""

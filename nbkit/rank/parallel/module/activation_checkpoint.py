@@ -22,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.rng.keyed_dropout import again
 
-__all__ = ["recompute"]
-
 
 def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
     """From now on the blocks of these names keep no activations between forward and backward. In place."""

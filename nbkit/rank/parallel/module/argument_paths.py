@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["look", "put"]
-
 _STEP = re.compile(r"\[([^\]]*)\]|\.(\w+)")
 
 

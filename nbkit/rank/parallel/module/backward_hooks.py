@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts
 
-__all__ = ["awaited", "in_backward", "is_nested", "marked"]
-
 
 class _Passage(torch.autograd.Function):
     """Hands tensors on as they are; tells when their gradients come back."""

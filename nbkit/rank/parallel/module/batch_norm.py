@@ -13,8 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.device_mesh import Axes
 
-__all__ = ["CpuSyncBatchNorm", "batch_norms", "check_level", "synchronised"]
-
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Names of every BatchNorm that takes its statistics from the batch."""

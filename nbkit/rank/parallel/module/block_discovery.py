@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["structural_blocks"]
-
 
 def structural_blocks(module: nn.Module) -> list[str]:
     """Names of the blocks that hold parameters, in the order of the module tree; empty when it has no two."""

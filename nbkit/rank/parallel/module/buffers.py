@@ -9,8 +9,6 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.device_mesh import Axes
 
-__all__ = ["check_buffers", "watched"]
-
 
 def watched(model: nn.Module) -> list[str]:
     """Names of the buffers to compare: floating ones that a checkpoint holds. Others are scratch by declaration."""

@@ -19,8 +19,6 @@ from nbkit.rank.parallel.options import Options
 from nbkit.rank.rng.keyed_dropout import keyed
 from nbkit.strategy import Strategy
 
-__all__ = ["compile_blocks", "compiles"]
-
 
 def compiles(options: Options, strategy: Strategy) -> bool:
     """Whether `compile=` was asked for and is sound."""

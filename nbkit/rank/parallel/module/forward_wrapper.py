@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Wrapper", "mark_parts", "marked_parts", "subclass", "unwrap"]
-
 _MARK = "_nbkit_parts_of"
 
 _subclasses: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}

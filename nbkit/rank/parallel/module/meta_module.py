@@ -16,8 +16,6 @@ from torch import nn
 
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, put_aliases, tensors_beside
 
-__all__ = ["copied", "homes", "is_placeholder", "placeholder", "replace", "skeleton_of"]
-
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
     """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["experts_in"]
-
 _ROUTERS = {"gate", "router", "gating", "gate_network", "wg"}
 
 

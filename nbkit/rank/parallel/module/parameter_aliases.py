@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["note_aliases", "put_aliases", "tensors_beside"]
-
 _NOTE = "_nbkit_aliases"
 _OWN = {"_parameters", "_buffers", "_modules", _NOTE}
 _LEAVES = (str, bytes, int, float, complex, bool, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)

@@ -28,8 +28,6 @@ from nbkit.rank.parallel.pipeline.split_backward import Deferred, backward, back
 from nbkit.rank.parallel.pipeline.step_barrier import Barrier
 from nbkit.schedules import Op, Schedule
 
-__all__ = ["Forward", "OnOp", "Pipeline"]
-
 Forward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """(stage, micro, what the stage before returned) -> what the next one gets; of the last stage: (loss, and any more)."""
 

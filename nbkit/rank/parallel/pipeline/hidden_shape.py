@@ -13,8 +13,6 @@ from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.unchanged import unchanged
 
-__all__ = ["hidden_between"]
-
 
 def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> tuple[int, int] | None:
     """(positions, width) of the hidden states, where each block hands one tensor (rows, positions, width) to the next.

@@ -24,8 +24,6 @@ from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.random_draws import Draws
 from nbkit.rank.parallel.proof.unchanged import unchanged
 
-__all__ = ["Chain", "find_chain"]
-
 _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
 
 

@@ -22,8 +22,6 @@ from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.unchanged import unchanged
 
-__all__ = ["measure_costs"]
-
 _APART = 1.4  # pieces that look alike and differ by more than this factor are not
 
 

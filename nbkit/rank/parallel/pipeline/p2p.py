@@ -27,8 +27,6 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, meet
 from nbkit.rank.parallel.pipeline.routing import Message, Routes
 
-__all__ = ["Channels"]
-
 _DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),

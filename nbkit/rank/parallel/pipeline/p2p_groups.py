@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from nbkit.rank.parallel.device_mesh import group_of
 
-__all__ = ["Edges", "edge_groups", "meet"]
-
 Edges = dict[tuple[int, int], dist.ProcessGroup]
 """(sender, receiver), as ranks of the world -> the group that serves this channel only."""
 

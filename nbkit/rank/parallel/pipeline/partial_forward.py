@@ -29,8 +29,6 @@ from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
 
-__all__ = ["Gates"]
-
 
 class _Reached(BaseException):
     """Ends a forward at the entry of a block that another stage holds; no `except Exception` of the model stops it."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from nbkit.schedules import Op
 
-__all__ = ["Message", "Place", "Routes"]
-
 
 class Message(NamedTuple):
     """What an operation of `stage` on micro-batch `micro` needs from a neighbour: activations, or their gradient."""

@@ -23,8 +23,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["Deferred", "backward", "backward_input", "enter"]
-
 
 class _Enter(torch.autograd.Function):
     """Hands tensors on. What comes out may be changed in place, as a block may do with what another one returned."""

@@ -19,8 +19,6 @@ from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.pipeline.partial_forward import Gates
 
-__all__ = ["Staged"]
-
 
 class Staged:
     """`module`, changed in place into the parts of `chain` that one rank runs.

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["Barrier"]
-
 
 class Barrier:
     """Of the ranks of `group`. Per step: `open`, then `meet`; equally often, and with equal tags, on all of them."""

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in, written_by
 
-__all__ = ["Entry", "Flow"]
-
 
 @dataclass(frozen=True)
 class Entry:

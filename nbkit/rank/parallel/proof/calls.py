@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["call_counts", "key_of", "watched"]
-
 _SMALL = 1 << 16
 """Tensors of modules with up to so many elements are compared by their values."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gap", "unlike"]
-
 
 def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
     """The largest difference, relative to the largest value (or to `scale`, if that is more).

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gradients", "nodes_behind"]
-
 
 def gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None

@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SHAPE_ONLY", "Memory", "MemoryUses", "memory_of", "tensors_in", "written_by"]
-
 Memory = StorageWeakRef
 T = TypeVar("T")
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.rank.rng.dropout_ops import DRAWS
 
-__all__ = ["Draws", "DroppingNothing"]
-
 
 class Draws(TorchDispatchMode):
     """Notes every operation that draws random numbers in `found`, a list that several may share.

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["plain_attention", "thaw", "unchanged"]
-
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.tensor_layout import Layout
 
-__all__ = ["copy_part", "fill_state", "fill_weights"]
-
 
 @torch.no_grad()
 def copy_part(target: Tensor, layout: Layout, whole: Tensor) -> None:

@@ -22,17 +22,6 @@ from nbkit.planner.reshard.rank_steps import Step, steps
 from nbkit.planner.reshard.rounds import rounds
 from nbkit.tensor_layout import Layout
 
-__all__ = [
-    "ROUND_BYTES",
-    "Exchange",
-    "State",
-    "buffers_of",
-    "carry_out",
-    "check",
-    "plan_collectively",
-    "room_of",
-]
-
 State = Mapping[str, tuple[Tensor, Layout]]
 """The shards that a rank holds: key -> (its part, which part that is)."""
 

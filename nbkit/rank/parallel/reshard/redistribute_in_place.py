@@ -19,8 +19,6 @@ from nbkit.planner.reshard.rounds import rounds
 from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.parallel.reshard.redistribute import State, buffers_of, carry_out, check, room_of
 
-__all__ = ["IN_PLACE_BYTES", "InPlace", "Memory"]
-
 IN_PLACE_BYTES = 8 << 20
 """A rank sends, receives and begins at most this much in a round: the tensors of it, old and new, want room too."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from nbkit.rank.parallel.reshard.redistribute import State
 
-__all__ = ["Emptying", "Filling", "emptied", "hollow"]
-
 Spaces = dict[int, tuple[torch.UntypedStorage, int]]
 """Address of a storage, which it keeps when its bytes go -> (the storage, the bytes that it is to have)."""
 

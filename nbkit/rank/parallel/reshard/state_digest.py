@@ -22,8 +22,6 @@ from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves, held, uncovered
 from nbkit.tensor_layout import Box, Layout, bounds
 
-__all__ = ["digest", "scratch_bytes", "sums"]
-
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
 """Elements hashed at once. On a CPU what is worked on stays in a core's cache."""
 

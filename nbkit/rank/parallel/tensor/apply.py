@@ -31,8 +31,6 @@ from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, w
 from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
 from nbkit.tensor_layout import Layout
 
-__all__ = ["TensorSplit", "parts_of", "tensor_parallel"]
-
 
 @dataclass(frozen=True)
 class TensorSplit:

@@ -15,8 +15,6 @@ from nbkit.rank.parallel.tensor.column_row_pair import Link
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 from nbkit.rank.rng.shard_offsets import extent, gathered
 
-__all__ = ["Looked", "SplitAttention", "why_not_packed"]
-
 
 def why_not_packed(module: nn.Module) -> str:
     """Why an nn.MultiheadAttention cannot be split by heads; empty when it can."""

@@ -25,8 +25,6 @@ from torch.nn import functional as F
 
 from nbkit.tensor_layout import bounds
 
-__all__ = ["copy_to", "gather_from", "gather_seq", "reduce_from", "reduce_scatter_seq", "split_to"]
-
 # The names changed in torch 2.13; the older ones warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

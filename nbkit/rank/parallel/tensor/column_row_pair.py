@@ -22,8 +22,6 @@ from nbkit.rank.parallel.tensor.sequence_tensor import for_parts
 from nbkit.rank.rng.shard_offsets import Present, _present, extent, extent_of, gathered, present, restored
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Link", "Team", "become", "first_tensor", "mapped"]
-
 
 def become(module: nn.Module, mixin: type, **state: Any) -> None:
     """Let `mixin.forward` run around the forward of `module`, which stays what it is (isinstance, names, hooks)."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from nbkit.tensor_layout import bounds
 
-__all__ = ["split_cross_entropy"]
-
 
 def split_cross_entropy(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, total: int, ignore_index: int, smoothing: float

@@ -29,8 +29,6 @@ from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
 from nbkit.rank.rng.shard_offsets import extent, present, restored
 
-__all__ = ["Column", "Gathered", "Head", "Owner", "Row", "RowCore", "SplitRow", "Vocabulary"]
-
 
 class Column(nn.Module):
     """Around a linear map of which this rank holds some output features."""

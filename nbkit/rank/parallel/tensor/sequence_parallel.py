@@ -24,8 +24,6 @@ from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, positions_
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
 
-__all__ = ["Block", "Chain", "chains", "why_not_split"]
-
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
 _HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positions of the blocks whole"

@@ -26,8 +26,6 @@ from nbkit.rank.parallel.tensor.collectives import copy_to, gather_seq, split_to
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named, whole
 from nbkit.tensor_layout import bounds
 
-__all__ = ["PositionShard", "completed", "for_parts", "give_whole", "positions_of", "sendable"]
-
 
 class PositionShard(InParts):
     """Hidden states (B, T, ...) whose dim 1 is spread over `group`."""

@@ -19,8 +19,6 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.tensor.collectives import gather_from
 from nbkit.tensor_layout import bounds
 
-__all__ = ["InParts", "named", "whole"]
-
 
 class InParts(Tensor):
     """Spread over `group` along the dim `along`.

@@ -11,8 +11,6 @@ from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 
-__all__ = ["agreed", "without"]
-
 Place = tuple[int, str]
 """(id of a module, attribute)."""
 

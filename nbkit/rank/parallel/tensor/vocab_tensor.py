@@ -21,8 +21,6 @@ from nbkit.rank.parallel.tensor.collectives import copy_to
 from nbkit.rank.parallel.tensor.cross_entropy import split_cross_entropy
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named
 
-__all__ = ["VocabShard"]
-
 
 class VocabShard(InParts):
     """Logits whose dim `along` (mostly the last) is spread over `group`."""

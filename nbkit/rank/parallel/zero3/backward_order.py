@@ -8,8 +8,6 @@ from torch import nn
 
 from nbkit.errors import TrainingError
 
-__all__ = ["OutOfOrder", "Tour", "backward_tour", "nested"]
-
 Stop = tuple[bool, int]
 """(whether the unit of this number is gathered; else its gradients are reduced)"""
 

@@ -19,8 +19,6 @@ from nbkit.rank.parallel.zero3.weight_reads import weight_uses
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Uses", "rehearse"]
-
 _ALONE = Links(group=None, ranks=1, index=0, across=None, replica=0)
 _DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__, _DATA_SETTER)  # type: ignore[attr-defined]

@@ -21,8 +21,6 @@ from nbkit.rank.parallel.zero3.backward_order import OutOfOrder, Tour, backward_
 from nbkit.rank.parallel.zero3.module_hooks import weakly
 from nbkit.rank.parallel.zero3.unit import Unit
 
-__all__ = ["GatherOrder"]
-
 
 class GatherOrder:
     """Of `units`, the root first. parents: the number of the unit around each. keep, ahead: see data_axis."""

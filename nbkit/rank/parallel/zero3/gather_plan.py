@@ -27,8 +27,6 @@ from nbkit.rank.parallel.zero3.dry_run import Uses, rehearse
 from nbkit.rank.parallel.zero3.placeholder import used_outside
 from nbkit.rank.parallel.zero3.weight_reads import changed_in_place
 
-__all__ = ["GatherPlan", "plan_gathers"]
-
 _ATTEMPTS = 8
 
 

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from nbkit.rank.parallel.zero3.unit import Unit
 
-__all__ = ["watch", "weakly"]
-
 
 class _Hears(Protocol):
     def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...

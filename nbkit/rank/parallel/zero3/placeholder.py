@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
 
-__all__ = ["NotGathered", "used_outside"]
-
 _HINT = (
     "strategy='zero2', which keeps weights whole; or a batch to see it with beforehand: example=batch of "
     "nbkit.prepare, data that can be indexed of a Trainer"

@@ -21,8 +21,6 @@ from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
 from nbkit.tensor_layout import Layout
 
-__all__ = ["Slot", "Unit", "assigned", "units_of"]
-
 Place = tuple[nn.Module, str]
 
 

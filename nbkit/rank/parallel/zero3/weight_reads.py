@@ -11,8 +11,6 @@ from nbkit.rank.parallel.proof.memory import Memory, MemoryUses, memory_of
 from nbkit.rank.parallel.zero3.placeholder import used_outside
 from nbkit.rank.parallel.zero3.unit import Slot, Unit
 
-__all__ = ["changed_in_place", "refuse_use", "weight_uses"]
-
 Report = Callable[[Unit, Slot, str, bool], None]
 """(unit, parameter of it, operation, whether the operation changes it)"""
 

@@ -22,8 +22,6 @@ from nbkit.rank.parallel.zero3.unit import Unit, units_of
 from nbkit.rank.parallel.zero3.weight_reads import refuse_use, weight_uses
 from nbkit.tensor_layout import Layout
 
-__all__ = ["ShardedParameters"]
-
 
 class ShardedParameters(GatherOrder, DataAxis):
     """Zero 3 of `module`, a skeleton; see data_axis. Outside of forward and backward the module shows the shards."""

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-__all__ = ["DETACHED"]
-
 DETACHED: ContextVar[bool] = ContextVar("detached", default=False)

@@ -17,8 +17,6 @@ from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.parallel.tensor.ties import agreed, without
 
-__all__ = ["candidates", "plan_of"]
-
 _IN_PAIRS = ("colwise", "packed", "rowwise")
 
 

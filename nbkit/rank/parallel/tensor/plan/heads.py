@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Heads", "counts_heads", "heads_of", "shrink"]
-
 _HEADS = {"heads", "num_heads", "n_heads", "n_head", "nhead", "nheads", "num_head", "num_attention_heads"}
 _HEADS |= {"n_local_heads", "num_q_heads", "num_query_heads", "q_heads", "n_q_heads", "head_count", "head_num"}
 _KV_HEADS = {"kv_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads", "n_local_kv_heads"}

@@ -16,8 +16,6 @@ from nbkit.rank.parallel.tensor.plan.heads import Heads, heads_of
 from nbkit.rank.parallel.tensor.plan.linear_types import core, is_linear, is_lora, is_packed_attention, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
-__all__ = ["POINTWISE", "infer_pairs", "infer_vocabulary"]
-
 _TRIPLES = [
     tuple(form.format(letter) for letter in letters)
     for letters in (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"))

@@ -13,8 +13,6 @@ from nbkit.rank.parallel.tensor.plan.infer_plan import POINTWISE
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
-__all__ = ["known_block", "known_pair", "known_path"]
-
 _OURS = "nbkit.rank.models.gpt"
 _HUGGING_FACE = {"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "falcon", "bert", "roberta", "vit"}
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

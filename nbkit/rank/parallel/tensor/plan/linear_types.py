@@ -9,8 +9,6 @@ from torch import nn
 
 from nbkit.tensor_layout import bounds
 
-__all__ = ["adapters", "core", "feature_dims", "is_linear", "is_lora", "is_packed_attention", "ranges_of", "sizes"]
-
 
 def _is_plain(module: Any) -> bool:
     # By their forward: a subclass that computes something else is no linear map.

@@ -15,8 +15,6 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 
-__all__ = ["ROLES", "Pair", "TensorPlan", "folded", "matches", "roles_of_hf"]
-
 ROLES = {
     "colwise": "output features split, first of a pair",
     "packed": "as colwise, for query, key and value (or gate and up) behind one another in one matrix",

@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 from nbkit.rank.parallel.proof.calls import key_of
 from nbkit.rank.parallel.tensor.proof.capture import Call, Given
 
-__all__ = ["kind_of"]
-
 
 def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: Call) -> Hashable:
     """Equal for two calls of which one tells all about the other. reads: path within -> attributes that are read."""

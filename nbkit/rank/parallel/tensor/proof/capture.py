@@ -25,8 +25,6 @@ from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, writ
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 
-__all__ = ["Call", "Capture", "Given"]
-
 
 @dataclass(frozen=True)
 class Given:

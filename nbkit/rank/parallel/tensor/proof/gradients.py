@@ -21,8 +21,6 @@ from nbkit.rank.parallel.proof.compare import unlike
 from nbkit.rank.parallel.proof.graph import gradients, nodes_behind
 from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run
 
-__all__ = ["Gradients"]
-
 Leaf = tuple[str, int | str, int]
 """(what, number of the point or of the input or name of the parameter, number among its leaves)."""
 

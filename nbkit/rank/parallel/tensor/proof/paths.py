@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
-__all__ = ["inside", "relative", "relative_path", "under"]
-
 
 def inside(path: str, above: str) -> bool:
     """Whether `path` is the module at `above`, or within it."""

@@ -32,8 +32,6 @@ from nbkit.rank.parallel.tensor.proof.twin import Unit
 from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
 
-__all__ = ["prove"]
-
 _LARGE = 1 << 26
 """A module with more parameters than this beside its maps is run with those of the model, in their own dtype; one that
 is given a quarter as many numbers in float32."""

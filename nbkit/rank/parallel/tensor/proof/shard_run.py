@@ -30,8 +30,6 @@ from nbkit.rank.parallel.tensor.proof.twin import Answers, Unit, twin_of
 from nbkit.rank.rng.seeding import set_seed
 from nbkit.tensor_layout import bounds
 
-__all__ = ["Differs", "Point", "Run"]
-
 
 class Differs(Exception):
     """A part does not fit the whole. keys: row maps of the pairs that are to blame."""

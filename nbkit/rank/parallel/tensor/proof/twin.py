@@ -17,9 +17,6 @@ from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ran
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
 
-__all__ = ["Answers", "Unit", "twin_of"]
-
-
 Answers = Mapping[str, Callable[..., Any]]
 """Who answers for the maps of a twin, given the path from the twin and then what the map is called with: "column" and
 "row" give its output, "packed" that of an nn.MultiheadAttention, "attention" the (args, kwargs) to go on with."""
