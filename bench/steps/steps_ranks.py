@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import nbkit
 from bench.rigs.jobs import config, data, trainer
 from bench.rigs.torch_pieces import step_of
-from bench.steps.paced import Paced
+from bench.steps.step_seconds import Paced
 from nbkit.strategy import Strategy
 
 ROWS = 64  # of the data set, in batches

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from bench.settings import Settings
-from bench.switch.switch_worker import holdings, strategies
+from bench.switch.switch_bytes_ranks import shards_held, strategies
 from bench.table import Row, skipped
 
 RANKS = (4, 8)
@@ -42,7 +42,7 @@ def _measured(settings: Settings, ranks: int, width: int) -> Measured:
     out = settings.folder / f"switch-{ranks}.json"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bench.switch.switch_worker", str(port)]
+    command = [sys.executable, "-m", "bench.switch.switch_bytes_ranks", str(port)]
     started = [
         subprocess.Popen([*command, str(rank), str(ranks), str(width), str(LAYERS), str(out)]) for rank in range(ranks)
     ]
@@ -67,7 +67,7 @@ def _bounds(ranks: int, width: int) -> dict[tuple[str, str], int]:
             flags[box.slices] = False
         return int(np.count_nonzero(flags)) * 4
 
-    every = {name: holdings(mesh, zero, width, LAYERS) for name, (mesh, zero) in strategies(ranks).items()}
+    every = {name: shards_held(mesh, zero, width, LAYERS) for name, (mesh, zero) in strategies(ranks).items()}
     return {
         (old, new): sum(
             lacking(before.get(key), layout)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from bench.rigs.jobs import config, trainer
 from bench.rigs.loopback import measured
-from bench.switch.stored import stored
+from bench.switch.dcp_shards import stored
 from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import Stopped
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from bench.rigs.jobs import config, trainer
-from bench.steps.paced import Paced
+from bench.steps.step_seconds import Paced
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.session import Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter

@@ -21,7 +21,7 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
-from nbkit.rank.train.step.optimizer import OptimizerHandle
+from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.switch.pending_switch import PendingSwitch

@@ -5,7 +5,7 @@ Context parallelism is right for such models alone, and which they are cannot be
 
 1. the model runs whole on an example; what goes into each block and comes out of it is kept;
 2. each block runs on all positions and on parts of them, forward and backward: see block_proof;
-3. the model runs on each part, its blocks replaced by what they gave: see model_proof.
+3. the model runs on each part, its blocks replaced by what they gave: see between_blocks_proof.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
+from nbkit.rank.parallel.context.between_blocks_proof import Between, replaced, run_between
 from nbkit.rank.parallel.context.block_proof import BlockCall, block_rules, refusal
 from nbkit.rank.parallel.context.context_parallel import Positionwise
-from nbkit.rank.parallel.context.model_proof import Between, replaced, run_between
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.proof.calls import key_of

@@ -1,6 +1,6 @@
 """One rank of `switch_bytes`: holds a transformer's state under one strategy after the other, and exchanges it.
 
-python -m bench.switch.switch_worker PORT RANK RANKS WIDTH LAYERS OUT
+python -m bench.switch.switch_bytes_ranks PORT RANK RANKS WIDTH LAYERS OUT
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def layout(shape: tuple[int, ...], dim: int | None, tp: tuple[int, int], shard: 
     return cut.part(0, shard[1], shard[0])
 
 
-def holdings(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]:
+def shards_held(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]:
     """What each rank holds: weights and AdamW's two moments."""
     found: list[Holding] = []
     for rank in range(mesh.size):
@@ -107,7 +107,7 @@ def filled(holding: Holding, numbers: dict[str, int]) -> dict[str, tuple[Tensor,
 def main(port: int, rank: int, ranks: int, width: int, layers: int, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    every = {name: holdings(mesh, zero, width, layers) for name, (mesh, zero) in strategies(ranks).items()}
+    every = {name: shards_held(mesh, zero, width, layers) for name, (mesh, zero) in strategies(ranks).items()}
     sizes = dict.fromkeys((key for holding in every["ddp"] for key in holding), 4)
     numbers = {key: number for number, key in enumerate(sorted(sizes))}
     pairs = [(old, new) for old in every for new in every if old != new]
