@@ -1,4 +1,4 @@
-"""What a run of the benchmarks is told: how many rounds, on how many ranks, and which peers may run."""
+"""Settings of a run of the benchmarks: how many rounds, on how many ranks, and which peers may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user picks: how a job is spread over the ranks.
+"""A strategy, as the user writes it: how a job is spread over the ranks.
 
 One spelling everywhere (magic, panel, Python, logs): an optional preset, then key=value, separated by spaces.
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, in whole numbers: no torch, so that plans and pictures can use it too.
+"""Layouts: the part of a tensor that a rank holds, in whole numbers. No torch: plans and pictures use them too.
 
 A rank's tensor is made of pieces, each a box of the local tensor that is a box of the global one. Mostly one piece;
 a packed projection split over ranks (query, key and value in one matrix) has one for each of the packed parts.

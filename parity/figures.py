@@ -1,4 +1,4 @@
-"""How far what the ranks hold is from the truth, and how far it may be."""
+"""The distance of what the ranks hold from the truth, and how large it may be."""
 
 from __future__ import annotations
 

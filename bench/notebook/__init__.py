@@ -1,1 +1,1 @@
-"""What a user of a notebook waits for: cells, output, start, transfer, recovery, a click, the dashboard."""
+"""Waits of a notebook user, measured: cells, output, start, transfer, recovery, a click, the dashboard."""

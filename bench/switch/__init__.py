@@ -1,1 +1,1 @@
-"""What a change of strategy costs: seconds, bytes, memory, and what was foretold of it."""
+"""Benchmarks of a switch: seconds, bytes, memory, and how well they were predicted."""

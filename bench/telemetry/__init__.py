@@ -1,1 +1,1 @@
-"""What telemetry costs, and whether what it says is true."""
+"""Benchmarks of telemetry: its cost, and whether what it says is true."""

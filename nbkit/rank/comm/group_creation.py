@@ -1,4 +1,4 @@
-"""How a process group comes to be: torch makes it, we put a delegating one in its place, in all of torch's tables.
+"""Creates process groups: torch makes one, and a delegating one takes its place in all of torch's tables.
 
 `install()` once per process, before user code. From then on init_process_group, new_group (also with an explicit
 backend), DeviceMesh and split_group give delegating groups for gloo and nccl; other backends pass untouched.

@@ -1,1 +1,1 @@
-"""What a training reads: batches, their sizes, and the position in the data."""
+"""Data of a training: batches, their sizes, and the position in the data."""

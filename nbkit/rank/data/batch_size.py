@@ -1,4 +1,4 @@
-"""How a global batch is cut: `global 64 = micro 8 x accum 2 x dp 4`. It never changes by itself."""
+"""Cuts a global batch: `global 64 = micro 8 x accum 2 x dp 4`. It never changes by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job's batches come from, as the job needs to know it: without a Trainer it need not know anything."""
+"""The feed of a job: the little that it has to know of where its batches come from; without a Trainer nothing."""
 
 from __future__ import annotations
 

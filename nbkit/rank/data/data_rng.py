@@ -1,4 +1,4 @@
-"""What is drawn when data is read, by torch, numpy and Python: again alike; and whether ranks hold the same data."""
+"""Random numbers that are drawn when data is read, by torch, numpy and Python; and a check of equal data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches come from: an endless stream of this rank's shards, whose position is a small value.
+"""Endless streams of this rank's shards of the batches, whose position is a small value.
 
 Map-style data: epoch e is `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches;
 a rank fetches its own rows alone. Iterable data: every rank iterates the same stream and keeps its rows. Either

@@ -1,4 +1,4 @@
-"""What a user may ask for beside the strategy, and what was found out about the model; the same for every strategy."""
+"""The options of a job beside its strategy, and the facts about its model: the same for every strategy."""
 
 from __future__ import annotations
 

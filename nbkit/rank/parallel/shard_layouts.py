@@ -1,4 +1,4 @@
-"""What every rank would hold under a strategy, without building it: layouts alone, on one rank, sending nothing.
+"""The layouts that every rank would hold under a strategy, found on one rank: nothing is built or sent.
 
 The same functions decide here and where a sharded model is built: stages by `partition`, parts by the tensor plan,
 shards by `Layout.part`. A sharded model that is built holds what is said here (the tests compare them).

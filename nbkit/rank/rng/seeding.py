@@ -1,4 +1,4 @@
-"""Where a job's random numbers come from: (seed, step, rank), so that a step repeats whatever came before it."""
+"""Seeds a job's random numbers by (seed, step, rank), so that a step repeats whatever came before it."""
 
 from __future__ import annotations
 

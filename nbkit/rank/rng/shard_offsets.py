@@ -1,4 +1,4 @@
-"""Which part of a logical tensor a forward pass works on: known to whoever draws or masks inside it.
+"""The part of a logical tensor that a forward pass works on, for whoever draws or masks inside it.
 
 A strategy that gives a rank a part of the positions, heads or features says so around the code that works on the
 part; dropout then draws the slice of the mask that the whole tensor would have got. Kinds, and where they lie:

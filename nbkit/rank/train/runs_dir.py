@@ -1,4 +1,4 @@
-"""Where runs are recorded unless log_dir= says otherwise, and how much may lie there: `runs`, `max_disk` of nbkit.toml.
+"""The directory of runs without log_dir=, and how much may lie there: `runs` and `max_disk` of nbkit.toml.
 
 A cluster hands both to its ranks in their environment, so that they are there before anything is imported.
 """

@@ -1,4 +1,4 @@
-"""What a step that was broken off leaves in the user's DDP and FSDP2 objects, and how it is cleared.
+"""Clears what a step that was broken off leaves in the user's DDP and FSDP2 objects.
 
 An exception in the middle of backward leaves a DDP reducer waiting for gradients that never come, and FSDP2
 modules unsharded with gathers in flight. Their own torch says so and stops; after a new generation they train on.

@@ -1,4 +1,4 @@
-"""What user code meets when it calls init_process_group and destroy_process_group on a rank that is in a world.
+"""Makes init_process_group and destroy_process_group harmless on a rank that is in a world.
 
 A second init is harmless; after a destroy it joins the current generation again. So code written for torchrun,
 which does both by itself, runs in a cell as it is.

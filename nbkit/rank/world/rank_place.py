@@ -1,4 +1,4 @@
-"""Where a process stands in the world, and the network it may use."""
+"""The place of a process in the world, and the network that it may use."""
 
 from __future__ import annotations
 

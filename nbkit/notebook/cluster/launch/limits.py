@@ -1,4 +1,4 @@
-"""How much of a machine one user's clusters may take together: see nbkit.notebook.cluster.site_settings."""
+"""Limits of what one user's clusters may take of a machine together: see nbkit.notebook.cluster.site_settings."""
 
 from __future__ import annotations
 

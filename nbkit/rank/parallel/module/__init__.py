@@ -1,1 +1,1 @@
-"""What every strategy asks of a user's module: its blocks, its shapes without memory, wrappers around its forward."""
+"""Tools for a user's module under any strategy: its blocks, its shapes without memory, wrappers of its forward."""

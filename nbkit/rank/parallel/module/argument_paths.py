@@ -1,4 +1,4 @@
-"""Where a tensor is among the arguments of a call, as torch's pytrees write it: "[0][0]", "[1]['mask']", "[0][2].x".
+"""Paths of tensors among the arguments of a call, as torch's pytrees write them: "[0][0]", "[1]['mask']", "[0][2].x".
 
 Read and written by hand: flattening all arguments by name takes tens of microseconds, in every step.
 """

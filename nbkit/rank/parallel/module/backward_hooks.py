@@ -1,4 +1,4 @@
-"""Where a backward pass enters a module and where it leaves it.
+"""Hooks where a backward pass enters a module and where it leaves it.
 
 It needs the parameters from when it comes to any output until the gradients of all inputs are made.
 """

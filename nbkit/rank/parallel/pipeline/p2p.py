@@ -1,4 +1,4 @@
-"""What the stages of a pipeline hand each other: activations one way, their gradients the other.
+"""Sends and receives between the stages of a pipeline: activations one way, their gradients the other.
 
 On the wire, per micro-batch and boundary between two ranks: the tensors that the stage returns, and the gradient of
 each that needs one. The first time that a micro-batch of a new shape passes a boundary, a header with shapes and dtypes

@@ -1,4 +1,4 @@
-"""Which message of a pipeline goes where: read off the lists of operations of all ranks, the same on every rank."""
+"""The route of each message of a pipeline, read from the lists of operations: the same on every rank."""
 
 from __future__ import annotations
 

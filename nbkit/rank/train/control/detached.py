@@ -1,4 +1,4 @@
-"""Whether the cell that runs on this rank is detached, so that nobody may be there when it ends: the bridge says so."""
+"""A flag: the cell that runs on this rank is detached, and nobody may be there when it ends. The bridge sets it."""
 
 from __future__ import annotations
 

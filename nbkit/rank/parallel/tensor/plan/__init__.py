@@ -1,1 +1,1 @@
-"""Which modules of a model are split over the tensor axis, and how: said by a plan, or found in the module tree."""
+"""Tensor plans: the modules that are split over the tensor axis, and how; given, or found in the module tree."""

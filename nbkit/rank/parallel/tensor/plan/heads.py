@@ -1,4 +1,4 @@
-"""How many heads an attention has, where it says so, and what it must say when it holds a part of them."""
+"""The number of heads of an attention, the attributes that say it, and their values for a part of the heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the module tree shows: attentions, pairs of an MLP, the embedding and the head of the vocabulary.
+"""Finds a tensor plan in the module tree: attentions, pairs of an MLP, embedding and head of the vocabulary.
 
 By names that people use and by shapes that fit. Where names and shapes leave a doubt that no error would settle later
 (a packed matrix of which nobody says how it is packed), it takes the way that is always right and says so.
