@@ -14,7 +14,7 @@ from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged, t
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "03_read_the_dashboard.ipynb"
 # A delay that stands out on a busy machine.
-SMALL = 'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SLEEP = 7, 0.2'
+SMALL = 'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SLEEP = 7, 0.4'
 # Two of them are wrong: the second forgets the backward pass, the fourth the weights.
 GUESSES = {"slow-rank": "None", "micro-batch": "2", "bubble": "None", "staircase": "0.5", "traffic": "2"}
 

@@ -21,6 +21,7 @@ from nbkit.rank.telemetry.step_breakdown import traffic_of
 from nbkit.rank.world.world import World
 from nbkit.records import readings, record_file, records
 from nbkit.records.events import Checkpointed, RunStarted, RunStopped, StepDone
+from nbkit.records.late_ranks import late_rank
 from nbkit.records.run_advice import reading
 
 N = 3
@@ -115,14 +116,14 @@ def test_a_slow_loader_on_every_rank_is_data(written: dict[int, list[records.Rec
     found = bars_of(written, LOADER)
 
     assert [bar.data for bar in found] == [near(DELAY)] * N
-    assert readings.late_rank(found, at_least=0.3) is None
+    assert late_rank(found, at_least=0.3) is None
     assert "of the step is waiting for data: try more loader workers" in reading(found)
 
 
 def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[int, list[records.Record]]) -> None:
     for kind, rank, cause in ((LATE_COMPUTE, 1, "compute"), (LATE_LOADER, 2, "data")):
         found = bars_of(written, kind)
-        late = readings.late_rank(found)
+        late = late_rank(found)
 
         assert late is not None and (late.rank, late.cause) == (rank, cause)
         assert late.seconds == near(DELAY)
@@ -131,7 +132,7 @@ def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[i
         assert found[rank].waiting < 0.4 * DELAY
         assert f"for rank {rank}" in reading(found)
         # Within three steps.
-        first = readings.late_rank(readings.usual_bars(steps_of(written, kind)[:3], members(written)))
+        first = late_rank(readings.usual_bars(steps_of(written, kind)[:3], members(written)))
         assert first is not None and first.rank == rank
 
 
