@@ -239,7 +239,8 @@ def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
         (before,) = found.pop("before")
         assert len(found) == 3
         for stage, (after, _) in found.items():
-            assert after <= before + 1000, stage
+            # Of the smallest tensor that a switch moves, the first bias, a rank holds 8 kB; a step's numbers are 3 kB.
+            assert after <= before + 5000, stage
 
 
 def leaves_them_all(world: Any) -> list[str]:
