@@ -303,7 +303,9 @@ def test_a_training_of_long_steps_stops_at_a_boundary_and_not_within_a_step(two:
 
 
 def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two: Cluster, shown: Shown) -> None:
-    handle = slow_training(two, naps="60, 1.2")
+    patience = "from nbkit.rank.train.control import step_boundary; step_boundary.LEAST_PATIENCE = "
+    two.run(f"{patience}600")  # without the second press nobody is interrupted before the test times out
+    handle = slow_training(two, naps="600, 1.2")
     time.sleep(1.5)
     first = threading.Thread(target=handle.stop, daemon=True)
     first.start()
@@ -314,3 +316,4 @@ def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two:
     assert handle.status == "interrupted"
     assert "The training is interrupted within its step." in shown
     assert two.connection.deaths == {}
+    two.run(f"{patience}1.5")
