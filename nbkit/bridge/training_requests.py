@@ -133,7 +133,7 @@ class Controls:
             self._table, self._stamp, self._timed = strategy_table.table(job), stamp, timed
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
-            # A switch may have replaced the side under way: the next look tries again.
+            # A switch may have replaced the sharded model meanwhile: the next look tries again.
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
 
     def _tell(self, control: Control, owner: Any, *, result: Any = None, error: BaseException | None = None) -> None:
