@@ -26,7 +26,7 @@ def _off(cells: Sequence[Cell], num_ranks: int) -> list[str]:
     ranks = run_ranks(trained, num_ranks, cells, timeout=240)
     off = []
     for i, cell in enumerate(cells):
-        bars = bars_of_bf16(cell) if "bf16" in cell.extras else BARS[cell.dtype]
+        bars = bars_of_bf16(cell, fewer=True) if "bf16" in cell.extras else BARS[cell.dtype]
         figures = compared([rank[i] for rank in ranks], known[cell.truth])
         if missed := figures.missed(bars):
             off.append(f"{cell}: {missed} {figures}")
