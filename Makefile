@@ -7,9 +7,10 @@ BIN := .venv/bin
 READY := .venv/.installed
 T ?=
 P ?=
+Z ?=
 L ?=
 
-.PHONY: help demo test lab lessons bench parity planted check clean
+.PHONY: help demo test lab lessons bench parity planted zoo check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +21,7 @@ help:
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
+	@echo "make zoo     train 47 architectures under every strategy: equal to one process, or refused: about 15 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -48,6 +50,10 @@ parity: $(READY)
 
 planted: $(READY)
 	@$(BIN)/python -m parity --planted
+
+# All of it is stored; a part only printed:  make zoo Z="gpt2 tp"
+zoo: $(READY)
+	@$(BIN)/python -m zoo $(if $(Z),$(Z),--out zoo/results.md)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from multiprocessing import parent_process
@@ -47,17 +47,19 @@ def _truths(rank: int, cells: Sequence[Cell]) -> dict[Cell, Truth]:
     return {cell: truth(cell) for cell in cells}
 
 
-def in_lanes(cells: Sequence[Cell], lanes: int = 2) -> Iterator[Result]:
+def in_lanes(
+    cells: Sequence[Any], lanes: int = 2, *, train: Callable[[Any], Any] = ours, patience: int = 600
+) -> Iterator[Any]:
     """`results` of all `cells`, in several sets of ranks at a time: while one waits for messages another computes.
 
     Cells of few ranks come first.
     """
     found: SimpleQueue[Result | BaseException | None] = SimpleQueue()
 
-    def work(some: Sequence[Cell]) -> None:
+    def work(some: Sequence[Any]) -> None:
         try:
             for _, alike in groupby(some, key=lambda cell: cell.ranks):
-                for result in results(list(alike)):
+                for result in results(list(alike), train=train, patience=patience):
                     found.put(result)
             found.put(None)
         except BaseException as error:
@@ -75,18 +77,20 @@ def in_lanes(cells: Sequence[Cell], lanes: int = 2) -> Iterator[Result]:
             yield result
 
 
-def results(cells: Sequence[Cell], *, patience: int = 600) -> Iterator[Result]:
+def results(
+    cells: Sequence[Any], *, train: Callable[[Any], Any] = ours, patience: int = 600
+) -> Iterator[tuple[Any, list[Any] | str]]:
     """The result of each of `cells`, which need the same number of ranks, as soon as it is there.
 
-    A cell that is refused, that breaks the ranks or does not end takes no other with it. patience: seconds that one
-    may take.
+    A cell that is refused, that breaks the ranks or does not end takes no other with it. train: what each rank does
+    with a cell. patience: seconds that one may take.
     """
     todo = list(cells)
     while todo:
         timeout = 60 + patience * len(todo)
         with tempfile.TemporaryDirectory(prefix="nbkit-parity-") as name, ThreadPoolExecutor(1) as pool:
             folder, done = Path(name), 0
-            running = pool.submit(run_ranks, _noted, todo[0].ranks, todo, folder, patience, timeout=timeout)
+            running = pool.submit(run_ranks, _noted, todo[0].ranks, todo, train, folder, patience, timeout=timeout)
             for number, cell in enumerate(todo):
                 files = [folder / f"{number}.{rank}" for rank in range(cell.ranks)]
                 while not all(file.exists() for file in files) and not running.done():
@@ -105,7 +109,7 @@ def results(cells: Sequence[Cell], *, patience: int = 600) -> Iterator[Result]:
         todo = todo[done + 1 :]
 
 
-def _noted(world: Any, cells: Sequence[Cell], folder: Path, patience: int) -> None:
+def _noted(world: Any, cells: Sequence[Any], train: Callable[[Any], Any], folder: Path, patience: int) -> None:
     for number, cell in enumerate(cells):
         if (parent := parent_process()) is not None and not parent.is_alive():
             return  # whoever asked has been killed
@@ -113,7 +117,7 @@ def _noted(world: Any, cells: Sequence[Cell], folder: Path, patience: int) -> No
         signal.alarm(patience)
         dist.barrier()  # who breaks in this one takes no rank along that is still at the last one
         try:
-            found: Outcome | str = ours(cell)
+            found = train(cell)
         except NbkitError as error:  # the same on every rank, which go on
             found = f"refused: {type(error).__name__}: {error}"
         written = folder / f"{number}.{world.place.rank}.part"
