@@ -18,6 +18,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from nbkit.errors import StrategyError
+from nbkit.rank.loss.row_weights import Weighed
 from nbkit.rank.parallel import grad_norm
 from nbkit.rank.parallel.context.context_parallel import _Attention
 from nbkit.rank.parallel.data_parallel import bucket_collectives
@@ -114,9 +115,9 @@ def _without(what: str) -> Callable[[Any], Any]:
 
 
 def _mean_of_means(weigh: Any) -> Any:
-    def wrong(result: Any, rows: int) -> tuple[Tensor, Tensor, bool]:
-        value, weight, weighted = weigh(result, rows)
-        return value / weight, torch.ones(()), weighted
+    def wrong(result: Any, rows: int, targets: Any = None) -> Weighed:
+        right = weigh(result, rows)
+        return Weighed(right.value / right.weight, torch.ones(()), right.summed)
 
     return wrong
 

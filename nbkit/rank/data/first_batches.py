@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from nbkit.rank.data.batch import Shard, call
 from nbkit.rank.data.sample_rows import Sample, undrawn
-from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.loss_check import Examined, examine
 from nbkit.rank.loss.row_selection import varying
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 _BATCHES = 4
@@ -43,8 +42,11 @@ class FirstBatches:
         self._begun: int | None = None
         self._varied: frozenset[int] = frozenset()
 
-    def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Coupled | None:
-        """What couples the rows of the batch of `step`, the same on every rank. Collective in the first steps."""
+    def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
+        """What is found out about the batch of `step`, the same on every rank; None where it is not looked at.
+
+        Collective in the first steps.
+        """
         # Counted by the steps that were made: they are the same on ranks of which one was interrupted.
         self._begun = step if self._begun is None else self._begun
         if not 0 <= step - self._begun < _BATCHES or shard.everything is None or not self._parted:
@@ -58,7 +60,7 @@ class FirstBatches:
         if self._rank == 0 and sample is not None:
             told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self._begun == step
             self._varied |= varied
-        found: Coupled | None = self._of_first([self._found(sharded_model, sample)]) if self._of_first(told) else None
+        found: Examined | None = self._of_first([self._found(sharded_model, sample)]) if self._of_first(told) else None
         return found
 
     def _of_first(self, told: list[Any]) -> Any:
@@ -73,7 +75,7 @@ class FirstBatches:
             return sample if sample is not None and sample.rows else None
         return None
 
-    def _found(self, sharded_model: ShardedModel, sample: Sample | None) -> Coupled | None:
+    def _found(self, sharded_model: ShardedModel, sample: Sample | None) -> Examined | None:
         whole = sharded_model.strategy.tp == 1 and sharded_model.strategy.zero < 3
 
         def run(value: Any) -> Any:
@@ -83,4 +85,4 @@ class FirstBatches:
         if sample is None or (whole and self._rank):
             return None
         with undrawn():
-            return coupled(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole)
+            return examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole)

@@ -5,6 +5,9 @@ for (sum, weight), of models that give for each row what they give for it alone.
 mean over the tokens that a mask leaves weighs rows by their length; experts that choose their tokens let rows compete.
 All would train, and train something else.
 
+A mean cross entropy over the targets that count is tried first as what it is: as a sum, which parts of a batch divide
+by the number of all of them (see counted_targets.py). It is taken so only if it is found to add up.
+
 Two things are looked at. The loss function by itself, on outputs of the model (see mean_over_rows.py): precise, and it
 names the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the
 model. How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_advice import advice
 from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, coarsest, loss_alone
 from nbkit.rank.loss.output_tensors import leaves
@@ -41,10 +45,28 @@ _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model 
 # In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.
 _WAYS = ((True, True), (True, False), (False, True), (False, False))
 
-_UNKNOWN = Coupled("", "", "")
+
+@dataclass(frozen=True)
+class Examined:
+    """coupled: what couples the rows of a batch; None where nothing does, or where that cannot be told.
+
+    counted: the loss weighs the targets that count, proven; None where it weighs rows.
+    """
+
+    coupled: Coupled | None = None
+    counted: Counted | None = None
 
 
-def coupled(
+@dataclass(frozen=True)
+class _Verdict:
+    """known: another look would tell no more. proven: the loss was seen to add up over rows."""
+
+    coupled: Coupled | None = None
+    known: bool = True
+    proven: bool = False
+
+
+def examine(
     module: nn.Module,
     run: Callable[[Any], Any],
     loss: Loss | None,
@@ -52,8 +74,8 @@ def coupled(
     inputs: Sequence[str] | None,
     *,
     whole: bool = True,
-) -> Coupled | None:
-    """What couples the rows of a batch; None where nothing does, or where that cannot be told.
+) -> Examined:
+    """What couples the rows of a batch, and what the loss weighs.
 
     run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
     and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward.
@@ -65,11 +87,23 @@ def coupled(
             with suppress(Exception), ExitStack() as around:
                 around.enter_context(kept(module, training=training))
                 around.enter_context(disturbed(module) if moved else nullcontext())
-                trial = RowTrial(module, run, loss or _linear, inputs, training, whole)
                 last = (training, moved) == _WAYS[-1]
-                found = _Look(trial, sample, loss is None).verdict(last) if sample.rows > 1 else None
-                if found is not _UNKNOWN:
-                    return found
+                for counting in (True, False) if loss is not None else (False,):
+                    trial = RowTrial(module, run, loss or _linear, inputs, training, whole, counting)
+                    seen = _verdict(trial, sample, loss is None, last)
+                    if seen is None:
+                        continue
+                    if trial.counted is None or seen.proven:
+                        if seen.known:
+                            return Examined(seen.coupled, trial.counted)
+                        break
+    return Examined()
+
+
+def _verdict(trial: RowTrial, sample: Sample, model_alone: bool, last: bool) -> _Verdict | None:
+    """None where the model or the loss could not be run."""
+    with suppress(Exception):
+        return _Look(trial, sample, model_alone).verdict(last) if sample.rows > 1 else _Verdict()
     return None
 
 
@@ -94,35 +128,37 @@ class _Look:
     sample: Sample
     model_alone: bool
 
-    def verdict(self, last: bool) -> Coupled | None:
-        """_UNKNOWN where the model draws random numbers, or gives no finite loss, so that another look may tell.
+    def verdict(self, last: bool) -> _Verdict:
+        """Not known where the model draws random numbers, or gives no finite loss, so that another look may tell.
 
         last: there is no other; then the loss is looked at alone.
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
         first = self._pair(pairs[0])
         if first is None or not (first.repeats or last):
-            return _UNKNOWN
+            return _Verdict(known=False)
         alone = None if self.model_alone else self._loss_alone(first)
         used = first.lengths.keys() if alone is None else alone.used
         # A loss that takes what is no row's own, such as a loss from inside the model, is told by running that alone.
         outside = alone is not None and alone.used <= first.lengths.keys() | first.whole.auxiliary.keys()
         if outside and alone is not None and alone.defect is not None:
-            return self._by_loss(alone.defect, first)
+            return _Verdict(self._by_loss(alone.defect, first))
         # Running statistics, by which rows would see each other here, are compared over the ranks in the first step.
         if not first.repeats or self._statistics() != before:
-            return None
+            return _Verdict(proven=outside)
         if mixed := first.mixed(used):
-            return self._by_model(first, mixed)
+            return _Verdict(self._by_model(first, mixed))
         if self.model_alone:
-            return None
+            return _Verdict()
         looked = [first] if outside else [first, *(seen for pair in pairs[1:] if (seen := self._pair(pair)))]
         for seen in looked:
             if numbers := seen.differs(self._noise):
-                return self._by_loss(Defect("inside", numbers), seen)
+                return _Verdict(self._by_loss(Defect("inside", numbers), seen))
+        proven = any(seen.whole.weight for seen in looked)
         if numbers := first.unbalanced():
-            return Coupled("An auxiliary loss is taken over all rows of a batch", numbers, "", trains=True)
-        return None
+            term = Coupled("An auxiliary loss is taken over all rows of a batch", numbers, "", trains=True)
+            return _Verdict(term, proven=proven)
+        return _Verdict(proven=proven)
 
     def _statistics(self) -> list[tuple[int, int]]:
         """Changes when a forward pass changes a buffer."""
@@ -163,7 +199,10 @@ class _Look:
         # Padded to another length, the other rows have no place beside what the model gave for these.
         chosen = first.numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
         batch = self.sample.part(chosen, self._device)
-        return loss_alone(self.trial.loss, first.whole.output, first.lengths, batch, len(chosen), self.trial.inputs)
+        trial = self.trial
+        return loss_alone(
+            trial.loss, first.whole.output, first.lengths, batch, len(chosen), trial.inputs, trial.counting
+        )
 
     def _noise(self, seen: RowPair) -> float:
         """By how much the gradients differ, relatively, of a loss that adds up over rows by its making."""

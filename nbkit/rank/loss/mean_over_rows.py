@@ -7,6 +7,7 @@ numbers, and a term of small weight shows. The outputs of two rows stand for tho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.data.batch import pair, pick
+from nbkit.rank.loss.counted_targets import CountedTargets
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.proof.graph import gradients
@@ -47,7 +49,7 @@ class _Run:
 
     value: float
     weight: float
-    weighted: bool
+    summed: bool
     grads: dict[str, Tensor]
 
 
@@ -71,8 +73,11 @@ def loss_alone(
     batch: Any,
     rows: int,
     inputs: Sequence[str] | None,
+    counted: bool,
 ) -> LossAlone | None:
     """What of `loss` depends on which rows come together; None where that cannot be told.
+
+    counted: mean cross entropies in it weigh the targets that count.
 
     output: of the model, for a few rows. lengths: name -> how many entries along dim 0 a row has, of those of its
     tensors that hold rows. batch: of `rows` rows.
@@ -80,7 +85,7 @@ def loss_alone(
     elements = sum(t.numel() // t.shape[0] * lengths[name] for name, t in leaves(output).items() if name in lengths)
     places = range(min(rows, max(2, _ELEMENTS // max(elements, 1))))
     for dtype in (torch.float64, torch.float32):
-        trial = _Trial(loss, output, lengths, batch, rows, inputs, dtype)
+        trial = _Trial(loss, output, lengths, batch, rows, inputs, counted, dtype)
         try:
             with coarsest() as seen:
                 whole = trial.run(places)
@@ -103,6 +108,7 @@ class _Trial:
     batch: Any
     rows: int
     inputs: Sequence[str] | None
+    counted: bool
     dtype: torch.dtype
 
     def run(self, places: Sequence[int]) -> _Run:
@@ -121,12 +127,15 @@ class _Trial:
 
         output = with_leaves(self.output, of)
         _, target = pair(pick(self.batch, places, rows=self.rows), self.inputs)
+        targets = CountedTargets() if self.counted else None
         with torch.enable_grad():
-            value, weight, weighted = weigh(self.loss(output, target), len(places))
-            value = value * (1 if weighted else len(places))
+            with targets or nullcontext():
+                result = self.loss(output, target)
+            weighed = weigh(result, len(places), targets)
+            value = weighed.total
             found = gradients([value], list(floats.values()))
         grads = {name: grad for name, grad in zip(floats, found, strict=True) if grad is not None}
-        return _Run(float(value.detach()), float(weight), weighted, grads)
+        return _Run(float(value.detach()), float(weighed.weight), weighed.summed, grads)
 
     def alone(self, rows: int) -> list[_Run]:
         """Of each row, or of each half where the loss takes no single rows; nothing where it takes neither."""
@@ -163,7 +172,7 @@ def _defect(whole: _Run, parts: Sequence[_Run], lengths: Mapping[str, int], chos
     equal &= isclose(whole.weight, sum(part.weight for part in parts), rel_tol=max(1e-6, 8 * eps), abs_tol=1e-12)
     if equal:
         return None
-    if whole.weighted:
+    if whole.summed:
         return Defect("pairs", numbers)
     if ratios and all(isclose(ratio, len(parts), rel_tol=1e-3) for ratio in ratios):
         return Defect("sum", numbers)

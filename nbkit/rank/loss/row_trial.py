@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import pair
+from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.models.pretrained import window
@@ -33,7 +34,6 @@ class Measured:
     rows: int
     value: float
     weight: float
-    weighted: bool
     output: Any
     tensors: dict[str, Tensor]
     slopes: dict[str, float]
@@ -53,7 +53,8 @@ class Measured:
 class RowTrial:
     """run: model input -> output, of `module`. training: as it trains, with dropout keyed by row; else in evaluation.
 
-    backward: gradients are compared too, of the smallest parameters. Let `kept` be around it.
+    backward: gradients are compared too, of the smallest parameters. counting: mean cross entropies weigh the targets
+    that count; counted: how, once some were measured, None where the loss has none. Let `kept` be around it.
     """
 
     module: nn.Module
@@ -62,6 +63,8 @@ class RowTrial:
     inputs: Sequence[str] | None
     training: bool
     backward: bool
+    counting: bool
+    counted: Counted | None = None
 
     def __post_init__(self) -> None:
         self.params: list[nn.Parameter] = []
@@ -75,10 +78,19 @@ class RowTrial:
         """Of `part`, whose rows are those of numbers `rows`, which key the dropout. loss: another one."""
         value, target = pair(part, self.inputs)
         set_seed(seed)
-        with self._drawing(rows), torch.enable_grad():
+        targets = CountedTargets() if self.counting else None
+        with self._drawing(rows), torch.enable_grad(), ExitStack() as noting:
+            if targets is not None:
+                noting.enter_context(targets)
             output = self.run(value)
-            found, weight, weighted = weigh((loss or self.loss)(output, target), len(rows))
-            total = found * (1 if weighted else len(rows))
+            inside = targets is not None and bool(targets.weights)
+            result = (loss or self.loss)(output, target)
+            noting.close()
+            weighed = weigh(result, len(rows), targets)
+            if targets is not None and targets.weights and loss is None and not weighed.summed:
+                most = self.counted.per_row if self.counted is not None else 1.0
+                self.counted = Counted("model" if inside else "loss", max(most, float(weighed.weight) / len(rows)))
+            total = weighed.total
             tensors = leaves(output)
             auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = {}
             grads: tuple[Tensor, ...] = ()
@@ -91,8 +103,7 @@ class RowTrial:
         return Measured(
             rows=len(rows),
             value=float(total.detach()),
-            weight=float(weight),
-            weighted=weighted,
+            weight=float(weighed.weight),
             output=_detached(output),
             tensors={name: tensor.detach() for name, tensor in tensors.items()},
             slopes=slopes,

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from nbkit.errors import TrainingError
+from nbkit.rank.loss.counted_targets import CountedTargets
 
 Loss = Callable[[Any, Any], Any]
 """(output, target) -> mean, or -> (sum, weight)."""
 
 
-def weigh(result: Any, rows: int) -> tuple[Tensor, Tensor | float, bool]:
-    """(value, weight, weighted) of what a loss function returned for `rows` rows.
+@dataclass(frozen=True)
+class Weighed:
+    """value: a mean that weighs `weight`, or, if `summed`, the sum of (sum, weight)."""
 
-    A mean weighs its rows and weighted is False; (sum, weight) is passed on and weighted is True.
+    value: Tensor
+    weight: Tensor | float
+    summed: bool
+
+    @property
+    def total(self) -> Tensor:
+        """What parts of a batch add up to the whole's."""
+        return self.value if self.summed else self.value * self.weight
+
+
+def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:
+    """What a loss function returned for `rows` rows, which a mean weighs.
+
+    targets: that were noted meanwhile; where some were, a mean weighs those that count instead.
     Raises TrainingError when the value is no scalar.
     """
-    weighted = isinstance(result, tuple)
-    if weighted and len(result) != 2:
+    summed = isinstance(result, tuple)
+    if summed and len(result) != 2:
         raise TrainingError(
             "The loss function returned a tuple that is not (sum, weight).",
             numbers=f"{len(result)} parts",
             hint="return loss.sum(), count   or one mean",
         )
-    value, weight = result if weighted else (result, float(rows))
+    value, weight = result if summed else (result, float(rows))
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TrainingError(
@@ -42,4 +58,6 @@ def weigh(result: Any, rows: int) -> tuple[Tensor, Tensor | float, bool]:
                 hint="return (loss * mask).sum(), mask.sum()",
             )
         weight = weight.detach().reshape(())
-    return value.reshape(()), weight, weighted
+    if not summed and targets is not None and (counted := targets.weight) is not None:
+        weight = counted
+    return Weighed(value.reshape(()), weight, summed)

@@ -21,7 +21,7 @@ from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import call, on_device, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
-from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.check_findings import findings, warn_of_coupled
 from nbkit.rank.parallel.context.positionwise import try_in_parts
@@ -137,8 +137,8 @@ def check(
         positionwise=positionwise,
     )
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
-        seen = coupled(module, lambda value: call(module, value), loss, Sample(batch), inputs)
-        options = replace(options, coupled=seen)
+        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs)
+        options = replace(options, coupled=seen.coupled, counted=seen.counted)
     found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
     if gathers is not None and chosen.shard > 1:
         found += [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from nbkit.errors import StrategyError
+from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
@@ -37,11 +38,12 @@ class Options:
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass.
     experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
-    was found. cut: a rank cuts its rows into several forwards, whatever the strategy. compile: blocks are
-    compiled where that is sound. hidden: (positions, width) of what goes from block to block, None where it is not one
-    tensor of that kind. proof: of the ways to split the model over a tensor axis, found by running them. gathers: what
-    ZeRO 3 gathers together; positionwise: what running the model on parts of the positions has shown; None when nothing
-    could be run to find out.
+    was found. counted: the loss weighs the targets that count, None where it weighs rows. cut: a rank cuts its rows
+    into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden:
+    (positions, width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the
+    ways to split the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together;
+    positionwise: what running the model on parts of the positions has shown; None when nothing could be run to find
+    out.
     """
 
     chain: Chain | None = None
@@ -51,6 +53,7 @@ class Options:
     recompute: bool = False
     experts: str = ""
     coupled: Coupled | None = None
+    counted: Counted | None = None
     cut: bool = False
     compile: bool | str = False
     hidden: tuple[int, int] | None = None

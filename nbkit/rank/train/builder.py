@@ -20,7 +20,7 @@ from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
-from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
@@ -230,7 +230,9 @@ class Builder:
         """
         if (found := self._first_batches.look(sharded_model, shard, step)) is None:
             return
-        self.options = self.shard_layouts.options = replace(self.options, coupled=found)
+        # What an earlier look has proven holds where this one cannot tell.
+        known = {name: value for name, value in vars(found).items() if value is not None}
+        self.options = self.shard_layouts.options = replace(self.options, **known)
         need_rows(self.options, sharded_model.strategy)
         for finding in warn_of_coupled(self.options, sharded_model.strategy):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
@@ -268,7 +270,8 @@ class Builder:
             with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
                 sample = config.sample() if config.sample is not None else Sample(config.example)
                 if sample is not None:
-                    found["coupled"] = coupled(self.module, run, config.loss, sample, config.inputs)
+                    seen = examine(self.module, run, config.loss, sample, config.inputs)
+                    found |= {"coupled": seen.coupled, "counted": seen.counted}
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
             found["proof"] = prove(self.module, run, sizes, config.tp_plan)
             with suppress(Exception):
@@ -290,5 +293,4 @@ class Builder:
 
 
 def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:
-    value, _, _ = weigh(config.loss(output, pair(example, config.inputs)[1]), rows_of(example))
-    return value
+    return weigh(config.loss(output, pair(example, config.inputs)[1]), rows_of(example)).value

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from nbkit.rank.data.sample_rows import Sample, sample_of
-from nbkit.rank.loss.loss_check import coupled
+from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
 from nbkit.rank.parallel.options import Coupled
@@ -23,7 +23,7 @@ BATCH = default_collate(points(16))
 def of(loss: Any, batch: Any = BATCH, model: nn.Module | None = None) -> Coupled | None:
     torch.manual_seed(0)
     model = net(dropout=0.1) if model is None else model
-    return coupled(model, model, loss, Sample(batch), None)
+    return examine(model, model, loss, Sample(batch), None).coupled
 
 
 def says(loss: Any, batch: Any = BATCH, model: nn.Module | None = None) -> str:

@@ -81,7 +81,7 @@ class Inside(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         logits = self.words(ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = by_hand(logits, labels) if self.kind == "by hand" else tokens(logits, labels)
         balance = logits.softmax(-1).mean((0, 1)).square().sum()
         if self.kind == "unnamed":
             return loss + 0.01 * balance
@@ -101,6 +101,11 @@ def series_net() -> nn.Module:
 
 def tokens(output: Tensor, target: Tensor, **how: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), **how)
+
+
+def by_hand(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over what is not ignored, without saying so to torch."""
+    return tokens(output, target, reduction="sum") / (target != -100).sum()
 
 
 def focal(output: Tensor, target: Tensor) -> Tensor:
@@ -131,10 +136,12 @@ PLAIN_LABELS = {**WITH_LABELS, "data": [{"ids": ids, "labels": ids} for ids, _ i
 
 # name -> (what the Trainer gets, words of the message)
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "ignored labels": ({"loss": tokens}, ["no mean over rows", "(target != -100).sum()", "dp=2 computes parts"]),
-    "a head of zeros": ({"model": lambda: Words(zero=True), "loss": tokens}, ["(target != -100).sum()"]),
-    "ignored padding": ({"loss": lambda o, t: tokens(o, t, ignore_index=0), "data": padded()}, ["reduction='sum'"]),
-    "class weights": ({"loss": lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS), **SEVEN}, ["w[target].sum()"]),
+    "ignored labels": ({"loss": by_hand}, ["no mean over rows", "(target != -100).sum()", "dp=2 computes parts"]),
+    "a head of zeros": ({"model": lambda: Words(zero=True), "loss": by_hand}, ["(target != -100).sum()"]),
+    "a penalty of rows": (
+        {"loss": lambda o, t: tokens(o, t) + o.square().mean()},
+        ["no mean over rows", "mask.sum()"],
+    ),
     "a sum": ({"loss": lambda o, t: F.cross_entropy(o, t, reduction="sum"), **SEVEN}, ["loss.sum(), len(target)"]),
     "focal loss by its positives": ({"loss": focal, **SEVEN}, ["mask.sum()"]),
     "ctc by its letters": ({"loss": ctc, "data": padded()}, ["mask.sum()"]),
@@ -147,7 +154,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model": series_net, "data": ragged(), "collate": pad, "loss": F.mse_loss},
         ["no mean over rows", "mask.sum()"],
     ),
-    "labels inside": ({"loss": lambda o, _: o["loss"], **WITH_LABELS}, ["reduction='sum'", "batch['labels'] != -100"]),
+    "labels inside, divided by hand": (
+        {**WITH_LABELS, "model": lambda: Inside("by hand"), "loss": lambda o, _: o["loss"]},
+        ["reduction='sum'", "batch['labels'] != -100"],
+    ),
     "an unnamed term inside": (
         {**PLAIN_LABELS, "model": lambda: Inside("unnamed"), "loss": lambda o, _: o},
         ["output['aux_loss']"],
@@ -158,11 +168,21 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 Mean = Callable[[Any, Any], Tensor]
 EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
     "plain": ({"loss": tokens, "data": texts(masked=False)}, tokens),
-    "ignored labels": (
+    "ignored labels": ({"loss": tokens}, tokens),
+    "ignored padding": (
+        {"loss": lambda o, t: tokens(o, t, ignore_index=0), "data": padded()},
+        lambda o, t: tokens(o, t, ignore_index=0),
+    ),
+    "smoothed class weights": (
+        {"loss": lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS, label_smoothing=0.1), **SEVEN},
+        lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS, label_smoothing=0.1),
+    ),
+    "labels inside": ({"loss": lambda o, _: o["loss"], **WITH_LABELS}, lambda o, _: o["loss"]),
+    "ignored labels by their sum": (
         {"loss": lambda o, t: (tokens(o, t, reduction="sum"), (t != -100).sum())},
         tokens,
     ),
-    "class weights": (
+    "class weights by their sum": (
         {"loss": lambda o, t: (F.cross_entropy(o, t, reduction="sum", weight=WEIGHTS), WEIGHTS[t].sum()), **SEVEN},
         lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS),
     ),
@@ -197,7 +217,7 @@ def streamed(asked: dict[str, Any], **changed: Any) -> Any:
 
 def looped(asked: dict[str, Any], **changed: Any) -> list[float]:
     """Losses of two steps of a loop of one's own."""
-    asked = {"model": Words, "data": texts(), "loss": tokens} | asked | changed
+    asked = {"model": Words, "data": texts(), "loss": by_hand} | asked | changed
     loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=asked.pop("collate", None))
     job = nbkit.prepare(asked.pop("model"), sgd, log_dir=None, seed=7, **asked)
     losses: list[float] = []
@@ -308,7 +328,7 @@ def test_the_lines_to_type_train_as_one_process_does() -> None:
 
 def later(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    trainer = made({"loss": tokens}, strategy="tp")
+    trainer = made({"loss": by_hand}, strategy="tp")
     trainer.fit(1)
     with pytest.raises(NbkitError) as raised:
         trainer.switch("ddp")

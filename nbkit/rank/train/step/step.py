@@ -10,7 +10,7 @@
 The gradients are those of one process over the whole global batch. A mean loss over equal batches would be a mean of
 means; here every row weighs the same wherever it lies. The divisor of a mean is known beforehand, so its share is in
 the loss that is backpropagated. The divisor of (sum, weight) is known when the last rank has done its last forward
-pass; it travels beside the backward pass.
+pass; it travels beside the backward pass. So does that of a mean over the targets that count (loss/counted_targets.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, on_device, pair, shapes_of, shard_of, take, tokens_of
-from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.loss.counted_targets import Counted, CountedTargets
+from nbkit.rank.loss.row_weights import Weighed, weigh
 from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
+from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import seed_step
@@ -59,7 +61,7 @@ class _Sums:
     loss: Tensor
     weight: Tensor | float = 0.0
     tokens: int = 0
-    weighted: bool = False
+    summed: bool = False
 
 
 class TrainingStep:
@@ -86,7 +88,7 @@ class TrainingStep:
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
-        self._weighted: bool | None = None
+        self._summed: bool | None = None
 
     def reseed(self, seed: int) -> None:
         """Draw by `seed` from now on."""
@@ -128,6 +130,10 @@ class TrainingStep:
         sharded_model, micros, ledger, step = self.sharded_model, self.cut(shard), self.ledger, self.ledger.step
         request = step_boundary.inbox.acted + 1
         self.builder.look_at_first(sharded_model, shard, step)
+        options = self.builder.options
+        counted = options.counted if parts_rows(options, sharded_model.strategy) else None
+        # What a mean is divided by as far as that is known now: for rows, all there is.
+        expected = shard.total * (counted.per_row if counted is not None else 1)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         sharded_model.data.reset(passes=self._passes(shard))
@@ -139,7 +145,7 @@ class TrainingStep:
             reduction.launch(
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
-                weighted=sums.weighted,
+                weighted=sums.summed,
                 stage=step_boundary.inbox.stage(request),
                 tokens=sums.tokens if counts else 0,
                 seconds=ledger.clock.lap(),
@@ -149,21 +155,20 @@ class TrainingStep:
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self._computing(micro, step):
-                value, target = pair(on_device(micro.data, self.device), self.inputs)
-                output = sharded_model.stage(stage, value, received)
-                if stage != sharded_model.last_stage:
-                    return output  # type: ignore[no-any-return]
-                part, weight, sums.weighted = weigh(self.loss(output, target), micro.rows)
-            if not part.requires_grad:
+                output, part, tokens = self._forward(micro, stage, received, counted)
+            if part is None:
+                return output  # type: ignore[no-any-return]
+            if not part.value.requires_grad:
                 raise TrainingError(
                     "The loss does not depend on the model's parameters.",
                     numbers="requires_grad is False",
                     hint="compute it from the model's output, without .detach(), .item() or torch.no_grad()",
                 )
-            sums.loss = sums.loss + part.detach() * (1 if sums.weighted else micro.rows)
-            sums.weight = sums.weight + weight
-            sums.tokens += tokens_of(value, micro.rows)
-            return (self.precision.scaled(part if sums.weighted else part * (micro.rows / shard.total)),)
+            sums.loss = sums.loss + part.total.detach()
+            sums.weight = sums.weight + part.weight
+            sums.summed = part.summed
+            sums.tokens += tokens
+            return (self.precision.scaled(part.value if part.summed else part.value * (part.weight / expected)),)
 
         canary = sharded_model.backward(
             len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op
@@ -171,14 +176,16 @@ class TrainingStep:
         reduction.finish(canary)
         self.precision.unscale(sharded_model.held.values())
         if micros and sharded_model.gives_output:
-            self._weighted = sums.weighted
-        elif self._weighted is None:
+            self._summed = sums.summed
+        elif self._summed is None and counted is None:
             # Waited for once: a loss function keeps to one form.
-            self._weighted = reduction.read().weighted
-        if self._weighted:
+            self._summed = reduction.read().weighted
+        if self._summed or counted is not None:
             grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
             # A 0-dimensional factor changes no gradient's dtype, and is rounded to none.
-            torch._foreach_mul_(grads, reduction.inverse_weight)
+            factor = reduction.per_weight(1 if counted is None else expected)
+            if self.device.type != "cpu" or factor != 1:
+                torch._foreach_mul_(grads, factor)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
@@ -233,12 +240,10 @@ class TrainingStep:
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self.precision.autocast():
-                value, target = pair(on_device(micro.data, self.device), self.inputs)
-                output = self.sharded_model.stage(stage, value, received)
-                if stage != self.sharded_model.last_stage:
-                    return output  # type: ignore[no-any-return]
-                part, weight, weighted = weigh(self.loss(output, target), micro.rows)
-            both = [part.double() * (1 if weighted else micro.rows), torch.as_tensor(weight, device=self.device)]
+                output, part, _ = self._forward(micro, stage, received, self.builder.options.counted)
+            if part is None:
+                return output  # type: ignore[no-any-return]
+            both = [part.total, torch.as_tensor(part.weight, device=self.device)]
             return (torch.stack([number.double() for number in both]),)
 
         found = self.sharded_model.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
@@ -248,6 +253,23 @@ class TrainingStep:
             for both in found:
                 sums += both
         return sums
+
+    def _forward(
+        self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None
+    ) -> tuple[Any, Weighed | None, int]:
+        """(what the stage gives, what the loss weighs, tokens); the last two only of the stage that ends the model."""
+        model = self.sharded_model
+        value, target = pair(on_device(micro.data, self.device), self.inputs)
+        if stage != model.last_stage:
+            return model.stage(stage, value, received), None, 0
+        targets = CountedTargets() if counted is not None else None
+        with targets if targets is not None and counted.where == "model" else nullcontext():
+            output = model.stage(stage, value, received)
+        with targets or nullcontext():
+            result = self.loss(output, target)
+        if targets is not None:
+            targets.check()
+        return output, weigh(result, micro.rows, targets), tokens_of(value, micro.rows)
 
     def _passes(self, shard: Shard) -> int:
         """Micro-batches of the rank that has most."""

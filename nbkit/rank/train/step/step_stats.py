@@ -92,16 +92,15 @@ class StepReduction:
         self._vector[_CANARY] = ALIVE if canary is None else canary
         self._underway = Underway(self._vector)
 
-    @property
-    def inverse_weight(self) -> Tensor:
-        """1 / the weight of all ranks, on the device; 0 when nothing has weight. After `finish`."""
+    def per_weight(self, divided_by: float = 1.0) -> Tensor:
+        """`divided_by` / the weight of all ranks, on the device; 0 when nothing has weight. After `finish`."""
         weight = self._vector[_WEIGHT]
-        return torch.where(weight > 0, 1 / weight, 0.0)
+        return torch.where(weight > 0, divided_by / weight, 0.0)
 
     @property
     def loss(self) -> Tensor:
         """The loss of all ranks, on the device, 0-dimensional. After `finish`."""
-        return self._vector[_LOSS] * self.inverse_weight
+        return self._vector[_LOSS] * self.per_weight()
 
     def read(self) -> StepNumbers:
         """The numbers on the host; waits until they are there."""

@@ -1,0 +1,109 @@
+"""Cross entropies that are means over the targets that count: what each divides by, noted where it is computed.
+
+A mean over the targets that are not ignored is no mean over rows: rows have unequal numbers of them. With the number
+beside the mean, parts of a batch average as the whole: their sums, over the targets that count in all of them.
+
+`F.cross_entropy` and `F.nll_loss` are what nn.CrossEntropyLoss, nn.NLLLoss and the losses of transformers end in.
+Whether the whole loss is weighed right by that number is found by running it: see loss_check.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from nbkit.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A loss that is proven to be a mean over the targets that count.
+
+    where: "loss" where the loss function computes the cross entropy, "model" where the model does. per_row: what a row
+    weighs in which all count; gradients are scaled by it as soon as they are made, and need no more where all rows do.
+    """
+
+    where: Literal["loss", "model"]
+    per_row: float
+
+
+class CountedTargets(TorchFunctionMode):
+    """Around one forward pass: notes what each mean cross entropy in it divides by.
+
+    A mean over no target at all is 0 here, and has gradients of 0, where torch gives NaN.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor | float] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy or func is F.nll_loss:
+            return self._mean(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def weight(self) -> Tensor | float | None:
+        """What the loss weighs: the number of targets that count, or the sum of their classes' weights; None where no
+        mean cross entropy was computed.
+
+        Raises TrainingError where several were, over unequal numbers.
+        """
+        if not self.weights:
+            return None
+        first, *others = self.weights
+        if any(bool(other != first) for other in others):
+            raise TrainingError(
+                "The loss has several cross entropies that do not count the same targets.",
+                numbers=", ".join(f"{float(weight):g}" for weight in self.weights) + " targets in one forward pass",
+                hint="compute the loss from the model's output, and return its sum and weight: (loss.sum(), count)",
+            )
+        return first
+
+    def check(self) -> None:
+        """Raises TrainingError where none was computed, though the loss was proven to weigh by it."""
+        if not self.weights:
+            raise TrainingError(
+                "The loss has computed no mean cross entropy in this forward pass, and did so before.",
+                numbers="it weighs the targets that count",
+                hint="one form for all batches: return (loss.sum(), count)",
+            )
+
+    def _mean(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        **smoothing: float,
+    ) -> Tensor:
+        if reduction != "mean" or size_average is not None or reduce is not None:
+            return func(input, target, weight, size_average, ignore_index, reduce, reduction, **smoothing)
+        total: Tensor | float
+        divisor: Tensor | float
+        if target.is_floating_point():
+            # Probabilities of classes, none of which is ignored: torch divides by their number, whatever the weights.
+            total = divisor = target.numel() / target.shape[0 if target.ndim == 1 else 1]
+        else:
+            counts = target != ignore_index
+            ids = target if weight is None else target.where(counts, 0)
+            total = counts.sum() if weight is None else weight[ids].where(counts, 0).sum()
+            divisor = total.where(total != 0, 1)
+        # In float64 where it weighs the loss; there it is no factor of the model's arithmetic, and rounds nothing.
+        self.weights.append(total.double() if isinstance(total, Tensor) else total)
+        # In float16 a sum over the targets of a batch would overflow.
+        narrow = input.dtype == torch.float16
+        losses = func(
+            input, target, weight, None, ignore_index, None, reduction="none" if narrow else "sum", **smoothing
+        )
+        return (losses.float().sum() / divisor).to(losses.dtype) if narrow else losses / divisor
