@@ -543,7 +543,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "attention": (attention(), 2),
     "attention, a learned temperature": (
         attention(score=lambda s, w, x: (w * s.t).softmax(-1), more=has("t", lambda: torch.tensor(2.0))),
-        0,
+        2,
     ),
     "norm of a head": (attention(join=lambda s, y, x: s.norm(y), more=child("norm", lambda: nn.LayerNorm(HEAD))), 2),
     "norm of all": (
@@ -578,10 +578,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "heads in order": (attention(join=lambda s, y, x: y.flip(1)), 0),
     "heads in a chain": (attention(join=lambda s, y, x: y.cumsum(1)), 0),
     "all heads counted": (attention(_fixed_count), 2),
-    "heads counted": (attention(lambda s, q, k, v, x: (q / s.num_heads, k, v)), 0),
-    "heads counted outside": (lambda: Counting(lambda: Block(Attention(), None)), 1),
+    "heads counted": (attention(lambda s, q, k, v, x: (q / s.num_heads, k, v)), 2),
+    "heads counted outside": (lambda: Counting(lambda: Block(Attention(), None)), 2),
     "sharp": (attention(score=lambda s, w, x: (w / w.shape[1]).softmax(-1)), 0),
-    "a memory": (lambda: Remembering(lambda: NormedMemory()), 2),
+    "a memory": (lambda: Remembering(lambda: NormedMemory()), 4),
     "a memory, normed": (lambda: Remembering(FunctionalMemory), 4),
     # One weight in several places.
     "scaled embedding, tied": (scaled, 4),

@@ -20,11 +20,11 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, placeholder, replace
-from nbkit.rank.parallel.tensor.attention import SplitAttention
+from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
-from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.heads import divide
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear, ranges_of
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
@@ -230,11 +230,17 @@ class _Surgery:
         part = self.parts[owner]
         attention = next((link for pair, link in owned if pair.kind == "attention"), None)
         for pair, _ in owned:
-            if pair.kind == "attention" and pair.heads is not None:
-                shrink(part, pair.heads, size=self.team.size, own_config=not pair.from_hf)
-        looked = next(((pair.owner, pair.heads) for pair, _ in owned if pair.kind == "attention"), None)
+            divide(part, pair.counts, self.team.size)
+        sizes = next((pair for pair, _ in owned if pair.views), None)
         taken = any(pair.taken for pair, _ in owned if pair.kind == "attention")
-        become(part, Owner, _links=tuple(link for _, link in owned), _attention=attention, _takes=taken, _look=looked)
+        become(
+            part,
+            Owner,
+            _links=tuple(link for _, link in owned),
+            _attention=attention,
+            _takes=taken,
+            _sizes=sizes_of_part(sizes, self.team.size),
+        )
 
     def _enter(self, chain: Chain) -> None:
         for _, block in chain.blocks:

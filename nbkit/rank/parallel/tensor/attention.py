@@ -1,8 +1,11 @@
-"""Attention over a part of the heads: torch's own MultiheadAttention, which asserts its sizes, and a look at others."""
+"""Attention over a part of the heads: torch's MultiheadAttention, which asserts its sizes, and the sizes in others."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nbkit.errors import StrategyError, TrainingError
+from nbkit.errors import TrainingError
 from nbkit.rank.parallel.tensor.column_row_pair import Link
 from nbkit.rank.parallel.tensor.plan.heads import Heads
+from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.rng.shard_offsets import extent, gathered
 
 
@@ -132,29 +136,60 @@ def _attend(
     return (F.dropout(weights, drop) if drop else weights) @ v
 
 
-class Looked(TorchFunctionMode):
-    """During the first forward of an attention: whether it really computes on this rank's heads.
+def sizes_of_part(pair: Pair | None, size: int) -> Callable[[], AbstractContextManager[Any]]:
+    """What is to be around the forward of the module that holds `pair`, on one of `size` ranks."""
+    if pair is None or pair.heads is None or not pair.views:
+        return nullcontext
+    return partial(_SizesOfPart, pair.heads, pair.totals, size)
 
-    An attention that takes its number of heads from where nobody looked would cut them elsewhere, without an error.
+
+class _SizesOfPart(TorchFunctionMode):
+    """Around an attention whose code asks for the sizes of all heads, as `y.view(B, T, C)`: it gets those of a part.
+
+    Only where no other answer fits: what is viewed, or split, is `size` times too small. The proof has run it.
     """
 
-    def __init__(self, path: str, heads: Heads, *, size: int) -> None:
+    def __init__(self, heads: Heads, widths: Iterable[int], size: int) -> None:
         super().__init__()
-        self.path, self.count, self.heads = path, heads.heads // size, heads
+        self.heads, self.size = heads, size
+        self.totals = {heads.heads, heads.kv_heads, *widths}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and args and args[0].ndim == 4:
-            found = (args[0].shape[1], args[0].shape[3])
-            if found != (self.count, self.heads.dim):
-                self._refuse(f"{found[0]} heads of {found[1]} features")
-        if func in (F.softmax, torch.softmax, Tensor.softmax) and args and args[0].ndim == 4:
-            if args[0].shape[1] not in (self.count, 1):
-                self._refuse(f"{args[0].shape[1]} heads")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _VIEWS and len(args) > 1:
+            shape = args[1:] if isinstance(args[1], int) else args[1]
+            if isinstance(shape, tuple | list):
+                args = (args[0], self._shape(args[0].numel(), shape, 2))
+        elif func in _UNFLATTEN and len(args) == 3:
+            args = (*args[:2], self._shape(args[0].shape[args[1]], args[2], 0))
+        elif func in _SPLIT and len(args) > 1:
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+            args = (args[0], self._lengths(args[0].shape[dim], args[1]), *args[2:])
+        return func(*args, **kwargs)
 
-    def _refuse(self, found: str) -> NoReturn:
-        raise StrategyError(
-            f"{self.path} does not take its number of heads from where it was changed for tensor parallelism.",
-            numbers=f"computes {found} on this rank, {self.count} of {self.heads.dim} expected",
-            hint=f"tp_plan={{'{self.path}.*': 'colwise_gather'}}",
-        )
+    def _shape(self, number: int, shape: Sequence[int], first: int) -> tuple[int, ...]:
+        """`shape`, of `number` elements of a part. first: dims before it are rows and positions, but for the last."""
+        asked, known = list(shape), math.prod(n for n in shape if n != -1)
+        among = self.totals
+        if -1 in shape:
+            if known <= 0 or number * self.size != known * self.heads.dim:
+                return tuple(shape)
+            among = {self.heads.heads, self.heads.kv_heads}
+        elif known != number * self.size:
+            return tuple(shape)
+        for i, n in enumerate(shape):
+            if (i >= first or i == len(shape) - 1) and n in among and n % self.size == 0:
+                asked[i] = n // self.size
+                break
+        return tuple(asked)
+
+    def _lengths(self, length: int, asked: Any) -> Any:
+        if isinstance(asked, int):
+            whole = asked in self.totals and asked % self.size == 0 and length * self.size in self.totals
+            return asked // self.size if whole else asked
+        return [n // self.size for n in asked] if sum(asked) == length * self.size else asked
+
+
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
+_UNFLATTEN = {Tensor.unflatten, torch.unflatten}
+_SPLIT = {Tensor.split, torch.split}

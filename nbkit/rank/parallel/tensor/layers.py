@@ -11,7 +11,8 @@ Head       a Column whose output stays in parts as a VocabShard
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.tensor.attention import Looked
 from nbkit.rank.parallel.tensor.collectives import gather_from, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, first_tensor, mapped
-from nbkit.rank.parallel.tensor.plan.heads import Heads
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
 from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, for_parts
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
@@ -128,14 +127,12 @@ class Owner(nn.Module):
     _links: tuple[Link, ...]
     _attention: Link | None
     _takes: bool
-    _look: tuple[str, Heads] | None
+    _sizes: Callable[[], AbstractContextManager[Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for link in self._links:
             link.reset()
-        looking = nullcontext() if self._look is None else Looked(*self._look, size=self._links[0].team.size)
-        self._look = None
-        with restored(present()), looking:
+        with restored(present()), self._sizes():
             if self._attention is not None:
                 args, kwargs = _taken(self._attention, self._takes, args, kwargs)
             out = super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -53,6 +53,7 @@ def ways(world: Any) -> dict[str, tuple[float, float, tuple[str, ...]]]:
         "cross-attention": (odd.Translator, source, token_loss, {}),
         "cross-attention, positions whole": (odd.Translator, source, token_loss, {"sequence": False}),
         "positions first": (lambda: odd.Translator(batch_first=False), source, token_loss, {}),
+        "heads in the code": (odd.Hidden, x, lambda y: (y**2).sum(), {}),
         "masks and weights": (odd.Looks, (x, mask), lambda y: (y**2).sum(), {}),
     }
     found = {}
@@ -69,9 +70,8 @@ def test_ways_to_write_a_model() -> None:
     for name, (worst, difference, _) in answers.items():
         assert worst <= 1e-12, name
         assert difference <= 1e-12, name
-    for name in ("lora", "lora on Conv1D", "packed by head, said", "cross-attention"):
-        assert answers[name][2] == (), name
-    assert "the attention of blocks.0 is not split" in answers["packed"][2][0]
+    for name in ("lora", "lora on Conv1D", "packed", "packed by head", "packed by head, said", "cross-attention"):
+        assert [note for note in answers[name][2] if "97 over 2" not in note] == [], name
     assert "blocks.0 is more than an attention" in answers["config, residual inside"][2][0]
     assert "batch_first=False" in answers["positions first"][2][0]
 
@@ -87,9 +87,6 @@ def said(act: Any) -> str:
 def refusals(world: Any) -> dict[str, str]:
     axes = axes_of(world)
     x = torch.randn(2, 6, WIDTH)
-    hidden = odd.Hidden()
-    # Nobody has run these: what is put around them looks once more.
-    tensor_parallel(hidden, axes, plan=candidates(hidden, 2))
     looks = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     tensor_parallel(looks, axes)
     replaced = hf_gpt2(2)
@@ -98,6 +95,7 @@ def refusals(world: Any) -> dict[str, str]:
     tensor_parallel(model, axes)
     logits = model(IDS)
     by_hand = odd.ByHand()
+    # Nobody has run this one: what is put around its maps looks once more.
     tensor_parallel(by_hand, axes, plan=candidates(by_hand, 2))
     plain = ZOO["gpt"].build()
     tensor_parallel(plain, axes)
@@ -105,7 +103,6 @@ def refusals(world: Any) -> dict[str, str]:
     halving.blocks[1].__class__ = odd.Halving  # type: ignore[union-attr]
     tensor_parallel(halving, axes, plan=candidates(halving, 2))
     return {
-        "hidden": said(lambda: hidden(x)),
         "by hand": said(lambda: by_hand(x)),
         "weights": said(lambda: looks(x, x, x)[1].mean()),
         "dora": said(lambda: tensor_parallel(odd.lora_llama(use_dora=True), axes)),
@@ -120,7 +117,6 @@ def refusals(world: Any) -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_refusals() -> None:
     answers = run_ranks(refusals, 2, timeout=120)[0]
-    assert "4 heads of 4 features on this rank, 2 of 8 expected" in answers["hidden"]
     assert "without calling the map" in answers["by hand"]
     assert "need_weights=False" in answers["weights"]
     assert "This variant of LoRA needs the whole matrix" in answers["dora"]

@@ -95,7 +95,7 @@ def verdict_of(model: nn.Module, size: int = 2) -> Any:
 
 def test_no_pair_is_split_over_four_where_its_parts_need_each_other() -> None:
     for name in ("softmax", "four groups", "cumsum", "max-norm", "heads in order"):
-        assert verdict_of(built(name), 4).right == frozenset(), name
+        assert verdict_of(built(name), 4).ways == {}, name
     for name in ("gelu, deep", "a learned slope", "groups of eight", "attention"):
         assert verdict_of(built(name), 4).wrong == {}, name
 

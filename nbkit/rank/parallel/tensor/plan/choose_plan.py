@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.tensor.plan.heads import counts_heads, heads_of
-from nbkit.rank.parallel.tensor.plan.infer_plan import infer_pairs, infer_vocabulary
+from nbkit.rank.parallel.tensor.plan.flow_plan import Flow, flow_heads, flow_pairs
+from nbkit.rank.parallel.tensor.plan.heads import Heads, counts_heads, heads_of, named_counts, of_configs
+from nbkit.rank.parallel.tensor.plan.infer_plan import infer_pairs, infer_vocabulary, named_heads, packed_attentions
 from nbkit.rank.parallel.tensor.plan.known_classes import known_block, known_pair, known_path
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_lora, sizes
 from nbkit.rank.parallel.tensor.plan.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
@@ -30,14 +31,15 @@ def plan_of(
     right.
     """
     proof = proof or Proof()
-    plan, said, verdict = candidates(model, size, user), _said_by_user(model, user or {}), proof.of(size)
+    right = proof.of(size) or Verdict()
+    plan, said, verdict = candidates(model, size, user, proof.flow), _said_by_user(model, user or {}), proof.of(size)
     not_run = f"not run in {size} parts: {proof.why or f'only in {list(proof.verdicts)}'}"
     out: dict[str, str] = {}
     for pair in plan.pairs:
         key, known = pair.rows[0], known_pair(model, pair)
         if verdict is not None and key in verdict.wrong:
             out[key] = verdict.wrong[key]
-        elif not known and (verdict is None or key not in verdict.right):
+        elif not known and (verdict is None or key not in verdict.ways):
             out[key] = not_run if verdict is None else f"not run in {size} parts: the example does not reach it"
         if key in out and (paths := [path for path in (*pair.columns, key) if path in said]):
             raise _refused(paths, out[key])
@@ -50,11 +52,11 @@ def plan_of(
             raise _refused([path], out[path])
     unproven = {pair.owner or pair.rows[0]: out[pair.rows[0]] for pair in plan.pairs if pair.rows[0] in out}
     unproven |= {path: why for path, why in out.items() if path in plan.singles}
+    plan = replace(plan, pairs=tuple(right.ways.get(pair.rows[0], pair) for pair in plan.pairs), ways={})
     plan = agreed(model, without(plan, out), said, trusted=lambda part: verdict is not None or known_block(part))
-    right = verdict or Verdict()
-    partial = {name for pair in plan.pairs if pair.rows[0] not in right.right for name in _alike(model, pair)}
+    partial = {name for pair in plan.pairs if pair.rows[0] not in right.ways for name in _alike(model, pair)}
     pairs = tuple(
-        replace(pair, taken=pair.owner in right.taken) if pair.rows[0] in right.right else pair for pair in plan.pairs
+        replace(pair, taken=pair.owner in right.taken) if pair.rows[0] in right.ways else pair for pair in plan.pairs
     )
     no_positions = not_run if verdict is None else "not run with its positions split"
     positions = {
@@ -83,14 +85,25 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
     )
 
 
-def candidates(model: nn.Module, size: int, user: Mapping[str, str] | None = None) -> TensorPlan:
-    """What names and shapes, a HF model's own plan, and the user say; none of it is proven.
+def candidates(
+    model: nn.Module, size: int, user: Mapping[str, str] | None = None, flow: Flow | None = None
+) -> TensorPlan:
+    """Where `model` may be split, and how; none of it is proven. What goes into what says it, or without a run names;
+    so do a HF model's own plan, and the user.
 
     Arguments and errors: see `plan_of`.
     """
     said = _said_by_user(model, user or {})
     hf = {path: role for path, role in roles_of_hf(model).items() if _carries(model, path, role)}
-    inferred, gathers, reasons = infer_pairs(model)
+    gathers: dict[str, str] = {}
+    if flow is None:
+        inferred, gathers, reasons = infer_pairs(model)
+        ways, heads = {}, named_heads(model)
+    else:
+        inferred, reasons = packed_attentions(model)
+        heads = flow_heads(model, flow)
+        ways = {each[0].rows[0]: each for each in flow_pairs(model, flow, heads)}
+        inferred += [each[0] for each in ways.values()]
     pairs, singles = [], dict(gathers)
     for pair in inferred:
         members = {**dict.fromkeys(pair.columns, "colwise"), **dict.fromkeys(pair.rows, "rowwise")}
@@ -100,23 +113,28 @@ def candidates(model: nn.Module, size: int, user: Mapping[str, str] | None = Non
         if all(said.get(path, role) == role for path, role in expected.items()) and all(
             hf.get(path, role) == role or path in said for path, role in expected.items()
         ):
-            pairs.append(_with_source(pair, any(path in hf for path in members)))
+            pairs.append(_of_hf(pair) if any(path in hf for path in members) else pair)
         else:
             reasons |= dict.fromkeys(members, "its pair was given other roles")
     covered = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
     extra = {path: role for path, role in {**hf, **said}.items() if path not in covered}
-    pairs += _grouped(model, {path: role for path, role in extra.items() if role in _IN_PAIRS}, hf.keys() - said.keys())
+    known = {row: each[0].heads for row, each in ways.items() if each[0].heads is not None}
+    grouped = {path: role for path, role in extra.items() if role in _IN_PAIRS}
+    pairs += _grouped(model, grouped, hf.keys() - said.keys(), known)
     covered |= {path for pair in pairs for path in (*pair.columns, *pair.rows)}
     for path in covered | said.keys():
         singles.pop(path, None)
-    vocabulary = infer_vocabulary(model, covered | singles.keys() | said.keys())
+    taken = covered | singles.keys() | said.keys()
+    vocabulary = infer_vocabulary(model, taken, heads, None if flow is None else flow.tables)
     singles |= {path: role for path, role in extra.items() if role not in (*_IN_PAIRS, "replicate")}
     singles |= vocabulary
     reasons |= {path: "tp_plan says so" for path, role in said.items() if role == "replicate"}
     for pair in pairs:
         _divides(pair, size)
     _enough_rows(model, singles, size)
-    return agreed(model, TensorPlan(size, tuple(pairs), singles, reasons), said, trusted=lambda part: True)
+    free = {row: each for row, each in ways.items() if not said.keys() & {row, *each[0].columns}}
+    plan = TensorPlan(size, tuple(pairs), singles, reasons, ways=free)
+    return agreed(model, plan, said, trusted=lambda part: True)
 
 
 def _said_by_user(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
@@ -148,12 +166,15 @@ def _carries(model: nn.Module, path: str, role: str) -> bool:
     return is_linear(part)
 
 
-def _with_source(pair: Pair, from_hf: bool) -> Pair:
-    return replace(pair, from_hf=from_hf)
+def _of_hf(pair: Pair) -> Pair:
+    """HF's attentions ask a config for what is the same on every rank."""
+    return replace(pair, counts=tuple(count for count in pair.counts if count not in of_configs(pair.counts)))
 
 
-def _grouped(model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str]) -> list[Pair]:
-    """Pairs of the maps that somebody gave roles, by the module they are children of."""
+def _grouped(
+    model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str], known: Mapping[str, Heads]
+) -> list[Pair]:
+    """Pairs of the maps that somebody gave roles, by the module they are children of. known: row map -> heads."""
     of_hf = set(of_hf)
     by_owner: dict[str, list[str]] = {}
     for path in roles:
@@ -173,21 +194,26 @@ def _grouped(model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str]) -
         outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
         # Keys are narrower than queries when heads share them.
         keys = min(n for n in outs.values()) if len(outs) > 1 else inner
-        is_attention = "att" in f"{owner.rpartition('.')[2]} {type(part).__name__}".lower() or counts_heads(part)
+        is_attention = (
+            rows[0] in known
+            or "att" in f"{owner.rpartition('.')[2]} {type(part).__name__}".lower()
+            or counts_heads(part)
+        )
         widths = {
             path: (n,) if roles[path] == "colwise" else _packed(n, inner, is_attention) for path, n in outs.items()
         }
         if is_attention and (packed := next((w for w in widths.values() if len(w) == 3), None)):
             keys = packed[1]
-        heads = heads_of(part, q=inner, k=keys) if is_attention else None
+        heads = known.get(rows[0]) or heads_of(part, q=inner, k=keys) if is_attention else None
         if is_attention and heads is None:
             raise StrategyError(
                 f"Nothing says how many heads {owner} has.",
                 numbers=f"{inner} features",
                 hint="an attribute num_heads or head_dim; or tp_plan={...: 'colwise_gather'}",
             )
-        kind = "attention" if is_attention else "mlp"
-        pairs.append(Pair(owner, kind, tuple(columns), tuple(rows), widths, inner, heads, set(paths) <= of_hf))
+        kind, counts = "attention" if is_attention else "mlp", named_counts(part, heads) if heads is not None else ()
+        pair = Pair(owner, kind, tuple(columns), tuple(rows), widths, inner, heads, counts)
+        pairs.append(_of_hf(pair) if set(paths) <= of_hf else pair)
     return pairs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,47 +49,67 @@ def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
 
 def counts_heads(owner: nn.Module) -> bool:
     """Whether an attribute of its own says how many heads it has."""
-    return any(home is owner and name in _HEADS for home, name, _ in _numbers(owner))
+    return any(not home and name in _HEADS for home, name, _ in _numbers(owner))
 
 
-def shrink(owner: nn.Module, heads: Heads, *, size: int, own_config: bool) -> list[str]:
-    """Let `owner` say its part: counts of heads, and widths of what its projections give. Returns what was changed.
-
-    own_config: whether counts in a config count too; the attention then gets a copy of it.
-    """
-    changed = []
+def named_counts(owner: nn.Module, heads: Heads) -> tuple[str, ...]:
+    """Attributes of `owner`, and of its configs, whose names say that they count heads, or features of all heads."""
     parts = {**dict.fromkeys(_HEADS, heads.heads), **dict.fromkeys(_KV_HEADS, heads.kv_heads)}
     widths = {heads.heads * heads.dim, heads.kv_heads * heads.dim}
-    copied: dict[int, Any] = {}
-    for home, name, value in _numbers(owner):
-        if home is not owner and not own_config:
-            continue
-        counts = (name in parts and value in (heads.heads, heads.kv_heads)) or (
-            home is owner and name in _WIDTHS and value in widths
-        )
-        if not counts:
-            continue
-        target = home
-        if home is not owner:
-            target = copied.setdefault(id(home), copy.copy(home))
+    return tuple(
+        f"{home}.{name}" if home else name
+        for home, name, value in _numbers(owner)
+        if (name in parts and value in (heads.heads, heads.kv_heads))
+        or (not home and name in _WIDTHS and value in widths)
+    )
+
+
+def numbers_in(owner: nn.Module, values: Collection[int], reads: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+    """Attributes that are one of `values`, of the modules of `owner`, of those in `reads`, and of their configs.
+
+    reads: path of a module within -> its own attributes that are read while it runs.
+    """
+    return tuple(
+        (f"{path}:" if path else "") + (f"{home}.{name}" if home else name)
+        for path, part in owner.named_modules()
+        for home, name, value in _numbers(part)
+        if value in values and (home or name) in reads.get(path, ())
+    )
+
+
+def of_configs(counts: Iterable[str]) -> set[str]:
+    """Those of `counts` that stand in a config."""
+    return {count for count in counts if "." in count.rpartition(":")[2]}
+
+
+def divide(owner: nn.Module, counts: Iterable[str], size: int) -> None:
+    """Let the attributes `counts` of `owner`, and of modules in it, be those of a part; of a config, it gets a copy."""
+    copied: dict[tuple[str, str], Any] = {}
+    for count in counts:
+        path, _, attribute = count.rpartition(":")
+        holder, _, name = attribute.rpartition(".")
+        target: Any = owner.get_submodule(path)
+        if holder:
+            if (path, holder) not in copied:
+                shared = vars(target)[holder]
+                copied[path, holder] = copy.copy(shared)
+                for key, value in list(vars(target).items()):
+                    if value is shared:
+                        vars(target)[key] = copied[path, holder]
+            target = copied[path, holder]
         # Frozen dataclasses too: the copy is ours.
-        object.__setattr__(target, name, value // size)
-        changed.append(name)
-    for key, value in list(vars(owner).items()):
-        if id(value) in copied:
-            vars(owner)[key] = copied[id(value)]
-    return changed
+        object.__setattr__(target, name, getattr(target, name) // size)
 
 
-def _numbers(owner: nn.Module) -> Iterator[tuple[Any, str, int]]:
-    """(object, attribute, value): the attention's own whole numbers first, then those of its config."""
-    configs = []
+def _numbers(owner: nn.Module) -> Iterator[tuple[str, str, int]]:
+    """(attribute that holds the config, "" for its own; name; value): whole numbers, its own first."""
+    configs: list[tuple[str, Any]] = []
     for name, value in list(vars(owner).items()):
         if type(value) is int:
-            yield owner, name, value
+            yield "", name, value
         elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value):
-            configs.append(value)
-    for config in configs:
+            configs += [(name, value)] if all(value is not config for _, config in configs) else []
+    for home, config in configs:
         for name, value in list(vars(config).items()):
             if type(value) is int:
-                yield config, name, value
+                yield home, name, value

@@ -6,13 +6,13 @@ By names that people use and by shapes that fit. Where names and shapes leave a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from nbkit.rank.parallel.tensor.attention import why_not_packed
-from nbkit.rank.parallel.tensor.plan.heads import Heads, heads_of
+from nbkit.rank.parallel.tensor.plan.heads import Heads, heads_of, named_counts
 from nbkit.rank.parallel.tensor.plan.linear_types import core, is_linear, is_lora, is_packed_attention, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
@@ -38,28 +38,34 @@ _NOT_POINTWISE = ("softmax", "pool", "conv", "shuffle", "glu")
 
 def infer_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str], dict[str, str]]:
     """(pairs, single module -> role, module -> why it stays whole)."""
-    pairs: list[Pair] = []
+    pairs, reasons = packed_attentions(model)
     singles: dict[str, str] = {}
-    reasons: dict[str, str] = {}
     for path, part in model.named_modules():
         if is_lora(part) or path.endswith(".base_layer"):
             continue
         dot = f"{path}." if path else ""
         linears = {name: child for name, child in part.named_children() if is_linear(child)}
-        if is_packed_attention(part):
-            itself: Any = part
-            width = itself.embed_dim
-            heads = Heads(itself.num_heads, itself.num_heads, width // itself.num_heads)
-            if why := why_not_packed(part):
-                reasons[path] = why
-            else:
-                pairs.append(Pair(path, "module", (), (f"{dot}out_proj",), {}, width, heads))
-        elif type(part).forward is nn.Sequential.forward:
+        if type(part).forward is nn.Sequential.forward:
             pairs += _in_a_row(dot, part)
         elif linears:
             used = _attention(dot, part, linears, pairs, singles, reasons)
             _mlp(dot, part, {name: child for name, child in linears.items() if name not in used}, pairs)
     return pairs, singles, reasons
+
+
+def packed_attentions(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
+    """Of torch's own MultiheadAttentions: pairs, and why others stay whole."""
+    pairs: list[Pair] = []
+    reasons: dict[str, str] = {}
+    for path, part in model.named_modules():
+        itself: Any = part
+        if is_packed_attention(part) and (why := why_not_packed(part)):
+            reasons[path] = why
+        elif is_packed_attention(part):
+            heads = Heads(itself.num_heads, itself.num_heads, itself.embed_dim // itself.num_heads)
+            row = f"{path}.out_proj" if path else "out_proj"
+            pairs.append(Pair(path, "module", (), (row,), {}, itself.embed_dim, heads))
+    return pairs, reasons
 
 
 def _attention(
@@ -108,7 +114,8 @@ def _attention(
         singles[dot + out_name] = "rowwise_split"
         reasons[owner] = why
     else:
-        pairs.append(Pair(owner, "attention", columns, (dot + out_name,), widths, width, heads))
+        counts = named_counts(part, heads) if heads is not None else ()
+        pairs.append(Pair(owner, "attention", columns, (dot + out_name,), widths, width, heads, counts))
     return used
 
 
@@ -173,22 +180,37 @@ def _in_a_row(dot: str, part: nn.Module) -> list[Pair]:
     return pairs
 
 
-def infer_vocabulary(model: nn.Module, taken: set[str]) -> dict[str, str]:
-    """path -> "vocab" or "head": an embedding of tokens, and the map to their logits. taken: paths with other roles."""
+def named_heads(model: nn.Module) -> set[str]:
+    """Linear maps that are called as a map to logits is."""
+    return {path for path, part in model.named_modules() if is_linear(part) and path.split(".")[-1].lower() in _HEAD}
+
+
+def infer_vocabulary(
+    model: nn.Module, taken: Collection[str], likely: Collection[str], read: Collection[str] | None = None
+) -> dict[str, str]:
+    """path -> "vocab" or "head": an embedding of tokens, and the map to their logits.
+
+    taken: paths with other roles. likely: maps that may be the head; others are when they are tied to an embedding.
+    read: embeddings that read tokens, where that is known.
+    """
     paths = {id(part): path for path, part in model.named_modules()}
     tables = {
         path: part
         for path, part in model.named_modules()
         if isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward and part.weight is not None
     }
-    usable = {path: part for path, part in tables.items() if part.max_norm is None and not part.sparse}
+    usable = {
+        path: part
+        for path, part in tables.items()
+        if part.max_norm is None and not part.sparse and (read is None or path in read)
+    }
     heads = {
         path: part
         for path, part in model.named_modules()
         if is_linear(part)
         and path not in taken
         and not path.endswith(".base_layer")
-        and (path.split(".")[-1].lower() in _HEAD or _tied(part, tables) is not None)
+        and (path in likely or _tied(part, tables) is not None)
         and any(sizes(part)[1] == table.num_embeddings for table in tables.values())
     }
     named = _asked(model, "get_output_embeddings")

@@ -47,8 +47,10 @@ class Pair:
     """Maps that split features and one that joins them, within the module `owner`.
 
     kind: "attention" (heads), "mlp" (features), or "module" (an nn.MultiheadAttention, whose maps are its own).
-    widths: column map -> features of each matrix that is packed in it. inner: features between the maps. taken: of an
-    attention, whose arguments beside the hidden states get gradients from between its maps.
+    widths: column map -> features of each matrix that is packed in it. inner: features between the maps. counts:
+    attributes of the owner, and of what is in it, that a rank divides (heads.py). views: of an attention, whose code
+    asks for sizes of all heads, and has to get those of a part. taken: of an attention, whose arguments beside the
+    hidden states get gradients from between its maps.
     """
 
     owner: str
@@ -58,8 +60,15 @@ class Pair:
     widths: Mapping[str, tuple[int, ...]]
     inner: int
     heads: Heads | None = None
-    from_hf: bool = False
+    counts: tuple[str, ...] = ()
+    views: bool = False
     taken: bool = True
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Features of all heads, in the matrices that are packed, and in those that they are packed in."""
+        widths = [n for each in self.widths.values() for n in (*each, sum(each))]
+        return tuple(dict.fromkeys([self.inner, *widths]))
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class TensorPlan:
     """Pairs; roles of single modules (path -> role); why others stay whole (path -> reason); shown by `describe`.
 
     partial: parameters that are used between the maps of a pair. positions: blocks -> why their positions stay whole.
-    unproven: modules that look as if they could be split -> why that is not known to be right.
+    unproven: modules that look as if they could be split -> why that is not known to be right. ways: row map -> other
+    ways to split its pair, of which a run may choose one.
     """
 
     size: int
@@ -77,6 +87,7 @@ class TensorPlan:
     partial: frozenset[str] = frozenset()
     positions: Mapping[str, str] = field(default_factory=dict)
     unproven: Mapping[str, str] = field(default_factory=dict)
+    ways: Mapping[str, tuple[Pair, ...]] = field(default_factory=dict)
 
     def describe(self, module: nn.Module) -> list[tuple[str, str, str]]:
         """Rows (module, how it is split, why not) for modules with parameters; numbers in paths folded into *."""

@@ -8,7 +8,7 @@ part of that. An attribute that a split changes (a number of heads) must not be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.proof.paths import inside
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ class Capture:
     calls: dict[str, list[Call]] = field(default_factory=dict)
     reads: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
     hidden: dict[str, set[int]] = field(default_factory=dict)
     loose: set[str] = field(default_factory=set)
 
-    def run(self, call: Callable[[], Any], paths: Collection[str], changed: Mapping[str, Collection[str]]) -> None:
+    def run(self, call: Callable[[], Any], paths: Collection[str]) -> None:
         """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are kept.
 
-        changed: module -> its attributes that a split changes. Every parameter is to be trained meanwhile (`thaw`):
-        what hangs on parameters is told by its gradient.
+        Every parameter is to be trained meanwhile (`thaw`): what hangs on parameters is told by its gradient.
         """
-        watch = _Watch(self, paths, changed)
+        watch = _Watch(self, paths)
         with _reading(self.model, watch.read), watched(self.model, watch.enter, watch.leave), torch.enable_grad():
             with watch:
                 output = call()
@@ -75,9 +76,9 @@ class Capture:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, seen: Capture, kept: Collection[str], changed: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, seen: Capture, kept: Collection[str]) -> None:
         super().__init__()
-        self.seen, self.kept, self.changed = seen, kept, changed
+        self.seen, self.kept = seen, kept
         self.active: list[str] = []
         self.weights: dict[Memory, tuple[set[str], set[str]]] = {}  # -> modules that may use it, plan's keys
         self.between: dict[Memory, frozenset[str]] = {}  # -> row maps of the pairs it lies between
@@ -174,11 +175,10 @@ class _Watch(TorchDispatchMode):
         """An attribute of its own is asked of a module, by anybody."""
         if path in self.active:
             self.seen.reads.setdefault(path, set()).add(name)
-        elif self.active and name in self.changed.get(path, ()):
+        elif self.active:
             for key, owner in self.owners.items():
-                if path in (owner, key) or self.columns.get(path) == key:
-                    if not self._runs(owner):
-                        self._refuse(key, f"{name} of {path} is read outside of it, by {self._user()}")
+                if inside(path, owner) and not self._runs(owner):
+                    self.seen.outside.setdefault(key, {}).setdefault((path, name), self._user())
 
     def end(self, output: Any) -> None:
         """What lies between maps must not outlive the run, as the output or as an attribute of a module."""

@@ -7,7 +7,6 @@ may be split are run once more that way.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,10 +20,12 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import placeholder
 from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
-from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.flow_plan import ways_of
+from nbkit.rank.parallel.tensor.plan.heads import of_configs
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.proof.call_kinds import kind_of
 from nbkit.rank.parallel.tensor.proof.capture import Call, Capture, Given
+from nbkit.rank.parallel.tensor.proof.data_flow import data_flow
 from nbkit.rank.parallel.tensor.proof.gradients import Gradients
 from nbkit.rank.parallel.tensor.proof.paths import inside, relative, relative_path, under
 from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run
@@ -47,15 +48,16 @@ def prove(
     try:
         with unchanged(model):
             thaw(model)
-            prover = _Prover(model, call, candidates(model, 1, tp_plan))
-            return Proof({size: prover.verdict(size) for size in sizes}, "")
+            flow = data_flow(model, call)
+            prover = _Prover(model, call, candidates(model, 1, tp_plan, flow))
+            return Proof({size: prover.verdict(size) for size in sizes}, "", flow)
     except StrategyError as error:  # the plan itself, which is refused where it is made
         return Proof(why=str(error))
     except Exception as error:
         return Proof(why=f"the model does not run on the example: {type(error).__name__}: {str(error)[:200]}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Found:
     """Of one kind of unit, by paths from it. partial: parameter -> row maps of the pairs that use it."""
 
@@ -73,39 +75,77 @@ class _Prover:
         self.units = sorted(
             path for path in owners if not any(path != other and inside(path, other) for other in owners)
         )
-        self.seen.run(call, {*self.units, *blocks}, self._changed())
+        self.seen.run(call, {*self.units, *blocks})
         with unchanged(model):
             model.eval()
-            self.seen.run(call, {*self.units, *blocks}, self._changed())
+            self.seen.run(call, {*self.units, *blocks})
         self.placeholders = {id(p): placeholder(p.shape, p) for p in model.parameters()}
         self._known: dict[Hashable, _Found] = {}
 
     def verdict(self, size: int) -> Verdict:
         """For `size` parts."""
-        wrong, right, taken = dict(self.seen.refused), set[str](), set[str]()
+        wrong, taken, right = dict(self.seen.refused), set[str](), dict[str, Pair]()
         partial: dict[str, set[str]] = {}
-        usable = [pair for pair in self.plan.pairs if pair.rows[0] not in wrong]
-        # What does not divide is refused where the plan is made, with the numbers.
-        right |= {pair.rows[0] for pair in usable if not _divides(pair, size)}
-        usable = [pair for pair in usable if pair.rows[0] not in right]
+        ways: dict[str, list[Pair]] = {}
+        for pair in self.plan.pairs:
+            key = pair.rows[0]
+            # What does not divide is refused where the plan is made, with the numbers.
+            if key not in wrong and not _divides(pair, size):
+                right[key] = pair
+            elif key not in wrong and (found := self._ways(pair, size)):
+                ways[key] = found
+            elif key not in wrong:
+                name, user = next((f"{name} of {path}", user) for (path, name), user in self.seen.outside[key].items())
+                wrong[key] = f"{name} is read outside of it, by {user}"
         for unit in self.units:
-            pairs = [pair for pair in usable if pair.kind != "module" and inside(pair.owner, unit)]
-            for call in self.seen.calls.get(unit, ()):
-                pairs = [pair for pair in pairs if pair.rows[0] not in wrong]
-                found = self._of(unit, [*pairs, *self._packed(usable, unit)], call, size, sequence=False)
-                wrong |= {under(unit, key): why for key, why in found.wrong.items()}
-                taken |= {under(unit, path) for path in found.taken}
-                for name, keys in found.partial.items():
-                    partial.setdefault(under(unit, name), set()).update(under(unit, key) for key in keys)
+            chosen = self._chosen(unit, ways, size, wrong, partial, taken)
             if unit in self.seen.calls:
-                right |= {pair.rows[0] for pair in pairs}
+                right |= chosen
         self._owned_alone(partial, wrong)
-        right -= wrong.keys()
-        fit = [
-            pair for pair in usable if pair.rows[0] in right or (pair.kind == "module" and pair.rows[0] not in wrong)
-        ]
-        kept = frozenset(name for name, keys in partial.items() if keys & right)
-        return Verdict(frozenset(right), wrong, kept, frozenset(taken), self._positions(fit, size))
+        right = {key: pair for key, pair in right.items() if key not in wrong}
+        packed = [each[0] for key, each in ways.items() if each[0].kind == "module" and key not in wrong]
+        kept = frozenset(name for name, keys in partial.items() if keys & right.keys())
+        fit = [pair for pair in right.values() if _divides(pair, size)]
+        return Verdict(right, wrong, kept, frozenset(taken), self._positions([*fit, *packed], size))
+
+    def _ways(self, pair: Pair, size: int) -> list[Pair]:
+        """To split `pair`, without those that change what somebody else reads."""
+        if pair.kind == "module":
+            return [pair]
+        packed = [pair, *self.plan.ways.get(pair.rows[0], ())[1:]]
+        read = self.seen.outside.get(pair.rows[0], {}).keys()
+        return [way for way in ways_of(self.model, packed, size, self.seen.reads) if not _changed(way) & read]
+
+    def _chosen(
+        self, unit: str, ways: Mapping[str, Sequence[Pair]], size: int, wrong: dict[str, str],
+        partial: dict[str, set[str]], taken: set[str],
+    ) -> dict[str, Pair]:  # fmt: skip
+        """Of each pair in `unit` the first way that fits, in all calls; notes why there is none, and what they use."""
+        inner = {key: each for key, each in ways.items() if inside(each[0].owner, unit)}
+        packed = {key: each[0] for key, each in inner.items() if each[0].kind == "module"}
+        tried = dict.fromkeys((key for key, each in inner.items() if each[0].kind != "module"), 0)
+        why: dict[str, str] = {}
+        while True:
+            chosen = {key: inner[key][number] for key, number in tried.items()}
+            found = []
+            for call in self.seen.calls.get(unit, ()):
+                found.append(self._of(unit, [*chosen.values(), *packed.values()], call, size, sequence=False))
+                if found[-1].wrong:
+                    break
+            if not found or not found[-1].wrong:
+                break
+            for key, reason in ((under(unit, key), reason) for key, reason in found[-1].wrong.items()):
+                why.setdefault(key, reason)
+                tried[key] = tried.get(key, 0) + 1
+                if tried[key] == len(inner[key]):
+                    del tried[key]
+                    packed.pop(key, None)
+                    wrong[key] = why[key]
+        for each in found:
+            taken.update(under(unit, path) for path in each.taken)
+            for name, keys in each.partial.items():
+                partial.setdefault(under(unit, name), set()).update(under(unit, key) for key in keys)
+        return chosen
 
     def _positions(self, pairs: Sequence[Pair], size: int) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -148,37 +188,23 @@ class _Prover:
     def _found(
         self, module: nn.Module, pairs: tuple[Pair, ...], call: Call, size: int, sequence: bool, hidden: frozenset[int]
     ) -> _Found:
-        found = _Found()
-        while any(pair.kind != "module" for pair in pairs) or (sequence and pairs):
-            unit = Unit(module, pairs, call, size, sequence, {}, self.placeholders, hidden)
-            try:
-                gradients = _rehearsed(unit)
-            except Differs as differs:
-                bad = {key for key in differs.keys if key in unit.keys} or set(unit.keys)
-                found.wrong |= dict.fromkeys(bad, str(differs))
-                if sequence:
-                    return found
-                pairs = tuple(pair for pair in pairs if pair.rows[0] not in bad)
-                continue
-            if gradients is not None:
-                found.partial, found.taken = gradients.partial, gradients.taken
-            break
-        return found
+        if not any(pair.kind != "module" for pair in pairs) and not (sequence and pairs):
+            return _Found()
+        unit = Unit(module, pairs, call, size, sequence, {}, self.placeholders, hidden)
+        try:
+            gradients = _rehearsed(unit)
+        except Differs as differs:
+            bad = {key for key in differs.keys if key in unit.keys} or set(unit.keys)
+            return _Found(dict.fromkeys(bad, str(differs)))
+        return _Found() if gradients is None else _Found({}, gradients.partial, gradients.taken)
 
-    def _packed(self, pairs: Sequence[Pair], unit: str) -> list[Pair]:
-        return [pair for pair in pairs if pair.kind == "module" and inside(pair.owner, unit)]
 
-    def _changed(self) -> dict[str, set[str]]:
-        """Module -> attributes that a split changes."""
-        found: dict[str, set[str]] = {}
-        for pair in self.plan.pairs:
-            if pair.kind == "attention" and pair.heads is not None:
-                twin = copy.copy(self.model.get_submodule(pair.owner))
-                found[pair.owner] = set(shrink(twin, pair.heads, size=1, own_config=not pair.from_hf))
-            if pair.kind != "module":
-                found |= {path: {"out_features", "nf"} for path in pair.columns}
-                found |= {path: {"in_features", "nx"} for path in pair.rows}
-        return found
+def _changed(pair: Pair) -> set[tuple[str, str]]:
+    """(module, attribute) that a split changes."""
+    counts = [count.rpartition(":") for count in pair.counts if count not in of_configs(pair.counts)]
+    changed = {(under(pair.owner, path), name) for path, _, name in counts}
+    changed |= {(path, name) for path in pair.columns for name in ("out_features", "nf")}
+    return changed | {(path, name) for path in pair.rows for name in ("in_features", "nx")}
 
 
 def _rehearsed(unit: Unit) -> Gradients | None:

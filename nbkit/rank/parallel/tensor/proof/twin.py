@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.meta_module import copied, placeholder
+from nbkit.rank.parallel.tensor.attention import sizes_of_part
 from nbkit.rank.parallel.tensor.column_row_pair import become
-from nbkit.rank.parallel.tensor.plan.heads import shrink
+from nbkit.rank.parallel.tensor.plan.heads import divide
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
@@ -93,10 +95,11 @@ def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int |
                 shape = tuple(length if d == along else n for d, n in enumerate(param.shape))
                 base._parameters[name] = placeholder(shape, nn.Parameter(param.detach()[:0].to(dtype)))
         become(part, _Answered, _answer=partial(answers["column" if column else "row"], path))
+    if index is not None:
+        divide(owner, pair.counts, unit.size)
     if pair.kind == "attention":
-        if pair.heads is not None and index is not None:
-            shrink(owner, pair.heads, size=unit.size, own_config=not pair.from_hf)
-        become(owner, _Attention, _answer=partial(answers["attention"], pair.owner))
+        answer, around = partial(answers["attention"], pair.owner), None if index is None else pair
+        become(owner, _Attention, _answer=answer, _sizes=sizes_of_part(around, unit.size))
 
 
 def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
@@ -117,7 +120,9 @@ class _Attention(nn.Module):
     """An attention whose arguments are given."""
 
     _answer: Callable[..., Any]
+    _sizes: Callable[[], AbstractContextManager[Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._answer(args, kwargs)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self._sizes():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]

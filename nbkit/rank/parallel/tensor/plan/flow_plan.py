@@ -1,0 +1,146 @@
+"""From what goes into what (proof/data_flow.py) to the ways in which the maps of a model may be split.
+
+Maps whose outputs go into one other map, and nowhere else, are split by columns, and that one by rows: up and down,
+query, key, value and output. Several ways may fit (how a packed matrix lies, which attributes count heads); the proof
+runs them one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+
+from torch import nn
+
+from nbkit.rank.parallel.tensor.plan.heads import Heads, named_counts, numbers_in
+from nbkit.rank.parallel.tensor.plan.linear_types import sizes
+from nbkit.rank.parallel.tensor.plan.plan import Pair
+
+_MOST_COUNTS, _MOST_WAYS = 4, 20
+
+
+@dataclass(frozen=True)
+class Product:
+    """Two things that were multiplied for each row: maps that each comes from; dims, the features of a head first."""
+
+    first: frozenset[str]
+    second: frozenset[str]
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """sources: linear map -> maps whose outputs go into it through no other map, in the order of the first calls.
+
+    readers: map -> maps that its output goes into so, "" for the output of the model. products: of two things that
+    come from maps. tables: embeddings that read numbers of the batch. called: modules that were called.
+    """
+
+    sources: Mapping[str, frozenset[str]]
+    readers: Mapping[str, frozenset[str]]
+    products: tuple[Product, ...]
+    tables: frozenset[str]
+    called: frozenset[str]
+
+
+def flow_heads(model: nn.Module, flow: Flow) -> set[str]:
+    """Linear maps from what the embeddings of tokens give to as many logits, which are the output of the model."""
+    rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
+    return {
+        path for path in flow.sources if flow.readers.get(path) == {""} and sizes(model.get_submodule(path))[1] in rows
+    }
+
+
+def flow_pairs(model: nn.Module, flow: Flow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
+    """Of each pair the ways in which it may be packed. taken: maps that are split otherwise, or not at all."""
+    used, found = set(taken), list[tuple[Pair, ...]]()
+    for row, sources in flow.sources.items():
+        columns = [path for path in flow.sources if path in sources - used and flow.readers[path] == {row} != {path}]
+        if columns and row not in used and (ways := _ways(model, flow, columns, row)):
+            found.append(ways)
+            used.update((*ways[0].columns, row))
+    return found
+
+
+def _ways(model: nn.Module, flow: Flow, columns: Sequence[str], row: str) -> tuple[Pair, ...]:
+    inner, width = sizes(model.get_submodule(row))
+    outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
+    owner = _owner(flow, (*columns, row))
+    product = next((p for p in flow.products if p.first | p.second <= set(columns)), None)
+    if product is not None:
+        return tuple(_attention(model.get_submodule(owner), owner, outs, row, inner, product))
+    outs = {path: out for path, out in outs.items() if out % inner == 0}
+    # Much narrower in the middle than at the ends is an adapter: it would send more than it saves.
+    ends = [width, *(sizes(model.get_submodule(path))[0] for path in outs)]
+    if not outs or 2 * inner < min(ends):
+        return ()
+    packed = {path: (inner,) * (out // inner) for path, out in outs.items()}
+    ways = (packed, {path: (out,) for path, out in outs.items()})
+    return tuple(Pair(owner, "mlp", tuple(outs), (row,), ways[i], inner) for i in range(1 + (ways[0] != ways[1])))
+
+
+def _attention(
+    module: nn.Module, owner: str, outs: Mapping[str, int], row: str, inner: int, product: Product
+) -> Iterator[Pair]:
+    for dim in product.dims:
+        if inner % dim or inner == dim or any(outs[path] % dim for path in product.first | product.second):
+            continue
+        one = {path: (out,) for path, out in outs.items() if out % dim == 0 or out % (inner // dim) == 0}
+        keys = [path for path in one if path in product.second - product.first] or list(one)
+        if not keys:
+            continue
+        kv = min(outs[path] for path in keys)
+        # Keys and values, or these and the queries, behind one another in one matrix.
+        packed = dict(one)
+        if len(one) == 1:
+            kv = (kv - inner) // 2 if kv > inner else kv
+            packed = {keys[0]: (inner, kv, kv)} if outs[keys[0]] == inner + 2 * kv else packed
+        elif len(one) == 2 and len(keys) == 1 and kv % (2 * dim) == 0:
+            packed[keys[0]], kv = (kv // 2, kv // 2), kv // 2
+        if kv % dim or not kv:
+            continue
+        heads = Heads(inner // dim, kv // dim, dim)
+        counts = named_counts(module, heads)
+        for widths in (packed, one) if packed != one else (one,):
+            yield Pair(owner, "attention", tuple(one), (row,), widths, inner, heads, counts)
+
+
+def _counted(model: nn.Module, pair: Pair, size: int, reads: Mapping[str, Collection[str]]) -> Iterator[Pair]:
+    """`pair` with one and another choice of attributes that a rank divides: those that names say come first."""
+    inside = f"{pair.owner}." if pair.owner else ""
+    read = {path[len(inside) :] if path != pair.owner else "": names for path, names in reads.items()
+            if path == pair.owner or path.startswith(inside)}  # fmt: skip
+    totals = set(pair.totals)
+    if pair.heads is not None:
+        totals |= {pair.heads.heads, pair.heads.kv_heads}
+    else:  # groups of features
+        totals |= {n for n in range(2, pair.inner) if pair.inner % n == 0}
+    among = numbers_in(model.get_submodule(pair.owner), {n for n in totals if n % size == 0}, read)[:_MOST_COUNTS]
+    first = dict.fromkeys((pair.counts, ()))
+    rest = (each for many in range(len(among), 0, -1) for each in combinations(among, many))
+    others = [each for each in rest if set(each) not in [set(counts) for counts in first]]
+    for choices in (first, others):
+        for views in (False, True) if pair.heads is not None else (False,):
+            yield from (replace(pair, counts=counts, views=views) for counts in choices)
+
+
+def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[str, Collection[str]]) -> list[Pair]:
+    """The ways to split a pair into `size` parts that are to be tried, one after the other.
+
+    packed: how its matrices may be packed. reads: path of a module -> own attributes that are read while it runs.
+    """
+    each = [list(_counted(model, pair, size, reads)) for pair in packed]
+    rounds = (ways[i] for i in range(max(map(len, each))) for ways in each if i < len(ways))
+    return list(islice(rounds, _MOST_WAYS))
+
+
+def _owner(flow: Flow, paths: Sequence[str]) -> str:
+    """The innermost module that was called and is around all of `paths`."""
+    names = [path.split(".")[:-1] for path in paths]
+    shared = 0
+    while all(len(each) > shared and each[shared] == names[0][shared] for each in names):
+        shared += 1
+    while shared and ".".join(names[0][:shared]) not in flow.called:
+        shared -= 1
+    return ".".join(names[0][:shared])
