@@ -17,6 +17,7 @@ import nbkit
 from nbkit.errors import CellError, NbkitError, UsageError
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 
 NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_live.ipynb"
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
     """(which ranks, in words; the notebook's parameters)."""
-    pins = pins_within(site_settings.read(), arguments.n, cpu=arguments.cpu).pins
+    pins = pins_within(site_settings.read(), read_machine(), arguments.n, cpu=arguments.cpu).pins
     on_gpus = pins[0].kind == "gpu"
     n = arguments.n or (min(max(len(pins) // 2 * 2, 2), MOST_RANKS) if on_gpus else CPU_RANKS)
     if n % 2 or not 2 <= n <= MOST_RANKS:

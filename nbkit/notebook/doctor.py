@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from importlib import metadata
 from typing import Literal
@@ -22,10 +22,11 @@ from nbkit.durations import text_of
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.control_result import size
-from nbkit.notebook.cluster.launch.device_pinning import cores_here
-from nbkit.notebook.cluster.launch.gpus import Survey, show_mib, survey_gpus
 from nbkit.notebook.cluster.launch.limits import pins_within
-from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking, torch_version
+from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking
+from nbkit.notebook.cluster.machine.gpus import show_mib
+from nbkit.notebook.cluster.machine.machine import Machine, read_machine
+from nbkit.notebook.cluster.machine.remarks import remarks
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
@@ -112,15 +113,15 @@ class Report:
 
 def doctor() -> Report:
     """Look at this machine; takes as long as nvidia-smi does. Raises nothing: what it finds is in the report."""
-    survey = survey_gpus()
+    machine = read_machine(links=True)
     return Report(
         (
             *_machine(),
-            *_torch(torch_version(), survey),
+            *_torch(machine),
             *_packages(),
-            *_devices(survey),
+            *_devices(machine),
             *_settings(),
-            *_cluster(survey),
+            *_cluster(machine),
         )
     )
 
@@ -146,18 +147,14 @@ def _machine() -> Iterator[Finding]:
         yield Finding("Machine", "launcher variables", text, "note")
 
 
-def _torch(version: str, survey: Survey) -> Iterator[Finding]:
+def _torch(machine: Machine) -> Iterator[Finding]:
+    version = machine.torch.version
     try:
         check_platform(system="linux", python=(3, 11), torch=version)
     except NbkitError as error:
         yield Finding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
         return
-    if survey.gpus and version.endswith("+cpu"):
-        text = f"{version} cannot use the {len(survey.gpus)} GPUs of this machine"
-        hint = 'install the CUDA build ("Compute Platform" on PyTorch\'s install page), then restart the kernel'
-        yield Finding("PyTorch", "torch", text, "note", hint)
-    else:
-        yield Finding("PyTorch", "torch", version)
+    yield Finding("PyTorch", "torch", f"{version}, built for {machine.torch.kind} {machine.torch.cuda}".strip())
     if "torch" in sys.modules:
         text = "is imported in this process too; ranks do not need that, and CUDA memory it takes is missing there"
         yield Finding("PyTorch", "this kernel", text, "note")
@@ -197,20 +194,20 @@ def required_versions() -> dict[str, str]:
     return {match[1].replace("-", "_"): match[2] for match in found if match}
 
 
-def _devices(survey: Survey) -> Iterator[Finding]:
-    if survey.problem:
-        hint = "run nvidia-smi in a terminal; after a driver update, restart the machine"
-        yield Finding("Devices", "nvidia-smi", survey.problem, "note", hint)
-    for gpu in survey.gpus:
-        use = gpu.in_use_by_others(os.getpid())
+def _devices(machine: Machine) -> Iterator[Finding]:
+    for gpu in machine.gpus:
+        use = "unfit" if gpu.unfit else gpu.in_use_by_others(os.getpid())
         text = f"{gpu.name}, {show_mib(gpu.total_mib)}, {use or 'idle'}"
         yield Finding("Devices", f"GPU {gpu.number}", text, "note" if use else "ok")
-    if not survey.gpus and not survey.problem:
+    for remark in remarks(machine):
+        state: State = "ok" if remark.told == "doctor" else "note"
+        yield Finding("Devices", remark.subject, f"{remark.seen}: {remark.used}", state, remark.hint)
+    if not machine.gpus and not remarks(machine):
         yield Finding("Devices", "GPU", "none found: ranks run on the CPU")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         yield Finding("Devices", "CUDA_VISIBLE_DEVICES", f"{visible!r}: nothing else is used", "note")
-    yield Finding("Devices", "CPU cores", f"{len(cores_here())} usable of {os.cpu_count()}")
+    yield Finding("Devices", "CPU cores", f"{len(machine.cores)} usable of {os.cpu_count()}")
 
 
 def _settings() -> Iterator[Finding]:
@@ -230,10 +227,10 @@ def _settings() -> Iterator[Finding]:
         yield Finding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site_settings.files()))}")
 
 
-def _cluster(survey: Survey) -> Iterator[Finding]:
+def _cluster(machine: Machine) -> Iterator[Finding]:
     """What `%cluster start` without options would do now."""
     try:
-        plan = pins_within(site_settings.read(), survey=replace(survey, problem=""))
+        plan = pins_within(site_settings.read(), machine)
     except NbkitError as error:
         yield Finding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
         return

@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Sequence
 
 CSV = "--format=csv,noheader,nounits"
-# On WSL the driver puts it where PATH does not look.
-_WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
+# Where PATH often does not look: the driver of WSL, and that of a Kubernetes node put into a container.
+_ELSEWHERE = ("/usr/lib/wsl/lib/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def find() -> str | None:
     """The path of nvidia-smi; None where it is not installed."""
-    return shutil.which("nvidia-smi") or (_WSL_SMI if os.access(_WSL_SMI, os.X_OK) else None)
+    return shutil.which("nvidia-smi") or next((path for path in _ELSEWHERE if os.access(path, os.X_OK)), None)
 
 
 def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:

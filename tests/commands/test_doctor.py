@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
+import machines
 import pytest
 
 import nbkit
 from nbkit.commands import main, subcommands
 from nbkit.errors import NbkitError
 from nbkit.notebook import doctor as module
-from nbkit.notebook.cluster.launch.gpus import Gpu, GpuProcess, Survey
 from nbkit.notebook.doctor import Finding, Report, doctor, required_versions
 
 
@@ -37,7 +38,7 @@ def test_this_machine_is_ready() -> None:
     report = doctor()
 
     assert report.ok
-    assert finding(report, "torch").text == metadata.version("torch")
+    assert finding(report, "torch").text.startswith(f"{metadata.version('torch')}, built for ")
     assert finding(report, "ipyparallel").text == metadata.version("ipyparallel")
     assert "Ready" in repr(report)
 
@@ -89,25 +90,31 @@ def test_an_optional_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tensorboard>=2.21" in finding(report, "tensorboard").hint
 
 
-def test_gpus_are_shown_with_who_uses_them_and_a_cpu_build_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Gpu(1, "GPU-b", "Tesla T4", 15360, 9000, (GpuProcess(42, "python", 9000),))
-    monkeypatch.setattr(module, "survey_gpus", lambda: Survey((Gpu(0, "GPU-a", "Tesla T4", 15360, 3), busy)))
-    monkeypatch.setattr(module, "torch_version", lambda: "2.13.0+cpu")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_gpus_are_shown_with_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = "GPU-b1d0e6a7-91d5-5c60-e1a9-63a5b9f4c502, 42, python, 9000\n"
+    machine = machines.nvidia(machines.KAGGLE_T4, machines.CUDA_13, machines.T4_DRIVER, processes)
+    monkeypatch.setattr(module, "read_machine", lambda links: machine)
     report = doctor()
 
     assert finding(report, "GPU 0").text == "Tesla T4, 15.0 GiB, idle"
     assert "pid 42" in finding(report, "GPU 1").text
-    assert "cannot use the 2 GPUs" in finding(report, "torch").text
-    assert finding(report, "rank 0").text.startswith("GPU 0 (GPU-a): idle")
+    assert finding(report, "torch").text == "2.13.0, built for CUDA 13.0"
+    assert finding(report, "rank 0").text.startswith("GPU 0 (GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01): idle")
 
 
-def test_a_broken_driver_is_told_and_does_not_stop_a_cpu_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "survey_gpus", lambda: Survey(problem="Failed to initialize NVML"))
+def test_what_is_remarkable_is_told_with_what_to_type_and_does_not_stop_a_cpu_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = dataclasses.replace(machines.KAGGLE, torch=machines.CPU_TORCH)
+    monkeypatch.setattr(module, "read_machine", lambda links: machine)
     report = doctor()
 
     assert report.ok
-    assert "NVML" in finding(report, "nvidia-smi").text
+    assert finding(report, "GPU 0").text == "Tesla T4, 15.0 GiB, unfit"
+    assert "cannot be used, since torch 2.13.0+cpu is built for the CPU" in finding(report, "GPU").text
+    assert "pip uninstall torch" in finding(report, "GPU").hint
+    assert finding(report, "Kaggle").state == "ok"
+    assert finding(report, "rank 0").text.startswith("CPU: torch 2.13.0+cpu is built for the CPU; ")
 
 
 def test_the_report_shows_itself_as_html_with_everything_escaped() -> None:

@@ -28,6 +28,8 @@ from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
+from nbkit.notebook.cluster.machine.machine import read_machine
+from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry, Process
@@ -130,7 +132,10 @@ class Cluster:
         options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
         if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
-        return cls(_launched(name or made_up_name(), pins_within(settings, n, gpus, cpu=cpu), ttl, options))
+        machine = read_machine()
+        plan = pins_within(settings, machine, n, gpus, cpu=cpu)
+        plan = replace(plan, notes=(*notes_at_start(machine, n=n, gpus=gpus, cpu=cpu), *plan.notes))
+        return cls(_launched(name or made_up_name(), plan, ttl, options))
 
     def _taken_again(self, options: dict[str, object]) -> Cluster | None:
         """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.

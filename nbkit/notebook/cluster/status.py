@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from nbkit.durations import text_of
-from nbkit.notebook.cluster.launch.gpus import find_gpus
+from nbkit.notebook.cluster.machine.gpus import find_gpus
 from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.cells import first_line

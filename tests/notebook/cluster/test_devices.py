@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning, cores_here, pins_here, plan_pins
-from nbkit.notebook.cluster.launch.gpus import Gpu, GpuProcess, Survey
+from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning, pins_on, plan_pins
+from nbkit.notebook.cluster.machine.gpus import Gpu, GpuProcess, Unfit
+from nbkit.notebook.cluster.machine.machine import read_machine
 
 A100 = "NVIDIA A100-SXM4-80GB"
 STRANGER = GpuProcess(48213, "/usr/bin/python", 30720)
@@ -214,11 +217,39 @@ def test_a_pin_without_a_core_and_pins_with_a_gap_are_refused_at_birth() -> None
 
 
 def test_this_machine_can_be_planned_for() -> None:
-    plan = pins_here(2, cpu=True)
+    machine = read_machine()
+    plan = pins_on(machine, 2, cpu=True)
 
     assert [pin.kind for pin in plan.pins] == ["cpu", "cpu"]
-    assert {core for pin in plan.pins for core in pin.cores} <= set(cores_here())
+    assert {core for pin in plan.pins for core in pin.cores} <= {*machine.cores}
 
 
-def test_a_broken_driver_is_told_though_the_ranks_run_on_the_cpu() -> None:
-    assert pins_here(survey=Survey(problem="Failed to initialize NVML")).notes[0] == "Failed to initialize NVML"
+def test_a_gpu_on_which_nothing_can_compute_gets_no_rank_and_is_refused_by_name() -> None:
+    unfit = Unfit("it is in MIG mode and has no instance", "sudo nvidia-smi -i 1 -mig 0")
+    found = [gpu if gpu.index != 1 else replace(gpu, unfit=unfit) for gpu in gpus(3)]
+
+    assert uuids(plan_pins(None, None, found, range(6), None)) == ["GPU-0000", "GPU-2000"]
+    assert uuids(plan_pins(2, None, found[1:2], range(6), None)) == ["", ""]
+    with pytest.raises(UsageError, match="No rank can compute on GPU 1") as error:
+        plan_pins(None, "0,1", found, range(6), None)
+    assert error.value.hint == "sudo nvidia-smi -i 1 -mig 0   or   --cpu"
+
+
+def test_a_rank_gets_cores_of_the_socket_of_its_gpu() -> None:
+    """Two sockets with hyperthreads, as Linux numbers them, and the GPUs of rank 0 and 2 on the second one."""
+    first, second = (*range(8), *range(16, 24)), (*range(8, 16), *range(24, 32))
+    found = [replace(gpu, near=near) for gpu, near in zip(gpus(3), (second, first, second), strict=True)]
+    cores = [core for pair in zip(range(16), range(16, 32), strict=True) for core in pair]
+
+    plan = plan_pins(None, None, found, cores, None)
+
+    assert [{*pin.cores} for pin in plan.pins] == [{*range(8, 12), *range(24, 28)}, {*first},
+                                                   {*range(12, 16), *range(28, 32)}]  # fmt: skip
+    assert plan.pins[1].why == "GPU 1 (GPU-1000): idle; cores 0-7,16-23 of 32, on its socket"
+
+
+def test_where_a_socket_has_too_few_cores_for_its_ranks_all_cores_are_shared_out() -> None:
+    found = [replace(gpu, near=(6, 7)) for gpu in gpus(3)]
+
+    assert [pin.cores for pin in plan_pins(None, None, found, range(6), None).pins] == [(0, 1), (2, 3), (4, 5)]
+    assert [pin.cores for pin in plan_pins(None, None, found, range(8), None).pins] == [(0, 1, 2), (3, 4, 5), (6, 7)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.gpus import (
+from nbkit.notebook.cluster.machine.gpus import (
     choose_gpus,
     find_gpus,
     parse_gpus,
@@ -19,30 +19,43 @@ from nbkit.notebook.cluster.launch.gpus import (
     visible_gpus,
 )
 
-A100 = """\
+
+def ended(rows: str, end: str) -> str:
+    """The rows with what is the same in all: place on the bus, driver, MIG mode, compute mode."""
+    return "".join(f"{row}, {end}\n" for row in rows.splitlines())
+
+
+A100 = ended(
+    """\
 0, GPU-8a56a4bc-e184-a047-2620-be19fdf913d5, NVIDIA A100-SXM4-80GB, 81920, 4
 1, GPU-1d6a1bb8-f0a8-2f2b-6c4a-0e6c1a4d4c11, NVIDIA A100-SXM4-80GB, 81920, 31277
 2, GPU-8a5f0c9e-2c39-1f6d-9e0b-c7f9e6d5a222, NVIDIA A100-SXM4-80GB, 81920, 4
 3, GPU-f3b8e7a2-5b7e-4c58-8a44-3c9d64b10333, NVIDIA A100-SXM4-80GB, 81920, 4
-"""
+""",
+    "00000000:07:00.0, 550.54.15, Disabled, Default",
+)
 A100_PROCESSES = """\
 GPU-1d6a1bb8-f0a8-2f2b-6c4a-0e6c1a4d4c11, 48213, /opt/conda/bin/python, 30720
 GPU-1d6a1bb8-f0a8-2f2b-6c4a-0e6c1a4d4c11, 48999, python -c import a, b, 548
 """
 T4 = """\
-0, GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01, Tesla T4, 15360, 3
-1, GPU-b1d0e6a7-91d5-5c60-e1a9-63a5b9f4c502, Tesla T4, 15360, 3
+0, GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01, Tesla T4, 15360, 3, 00000000:00:04.0, 550.90.07, [N/A], Default
+1, GPU-b1d0e6a7-91d5-5c60-e1a9-63a5b9f4c502, Tesla T4, 15360, 3, 00000000:00:05.0, 550.90.07, [N/A], Default
 """
+REST = "00000000:00:04.0, 550.90.07, [N/A], Default"  # place on the bus, driver, MIG, compute mode
 MIG_L = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
   MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
   MIG 2g.10gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
 GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-21d4e8a1-0a6b-41d1-8c3b-5b1f3e4d9988)
 """
-MIG_GPUS = """\
-0, GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77, NVIDIA A100-SXM4-40GB, 40960, 5208
-1, GPU-21d4e8a1-0a6b-41d1-8c3b-5b1f3e4d9988, NVIDIA A100-SXM4-40GB, 40960, 2
-"""
+MIG_GPUS = ended(
+    "0, GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77, NVIDIA A100-SXM4-40GB, 40960, 5208",
+    "00000000:07:00.0, 535.183.01, Enabled, Default",
+) + ended(
+    "1, GPU-21d4e8a1-0a6b-41d1-8c3b-5b1f3e4d9988, NVIDIA A100-SXM4-40GB, 40960, 2",
+    "00000000:0A:00.0, 535.183.01, Disabled, Default",
+)
 MIG_XML = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
 <nvidia_smi_log>
@@ -80,7 +93,7 @@ def test_gpus_are_read_with_their_memory_and_the_processes_on_them() -> None:
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown_and_not_zero() -> None:
-    (gpu,) = parse_gpus("0, GPU-aa, NVIDIA GB10, [N/A], [Not Supported]\n", "GPU-aa, 12, [Not Found], [N/A]\n")
+    (gpu,) = parse_gpus(f"0, GPU-aa, NVIDIA GB10, [N/A], [Not Supported], {REST}\n", "GPU-aa, 12, [Not Found], [N/A]\n")
 
     assert (gpu.total_mib, gpu.used_mib) == (None, None)
     assert gpu.in_use_by_others() == "pid 12 ([Not Found]) holds unknown memory"
@@ -88,9 +101,9 @@ def test_memory_that_the_driver_does_not_tell_is_unknown_and_not_zero() -> None:
 
 def test_a_gpu_is_in_use_by_a_process_or_by_memory_nobody_is_named_for() -> None:
     gpus = parse_gpus(A100, A100_PROCESSES)
-    (hidden,) = parse_gpus("0, GPU-aa, Tesla T4, 15360, 900\n")
-    (desktop,) = parse_gpus("0, GPU-aa, Tesla T4, 15360, 300\n")
-    (big,) = parse_gpus("0, GPU-aa, H200, 143771, 1100\n")
+    (hidden,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 900, {REST}\n")
+    (desktop,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 300, {REST}\n")
+    (big,) = parse_gpus(f"0, GPU-aa, H200, 143771, 1100, {REST}\n")
 
     assert gpus[0].in_use_by_others() == ""
     assert gpus[1].in_use_by_others().startswith("pid 48213 (python) holds 30.0 GiB, pid 48999")
@@ -100,10 +113,34 @@ def test_a_gpu_is_in_use_by_a_process_or_by_memory_nobody_is_named_for() -> None
 
 
 def test_what_the_notebook_itself_holds_does_not_make_a_gpu_busy() -> None:
-    (gpu,) = parse_gpus("0, GPU-aa, Tesla T4, 15360, 5003\n", "GPU-aa, 77, python, 5000\n")
+    (gpu,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 5003, {REST}\n", "GPU-aa, 77, python, 5000\n")
 
     assert gpu.in_use_by_others(own_pid=77) == ""
     assert gpu.in_use_by_others(own_pid=78) != ""
+
+
+def test_the_mps_server_is_nobody_but_its_clients_are_somebody() -> None:
+    """28 MiB are what an idle server of CUDA's Multi-Process Service holds."""
+    server = "GPU-aa, 2100, nvidia-cuda-mps-server, 28\n"
+    (served,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 31, {REST}\n", server)
+    (working,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 2331, {REST}\n", f"{server}GPU-aa, 2200, python, 2300\n")
+    (hidden,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 2331, {REST}\n", server)
+
+    assert served.in_use_by_others() == ""
+    assert working.in_use_by_others() == "pid 2200 (python) holds 2.2 GiB"
+    assert "processes that nvidia-smi does not show" in hidden.in_use_by_others()
+
+
+def test_a_gpu_in_mig_mode_without_an_instance_or_closed_to_processes_is_unfit() -> None:
+    cut, whole, closed = parse_gpus(
+        "0, GPU-aa, NVIDIA A100-SXM4-40GB, 40960, 2, 00000000:07:00.0, 535.183.01, Enabled, Default\n"
+        "1, GPU-bb, NVIDIA A100-SXM4-40GB, 40960, 2, 00000000:0A:00.0, 535.183.01, Disabled, Exclusive_Process\n"
+        "2, GPU-cc, NVIDIA A100-SXM4-40GB, 40960, 2, 00000000:47:00.0, 535.183.01, Disabled, Prohibited\n"
+    )
+
+    assert cut.unfit and "MIG mode and has no instance" in cut.unfit.why and "-i 0 -mig 0" in cut.unfit.fix
+    assert whole.unfit is None and whole.bus == "0000:0a:00.0"
+    assert closed.unfit and closed.unfit.fix == "sudo nvidia-smi -i 2 -c DEFAULT"
 
 
 def test_mig_instances_take_the_place_of_their_gpu_with_their_own_memory_and_processes() -> None:
@@ -115,6 +152,7 @@ def test_mig_instances_take_the_place_of_their_gpu_with_their_own_memory_and_pro
     assert first.in_use_by_others() == ""
     assert second.in_use_by_others() == "pid 7001 (python3) holds 5.0 GiB"
     assert first.chip == second.chip != whole.chip
+    assert first.unfit is None and first.bus == second.bus == "0000:07:00.0"
 
 
 def test_an_instance_that_nvidia_smi_does_not_describe_counts_as_used_by_whoever_uses_its_gpu() -> None:

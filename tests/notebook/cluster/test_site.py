@@ -9,8 +9,10 @@ import pytest
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
-from nbkit.notebook.cluster.launch.gpus import Gpu, Survey
 from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.machine.gpus import Gpu, Survey
+from nbkit.notebook.cluster.machine.machine import Machine, read_machine
+from nbkit.notebook.cluster.machine.torch_build import TorchBuild
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.doctor import doctor
 from nbkit.wire.processes import Process
@@ -36,8 +38,9 @@ def held(n: int, *labels: str) -> None:
     registry.save(entry)
 
 
-def gpus(count: int) -> Survey:
-    return Survey(tuple(Gpu(i, f"GPU-{i}000", "A100", 81920, 4) for i in range(count)))
+def gpus(count: int) -> Machine:
+    found = tuple(Gpu(i, f"GPU-{i}000", "A100", 81920, 4) for i in range(count))
+    return Machine(TorchBuild("2.13.0", cuda="13.0"), Survey(found))
 
 
 def test_a_later_file_wins_and_a_limit_of_the_machine_is_only_lowered(files: Files) -> None:
@@ -85,9 +88,9 @@ def test_one_user_takes_no_more_than_the_machine_allows(files: Files) -> None:
     held(2)
 
     with pytest.raises(UsageError, match=r"2 ranks asked for, max_ranks is 3 in .*; 2 are taken by taken") as error:
-        pins_within(site_settings.read(), 2, cpu=True)
+        pins_within(site_settings.read(), read_machine(), 2, cpu=True)
     assert error.value.hint == "-n 1   or   %cluster stop taken"
-    fewer = pins_within(site_settings.read(), survey=Survey())
+    fewer = pins_within(site_settings.read(), gpus(0))
     assert len(fewer.pins) == 1
     assert any("1 of 2 ranks are taken, since max_ranks is 3" in note for note in fewer.notes)
 
@@ -96,10 +99,10 @@ def test_gpus_are_counted_by_themselves(files: Files) -> None:
     files[0].write_text("max_gpus = 2\n")
     held(2, "GPU 7 A100", "GPU 7 A100")
 
-    assert len(pins_within(site_settings.read(), 5, cpu=True).pins) == 5
-    assert [pin.label for pin in pins_within(site_settings.read(), survey=gpus(4)).pins] == ["GPU 0 A100"]
+    assert len(pins_within(site_settings.read(), gpus(4), 5, cpu=True).pins) == 5
+    assert [pin.label for pin in pins_within(site_settings.read(), gpus(4)).pins] == ["GPU 0 A100"]
     with pytest.raises(UsageError, match="2 GPUs asked for"):
-        pins_within(site_settings.read(), gpus="0,1", survey=gpus(4))
+        pins_within(site_settings.read(), gpus(4), gpus="0,1")
 
 
 def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:

@@ -1,21 +1,20 @@
 """Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
 
 `plan_pins` is pure: it is told what the machine has and answers with values, so the GPU branches are tested
-without GPUs. `pins_here` asks this machine and calls it. Nothing here imports torch.
+without GPUs. `pins_on` calls it for a machine that was read. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.cpu_cores import cores_here, quota_here, share_cores, show_cores
-from nbkit.notebook.cluster.launch.gpus import Gpu, Survey, choose_gpus, find_gpus, survey_gpus, visible_gpus
-
-__all__ = ["Gpu", "Pin", "Pinning", "cores_here", "find_gpus", "pins_here", "plan_pins"]
+from nbkit.notebook.cluster.machine.cpu_cores import share_cores, share_cores_near, show_cores
+from nbkit.notebook.cluster.machine.gpus import Gpu, choose_gpus, visible_gpus
+from nbkit.notebook.cluster.machine.machine import Machine
 
 _CPU_RANKS_WITHOUT_N = 2
 
@@ -57,25 +56,18 @@ class Pinning:
             raise UsageError("Pins go from rank 0 up without a gap.", numbers=f"{[pin.rank for pin in self.pins]}")
 
 
-def pins_here(
-    n: int | None = None, gpus: str | None = None, *, cpu: bool = False, survey: Survey | None = None
-) -> Pinning:
-    """`plan_pins` for this machine as it is now; survey: what nvidia-smi said, if it was asked already.
-
-    Raises UsageError as `plan_pins` does.
-    """
-    survey = survey or survey_gpus()
-    plan = plan_pins(
+def pins_on(machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False) -> Pinning:
+    """`plan_pins` for a machine as it was read by this notebook. Raises UsageError as `plan_pins` does."""
+    return plan_pins(
         n,
         gpus,
-        survey.gpus,
-        cores_here(),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        machine.gpus,
+        machine.cores,
+        machine.env.get("CUDA_VISIBLE_DEVICES"),
         cpu=cpu,
         own_pid=os.getpid(),
-        quota=quota_here(),
+        quota=machine.quota,
     )
-    return replace(plan, notes=(survey.problem, *plan.notes)) if survey.problem else plan
 
 
 def plan_pins(
@@ -93,7 +85,8 @@ def plan_pins(
 
     n: number of ranks; None is one per idle GPU, one in all where others use GPUs, two CPU ranks where none is idle.
     gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), taken as it is, busy or not.
-    found: all GPUs of the machine. cores: those the job may use. visible: CUDA_VISIBLE_DEVICES, None if not set.
+    found: all GPUs of the machine; those that are unfit get no rank. cores: those the job may use. visible:
+    CUDA_VISIBLE_DEVICES, None if not set.
     cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
     quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads.
 
@@ -116,6 +109,10 @@ def plan_pins(
     if not allowed:
         reason = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of {len(found)} GPUs" if found else "no GPU found"
         return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else ())
+    unfit = [gpu.unfit for gpu in allowed if gpu.unfit]
+    if len(unfit) == len(allowed):
+        return _on_cores(n, cores, quota, unfit[0].why, ())
+    allowed = [gpu for gpu in allowed if not gpu.unfit]
     idle = [gpu for gpu in allowed if not gpu.in_use_by_others(own_pid)]
     shared = len(idle) < len(allowed)
     notes = tuple(
@@ -139,6 +136,10 @@ def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None)
     if not found:
         raise UsageError("This machine shows no NVIDIA GPU.", numbers=f"--gpus {gpus}, 0 GPUs found", hint="--cpu")
     chosen = choose_gpus(found, gpus, visible)
+    for gpu in chosen:
+        if gpu.unfit:
+            what = f"No rank can compute on GPU {gpu.number} ({gpu.name})."
+            raise UsageError(what, numbers=gpu.unfit.why, hint=f"{gpu.unfit.fix}   or   --cpu")
     if n is not None and n != len(chosen):
         fitting = ",".join(chosen[rank % len(chosen)].number for rank in range(n))
         raise UsageError(
@@ -168,7 +169,7 @@ def _on_gpus(
     own_pid: int | None,
     notes: tuple[str, ...],
 ) -> Pinning:
-    shares = share_cores(len(chosen), cores)
+    shares = share_cores_near([gpu.near for gpu in chosen], cores)
     pins = tuple(
         Pin(
             rank,
@@ -177,7 +178,7 @@ def _on_gpus(
             share,
             _threads(share, len(chosen), quota),
             f"GPU {gpu.number} {gpu.name}",
-            f"GPU {gpu.number} ({gpu.uuid}): {reason}; {show_cores(share)} of {len(cores)}",
+            f"GPU {gpu.number} ({gpu.uuid}): {reason}; {show_cores(share)} of {len(cores)}{_near(gpu, share, cores)}",
         )
         for rank, (gpu, share) in enumerate(zip(chosen, shares, strict=True))
     )
@@ -189,9 +190,15 @@ def _on_gpus(
         if reason != "idle" and (use := gpu.in_use_by_others(own_pid)):
             told.append(f"GPU {gpu.number} is taken though it is in use: {use}.")
     doubled = _doubled(chosen)
-    told += [f"{text}: gloo instead of NCCL, which refuses that; memory is shared." for text in doubled]
+    shared = "" if all(gpu.slot is not None for gpu in chosen) else "; memory is shared"
+    told += [f"{text}: gloo instead of NCCL, which refuses that{shared}." for text in doubled]
     told += _crowding(len(chosen), cores, quota)
     return Pinning(pins, "gloo" if doubled else "nccl", tuple(told))
+
+
+def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
+    """Whether the rank was kept to the cores of its GPU's socket, where there are others."""
+    return ", on its socket" if {*share} <= {*gpu.near} and not {*cores} <= {*gpu.near} else ""
 
 
 def _doubled(chosen: Sequence[Gpu]) -> list[str]:

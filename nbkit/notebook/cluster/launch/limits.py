@@ -7,21 +7,20 @@ from dataclasses import replace
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_here
-from nbkit.notebook.cluster.launch.gpus import Survey, survey_gpus
+from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
+from nbkit.notebook.cluster.machine.machine import Machine
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.site_settings import Site
 
 
 def pins_within(
-    site: Site, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, survey: Survey | None = None
+    site: Site, machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False
 ) -> Pinning:
-    """`pins_here`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
+    """`pins_on`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
 
-    Raises UsageError as `pins_here` does, and when so much was asked for, or nothing is left.
+    Raises UsageError as `pins_on` does, and when so much was asked for, or nothing is left.
     """
-    survey = survey or survey_gpus()
-    plan = pins_here(n, gpus, cpu=cpu, survey=survey)
+    plan = pins_on(machine, n, gpus, cpu=cpu)
     entries = [entry for entry in registry.entries() if entry.is_here and entry.is_alive()]
     for key, most, noun, count, held in (
         ("max_ranks", site.max_ranks, "ranks", len(plan.pins), sum(entry.n for entry in entries)),
@@ -31,7 +30,7 @@ def pins_within(
             continue
         why = f"{key} is {most} in {site.sources[key]}"
         if n is None and gpus is None and held < most:
-            fewer = pins_within(site, most - held, cpu=plan.pins[0].kind == "cpu", survey=survey)
+            fewer = pins_within(site, machine, most - held, cpu=plan.pins[0].kind == "cpu")
             return replace(fewer, notes=(*plan.notes, f"{most - held} of {count} {noun} are taken, since {why}."))
         others = f"; {held} are taken by {', '.join(entry.name for entry in entries)}" if held else ""
         raise UsageError(

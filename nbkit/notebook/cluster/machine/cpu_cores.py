@@ -53,6 +53,24 @@ def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(cores[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def share_cores_near(near: Sequence[Sequence[int]], cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """`share_cores` among the ranks whose GPUs are on one socket, of the cores of that socket; near: those, by rank.
+
+    As if no socket were known where one has no core here, fewer than its ranks, or shares cores with another.
+    """
+    sockets = {frozenset(each) & frozenset(cores) for each in near}
+    ranks_at = {socket: [rank for rank, each in enumerate(near) if socket == frozenset(each) & frozenset(cores)]
+                for socket in sockets}  # fmt: skip
+    apart = sum(map(len, sockets)) == len(frozenset().union(*sockets))
+    if not apart or any(len(socket) < len(ranks) for socket, ranks in ranks_at.items()):
+        return share_cores(len(near), cores)
+    shares: dict[int, tuple[int, ...]] = {}
+    for socket, ranks in ranks_at.items():
+        own = [core for core in cores if core in socket]
+        shares.update(zip(ranks, share_cores(len(ranks), own), strict=True))
+    return [shares[rank] for rank in range(len(near))]
+
+
 def show_cores(cores: Sequence[int]) -> str:
     """For people: "core 3", "cores 0-3,8-11"."""
     runs: list[list[int]] = []

@@ -17,10 +17,14 @@ from nbkit.errors import UsageError
 from nbkit.wire import nvidia_smi
 from nbkit.wire.nvidia_smi import CSV, number, rows
 
-_GPU_QUERY = "--query-gpu=index,uuid,name,memory.total,memory.used"
+_GPU_QUERY = (
+    "--query-gpu=index,uuid,name,memory.total,memory.used,pci.bus_id,driver_version,mig.mode.current,compute_mode"
+)
 _PROCESS_QUERY = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
 # A desktop or an idle driver stays below both; a training below neither.
 _BUSY_MIB, _BUSY_SHARE = 1024, 0.05
+# It serves the processes of others, which nvidia-smi lists beside it, and computes nothing itself.
+_MPS_SERVER = "nvidia-cuda-mps-server"
 
 _GPU_LINE = re.compile(r"GPU (\d+): (.+) \(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
@@ -37,12 +41,27 @@ class GpuProcess:
     def __str__(self) -> str:
         return f"pid {self.pid} ({os.path.basename(self.name)}) holds {show_mib(self.mib)}"
 
+    @property
+    def is_mps_server(self) -> bool:
+        """Whether it is CUDA's Multi-Process Service."""
+        return os.path.basename(self.name) == _MPS_SERVER
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a rank cannot compute on a GPU, and what to do about it."""
+
+    why: str
+    fix: str
+
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU, or one MIG instance of it: then `slot` is its number on the GPU, and `parent` that GPU's UUID.
 
-    `index` is nvidia-smi's number (PCI order). Memory is in MiB, None where the driver answers "N/A".
+    `index` is nvidia-smi's number (PCI order). Memory is in MiB, None where the driver answers "N/A". bus: its place on
+    the PCI bus as Linux writes it. capability: CUDA's "compute capability", (7, 5) for a T4. near: the cores of its
+    socket. unfit: why no rank can compute on it.
     """
 
     index: int
@@ -53,6 +72,10 @@ class Gpu:
     processes: tuple[GpuProcess, ...] = ()
     parent: str = ""
     slot: int | None = None
+    bus: str = ""
+    capability: tuple[int, int] | None = None
+    near: tuple[int, ...] = ()
+    unfit: Unfit | None = None
 
     @property
     def number(self) -> str:
@@ -66,10 +89,10 @@ class Gpu:
 
     def in_use_by_others(self, own_pid: int | None = None) -> str:
         """Why it is not idle, or "". What `own_pid` (this notebook's kernel) does on it does not count."""
-        others = [process for process in self.processes if process.pid != own_pid]
+        others = [process for process in self.processes if process.pid != own_pid and not process.is_mps_server]
         if others:
             return ", ".join(str(process) for process in others)
-        own = [process.mib for process in self.processes]
+        own = [process.mib for process in self.processes if process.pid == own_pid]
         if self.used_mib is None or None in own:
             return ""
         used = self.used_mib - sum(mib for mib in own if mib is not None)
@@ -81,10 +104,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Survey:
-    """The GPUs that nvidia-smi lists. `problem`: its own complaint when it is installed and does not work, else ""."""
+    """The GPUs that nvidia-smi lists. `problem`: its own complaint when it is installed and does not work, else "".
+
+    is_installed: whether there is an nvidia-smi. driver: NVIDIA's version of it, "535.183.01".
+    """
 
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
+    is_installed: bool = True
+    driver: str = ""
 
 
 def find_gpus() -> list[Gpu]:
@@ -93,10 +121,10 @@ def find_gpus() -> list[Gpu]:
 
 
 def survey_gpus() -> Survey:
-    """Ask nvidia-smi once. A missing nvidia-smi is a machine without GPUs, not a problem."""
+    """Ask nvidia-smi once. That it is missing is no problem of its own."""
     smi = nvidia_smi.find()
     if smi is None:
-        return Survey()
+        return Survey(is_installed=False)
     try:
         gpus, processes, listing = nvidia_smi.ask(smi, [_GPU_QUERY, CSV], [_PROCESS_QUERY, CSV], ["-L"])
         found = parse_gpus(gpus, processes)
@@ -106,13 +134,18 @@ def survey_gpus() -> Survey:
             found = put_instances(found, instances, details)
     except (OSError, subprocess.SubprocessError, ValueError, ElementTree.ParseError) as error:
         return Survey(problem=f"nvidia-smi is installed but of no use: {error}")
-    return Survey(tuple(found))
+    return Survey(tuple(found), driver=parse_driver(gpus))
+
+
+def parse_driver(gpus: str) -> str:
+    """The driver's version in the answer to --query-gpu, "" where there is no GPU."""
+    return next((row[6] for row in rows(gpus)), "")
 
 
 def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
     """The answers to --query-gpu and --query-compute-apps (csv, noheader, nounits) as values.
 
-    A row that does not have the five columns asked for is a ValueError.
+    A row that does not have the columns asked for is a ValueError.
     """
     running: dict[str, list[GpuProcess]] = {}
     for row in rows(processes):
@@ -120,9 +153,24 @@ def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
         uuid, pid, *parts, mib = row
         running.setdefault(uuid, []).append(GpuProcess(int(pid), ", ".join(parts), _mib(mib)))
     found = []
-    for index, uuid, name, total, used in rows(gpus):
-        found.append(Gpu(int(index), uuid, name, _mib(total), _mib(used), tuple(running.get(uuid, ()))))
+    for index, uuid, name, total, used, bus, _, mig, mode in rows(gpus):
+        on_it = tuple(running.get(uuid, ()))
+        # nvidia-smi writes the domain with eight digits, Linux with four.
+        place, unfit = bus.lower()[-12:], _unfit(int(index), mig, mode)
+        found.append(Gpu(int(index), uuid, name, _mib(total), _mib(used), on_it, bus=place, unfit=unfit))
     return found
+
+
+def _unfit(index: int, mig: str, mode: str) -> Unfit | None:
+    if mode == "Prohibited":
+        return Unfit("its compute mode is Prohibited", f"sudo nvidia-smi -i {index} -c DEFAULT")
+    if mig == "Enabled":
+        return Unfit(
+            "it is in MIG mode and has no instance",
+            f"sudo nvidia-smi mig -i {index} -lgip lists the sizes, -cgi SIZE -C makes one; without MIG: "
+            f"sudo nvidia-smi -i {index} -mig 0",
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -174,7 +222,7 @@ def _instance(gpu: Gpu, instance: Instance, node: ElementTree.Element | None) ->
             assert node is not None
             processes = tuple(_processes_at(node, place))
     name = f"{gpu.name} MIG {instance.profile}"
-    return Gpu(gpu.index, instance.uuid, name, total, used, processes, parent=gpu.uuid, slot=instance.slot)
+    return Gpu(gpu.index, instance.uuid, name, total, used, processes, parent=gpu.uuid, slot=instance.slot, bus=gpu.bus)
 
 
 def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None]) -> Iterator[GpuProcess]:

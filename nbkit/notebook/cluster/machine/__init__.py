@@ -1,0 +1,1 @@
+"""What this machine has to compute on, read once, and what that means for a cluster."""

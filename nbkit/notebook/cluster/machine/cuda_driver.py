@@ -1,0 +1,131 @@
+"""What the CUDA driver itself says, asked in a process of its own: no library of CUDA is loaded into the notebook's.
+
+nvidia-smi shows GPUs where CUDA does not start (a library that a container was not given, a fabric manager that does
+not run). And in containers that have GPUs without nvidia-smi, the driver is the one who names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+_SECONDS = 60.0
+# cuInit makes no context: it takes no memory of a GPU, and nvidia-smi shows no process. cuDriverGetVersion is the
+# version of the library that is really loaded, which may be newer than the driver's own ("cuda-compat" in containers).
+_QUESTION = """
+import ctypes, json, sys
+
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError as error:
+    print(json.dumps({"error": str(error)}))
+    sys.exit()
+
+number, text, uuid, size = ctypes.c_int(), ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
+
+def ask(name, *arguments):
+    code = getattr(cuda, name)(*arguments)
+    if code:
+        said = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(said))
+        print(json.dumps({**answer, "error": (said.value or b"unknown error").decode(), "code": code}))
+        sys.exit()
+
+answer = {}
+ask("cuDriverGetVersion", ctypes.byref(number))
+answer["version"] = [number.value // 1000, number.value % 1000 // 10]
+ask("cuInit", 0)
+ask("cuDeviceGetCount", ctypes.byref(number))
+answer["devices"] = []
+for index in range(number.value):
+    device = ctypes.c_int()
+    ask("cuDeviceGet", ctypes.byref(device), index)
+    ask("cuDeviceGetName", text, 256, device)
+    name = text.value.decode()
+    ask("cuDeviceGetPCIBusId", text, 256, device)
+    ask("cuDeviceGetUuid_v2", uuid, device)
+    digits = bytes(uuid).hex()
+    ask("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+    capability = []
+    for attribute in 75, 76:
+        ask("cuDeviceGetAttribute", ctypes.byref(number), attribute, device)
+        capability.append(number.value)
+    answer["devices"].append({
+        "uuid": "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])),
+        "name": name, "bus": text.value.decode(), "mib": size.value >> 20, "capability": capability,
+    })
+print(json.dumps(answer))
+"""
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A device that CUDA counts, in PCI order. uuid: as CUDA_VISIBLE_DEVICES takes it."""
+
+    uuid: str
+    name: str
+    bus: str
+    mib: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CudaDriver:
+    """version: the CUDA that the driver knows, None where its library is missing. error: why CUDA does not start.
+
+    code: CUDA's number of that error, 0 without one. Where a GPU is cut up by MIG, CUDA counts one instance alone.
+    """
+
+    version: tuple[int, int] | None = None
+    devices: tuple[CudaDevice, ...] = ()
+    error: str = ""
+    code: int = 0
+
+
+def begin() -> subprocess.Popen[str]:
+    """Start asking; `finish` has the answer. Raises OSError where no process can be started."""
+    # All devices, in nvidia-smi's order, whatever the notebook was given.
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, "-I", "-S", "-c", _QUESTION]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    )
+
+
+def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
+    """The answer; None where there is none, and then nothing is known."""
+    try:
+        said, _ = asked.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.communicate()
+        return None
+    return parse_answer(said)
+
+
+def parse_answer(said: str) -> CudaDriver | None:
+    """The line of JSON that the process prints; None for anything else."""
+    try:
+        answer = json.loads(said)
+        version = answer.get("version")
+        devices = tuple(
+            CudaDevice(
+                ("MIG-" if " MIG " in each["name"] else "GPU-") + each["uuid"],
+                each["name"],
+                each["bus"].lower(),
+                int(each["mib"]),
+                (int(each["capability"][0]), int(each["capability"][1])),
+            )
+            for each in answer.get("devices", ())
+        )
+        known = None if version is None else (int(version[0]), int(version[1]))
+        return CudaDriver(known, devices, str(answer.get("error", "")), int(answer.get("code", 0)))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None

@@ -1,0 +1,183 @@
+"""What there is to say of a machine before a cluster starts: what was seen, what is used of it, what to type.
+
+Each remark is made from the values of one `Machine`, so that all of them are tested on machines that are not at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nbkit.notebook.cluster.machine.gpus import Gpu, visible_gpus
+from nbkit.notebook.cluster.machine.links import show_adapters, show_links
+from nbkit.notebook.cluster.machine.machine import Machine
+
+# Before Ampere a GPU computes bf16 by way of float32.
+_BF16 = (8, 0)
+_ON_CPU = "ranks run on the CPU"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """seen: on the machine. used: what a cluster makes of it. hint: what to type to have it otherwise, or "".
+
+    told: where. "doctor": by `nbkit doctor` alone; "start": by `%cluster start` too, unless --cpu is asked for; "bare
+    start": only where neither -n nor --gpus is given.
+    """
+
+    subject: str
+    seen: str
+    used: str
+    hint: str = ""
+    told: Literal["doctor", "start", "bare start"] = "doctor"
+
+    def __str__(self) -> str:
+        return f"{self.seen}: {self.used}." + (f" {self.hint}" if self.hint else "")
+
+
+def notes_at_start(machine: Machine, *, n: int | None, gpus: str | None, cpu: bool) -> tuple[str, ...]:
+    """What `%cluster start` with these options tells of the machine."""
+    bare = n is None and gpus is None
+    if cpu:
+        return ()
+    return tuple(str(each) for each in remarks(machine) if each.told == "start" or (each.told == "bare start" and bare))
+
+
+def remarks(machine: Machine) -> tuple[Remark, ...]:
+    """All that there is to say, the most important first."""
+    return (
+        *_nvidia(machine),
+        *_unusable(machine),
+        *_other_vendors(machine),
+        *_hosted(machine),
+        *_few(machine),
+        *_capable(machine),
+        *_joined(machine),
+    )
+
+
+def _nvidia(machine: Machine) -> Iterator[Remark]:
+    """NVIDIA GPUs that nvidia-smi does not show."""
+    survey, on_bus = machine.survey, [gpu for gpu in machine.pci if gpu.vendor == "NVIDIA"]
+    if survey.problem:
+        hint = "Run nvidia-smi in a terminal; after a driver update, restart the machine"
+        yield Remark("nvidia-smi", survey.problem, _ON_CPU, hint, "start")
+    elif not survey.is_installed and machine.gpus:
+        seen = f"{_named(machine.gpus)} without nvidia-smi"
+        used = "taken as idle, since nobody tells who computes on them"
+        hint = "To be told: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        if not machine.gpus[0].unfit:
+            yield Remark("nvidia-smi", seen, used, hint, "start")
+    elif not survey.is_installed and machine.held:
+        error = machine.cuda.error if machine.cuda and machine.cuda.error else "CUDA does not answer"
+        seen = f"{_counted(machine.held)} without nvidia-smi, and {error}"
+        hint = "To use them: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        yield Remark("nvidia-smi", seen, _ON_CPU, hint, "start")
+    elif on_bus and not machine.gpus:
+        # A torch that could not use them says that nobody means to.
+        told: Literal["start", "doctor"] = "start" if machine.torch.cuda else "doctor"
+        count = _many(len(on_bus), "NVIDIA GPU")
+        if machine.is_container:
+            hint = "To use them: docker run --gpus all; in Kubernetes, a limit of nvidia.com/gpu"
+            yield Remark("GPU", f"{count} in this machine, none given to this container", _ON_CPU, hint, told)
+        elif not any(gpu.driver == "nvidia" for gpu in on_bus):
+            drivers = ", ".join(sorted({gpu.driver for gpu in on_bus} - {""})) or "none"
+            hint = "To use it, install NVIDIA's driver and restart the machine"
+            yield Remark("GPU", f"{count} without NVIDIA's driver (it has: {drivers})", _ON_CPU, hint, told)
+
+
+def _unusable(machine: Machine) -> Iterator[Remark]:
+    """GPUs that nvidia-smi shows and the ranks cannot compute on, those with the same reason together."""
+    for reason in dict.fromkeys(gpu.unfit for gpu in machine.gpus if gpu.unfit):
+        found = [gpu for gpu in machine.gpus if gpu.unfit == reason]
+        seen = f"{_named(found)} cannot be used, since {reason.why}"
+        used = _ON_CPU if all(gpu.unfit for gpu in machine.gpus) else "left alone"
+        yield Remark("GPU", seen, used, f"To use {'it' if len(found) == 1 else 'them'}: {reason.fix}", "start")
+
+
+def _other_vendors(machine: Machine) -> Iterator[Remark]:
+    torch = machine.torch
+    used = _ON_CPU if all(gpu.unfit for gpu in machine.gpus) else "left alone"
+    if machine.system == "darwin" and machine.processor == "arm64":
+        hint = 'A cell without %%distributed computes on it: model.to("mps")'
+        yield Remark("GPU", "The GPU of this Mac (MPS) cannot join a process group", _ON_CPU, hint, "start")
+    amd = [gpu for gpu in machine.pci if gpu.vendor == "AMD" and gpu.driver == "amdgpu"]
+    if amd:
+        # Graphics that is part of a CPU or drives a screen is not meant, unless torch is built for it.
+        told: Literal["start", "doctor"] = "start" if torch.hip or any(gpu.is_accelerator for gpu in amd) else "doctor"
+        hint = f"To try, with a torch built for ROCm: torchrun --nproc-per-node {len(amd)} train.py (never run yet)"
+        yield Remark("GPU", f"{_many(len(amd), 'AMD GPU')} (ROCm), which nbkit does not pin", used, hint, told)
+    intel = [gpu for gpu in machine.pci if gpu.vendor == "Intel" and gpu.driver in ("xe", "i915")]
+    if intel:
+        told = "start" if torch.xpu else "doctor"
+        hint = 'A cell without %%distributed computes on one: model.to("xpu"), with a torch built for XPU'
+        yield Remark("GPU", f"{_many(len(intel), 'Intel GPU')} (XPU), which nbkit does not use", used, hint, told)
+
+
+def _hosted(machine: Machine) -> Iterator[Remark]:
+    """Kaggle sets the variables of Colab too, at times, so it comes first."""
+    if "KAGGLE_KERNEL_RUN_TYPE" in machine.env:
+        host, menu = "Kaggle", "Settings > Accelerator > GPU T4 x2"
+    elif "COLAB_RELEASE_TAG" in machine.env:
+        host, menu = "Colab", "Runtime > Change runtime type > T4 GPU"
+    else:
+        return
+    if machine.gpus:
+        yield Remark(host, f"a {host} notebook", _named(machine.gpus))
+    elif not machine.survey.problem:
+        yield Remark(host, f"{host} gives this notebook no GPU", _ON_CPU, f"For a GPU: {menu}", "start")
+
+
+def _few(machine: Machine) -> Iterator[Remark]:
+    """One GPU, or several instances of one: ranks that share a chip cannot use NCCL."""
+    allowed = [gpu for gpu in visible_gpus(machine.gpus, machine.env.get("CUDA_VISIBLE_DEVICES")) if not gpu.unfit]
+    if len(allowed) == 1:
+        gpu = allowed[0].number
+        hint = f"To try strategies: -n 2 --cpu, or --gpus {gpu},{gpu} (two ranks share the GPU, over gloo)"
+        yield Remark("GPU", f"One GPU ({allowed[0].name})", "one rank", hint, "bare start")
+    instances = [gpu for gpu in machine.gpus if gpu.slot is not None]
+    if instances:
+        used = "each is a rank's GPU; NCCL does not join two instances of one chip, so such ranks use gloo"
+        yield Remark("MIG", f"{_many(len(instances), 'MIG instance')} of {_many(_chips(instances), 'GPU')}", used)
+    served = [gpu for gpu in machine.gpus if any(process.is_mps_server for process in gpu.processes)]
+    if served:
+        used = "it counts as nobody's; what its clients hold does"
+        yield Remark("MPS server", f"CUDA's Multi-Process Service runs on {_numbered(served)}", used)
+
+
+def _capable(machine: Machine) -> Iterator[Remark]:
+    slow = [gpu for gpu in machine.gpus if gpu.capability and gpu.capability < _BF16 and not gpu.unfit]
+    if slow:
+        used = 'emulated there, so slow; precision="bf16" is warned of'
+        yield Remark("bf16", f"{_named(slow)} cannot compute it", used, 'precision="fp16"')
+
+
+def _joined(machine: Machine) -> Iterator[Remark]:
+    if text := show_links(machine.links):
+        yield Remark("GPU links", text, "by NCCL")
+    if text := show_adapters(machine.adapters):
+        yield Remark("network", text, "not used: the ranks of a cluster are on one machine")
+
+
+def _named(gpus: Sequence[Gpu]) -> str:
+    """ "GPU 1 (Tesla T4)", "2 GPUs (Tesla T4)"."""
+    if len(gpus) == 1:
+        return f"GPU {gpus[0].number} ({gpus[0].name})"
+    return _counted([gpu.name for gpu in gpus])
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{_many(len(names), 'GPU')} ({', '.join(dict.fromkeys(names))})"
+
+
+def _numbered(gpus: Sequence[Gpu]) -> str:
+    return f"GPU {', '.join(gpu.number for gpu in gpus)}"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _chips(gpus: Sequence[Gpu]) -> int:
+    return len({gpu.chip for gpu in gpus})
