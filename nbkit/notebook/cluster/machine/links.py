@@ -10,7 +10,6 @@ from pathlib import Path
 
 from nbkit.wire import nvidia_smi
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PCIE = {
     "PIX": "one PCIe switch",
     "PXB": "several PCIe switches",
@@ -49,10 +48,9 @@ def gpu_links() -> tuple[Link, ...]:
 
 def parse_topology(table: str) -> tuple[Link, ...]:
     """The links between GPUs in the table of `nvidia-smi topo -m`, each pair once."""
-    lines = [_ANSI.sub("", line).split() for line in table.splitlines()]
-    # The columns are GPUs, then network cards, then sentences whose words are of no interest here.
+    # The columns are GPUs, then network cards, then cores.
     found = []
-    for cells in lines:
+    for cells in map(str.split, table.splitlines()):
         if len(cells) < 2 or not re.fullmatch(r"GPU\d+", cells[0]) or "X" not in cells:
             continue  # the head of the table, and what is explained below it
         row = int(cells[0].removeprefix("GPU"))

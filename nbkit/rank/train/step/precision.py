@@ -9,6 +9,7 @@ optimizer's step, as GradScaler does: no other precision waits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,13 +41,26 @@ class Precision:
         self._found: Tensor | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Raises TrainingError for trained float16 weights, whose updates a scale cannot save."""
+        """Warns of bf16 on a GPU without it. Raises TrainingError for trained float16 weights, which no scale saves."""
+        self._warn_of_emulation()
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if self.scale is not None and halves:
             raise TrainingError(
                 "precision='fp16' keeps float32 weights, and the model has others.",
                 numbers=f"{len(halves)} parameters are float16, the first {halves[0]!r}",
                 hint="build the model in float32: autocast computes in float16",
+            )
+
+    def _warn_of_emulation(self) -> None:
+        if self.dtype != torch.bfloat16 or self.device.type != "cuda":
+            return
+        # Without the argument torch says yes to GPUs before Ampere too.
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(self.device)
+            warnings.warn(
+                f"precision='bf16' is slow here: {name} has no bf16 and computes it by way of float32. "
+                "precision='fp16' is what this GPU is made for",
+                stacklevel=2,
             )
 
     def autocast(self) -> AbstractContextManager[Any]:

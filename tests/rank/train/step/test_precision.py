@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,19 @@ def test_weights_in_float16_and_gradients_that_no_scale_saves_are_refused() -> N
 
     assert "float32 weights" in halves and "'tokens.weight'" in halves
     assert "not finite, whatever" in never and "bf16" in never
+
+
+def test_bf16_on_a_gpu_that_emulates_it_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch answers on a T4: bf16 is supported, emulation included."""
+    t4, model = torch.device("cuda", 0), nn.Linear(2, 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+
+    with pytest.warns(UserWarning, match=r"Tesla T4 has no bf16 .* precision='fp16'"):
+        Precision("bf16", device=t4, world_size=1).check(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, device in (("bf16", torch.device("cpu")), ("fp16", t4), (None, t4)):
+            Precision(name, device=device, world_size=1).check(model)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+        Precision("bf16", device=t4, world_size=1).check(model)
