@@ -9,6 +9,7 @@ for batch in job.batches(loader):       # global batches, the same on every rank
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.run_recorder import record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
@@ -51,6 +53,7 @@ def prepare(
     compile: bool | str = False,
     log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
+    switches: Given = None,
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.
 
@@ -64,7 +67,8 @@ def prepare(
     config = TrainConfig(
         loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile
     )
-    job = Job(model, optimizer, config, strategy=strategy)
+    job = Job(model, optimizer, config, strategy=strategy, switches=switches)
+    job.plan.check(job.world_size, job.feed.fits)
     job.record(log_dir, name=name)
     return job
 
@@ -72,8 +76,11 @@ def prepare(
 class Job(Switchable):
     """A training that a loop drives, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step."""
 
-    def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
-        super().__init__(model, optimizer, config, strategy=strategy)
+    def __init__(
+        self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: Given = None
+    ) -> None:
+        self.plan = SwitchPlan(switches)
+        super().__init__(model, optimizer, config, strategy=self.plan.first(strategy))
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         note(self)
@@ -215,6 +222,7 @@ class Job(Switchable):
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
+            self._follow_plan()
             with data_rng.own_draws():
                 yield
             self.ledger.settle(act=True)
@@ -239,9 +247,24 @@ class Job(Switchable):
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Switch, if the plan says so for this step."""
+        if (strategy := self.plan.due(self.step)) is None:
+            return
+        self.switch(strategy)
+        if self.pending is not None:
+            # Nobody waits for this one's result, and the training goes on under the old strategy.
+            self.pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
     def seed_data(self, *, own: bool) -> None:
         """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
         data_rng.seed(
             self.seed, self.step, self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
         )
+
+
+def _warn_if_taken_back(error: BaseException | None) -> None:
+    if error is not None:
+        warnings.warn(f"a planned switch was taken back: {error}", stacklevel=2)

@@ -26,6 +26,7 @@ from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.progress import ProgressLine
@@ -57,6 +58,7 @@ class Trainer:
     module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
     example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
+    switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -94,6 +96,7 @@ class Trainer:
         recompute: bool = False,
         offload: str | None = None,
         compile: bool | str = False,
+        switches: Given = None,
     ) -> None:
         self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
@@ -109,7 +112,7 @@ class Trainer:
         config = TrainConfig(
             loss, seed, inputs, precision, microbatch_size, *settings, sample=lambda: sample_of(data, collate)
         )
-        self.job = Job(model, optimizer, config, strategy=strategy)
+        self.job = Job(model, optimizer, config, strategy=strategy, switches=switches)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
         self._stream = open_stream(
             data,
@@ -134,6 +137,7 @@ class Trainer:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
+        self.job.plan.check(self.job.world_size, self.job.feed.fits)
         note(self)
 
     @property

@@ -1,0 +1,69 @@
+"""A plan of switches: after so many finished steps, another strategy. What a script has instead of somebody's hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import TrainingError
+from nbkit.strategy import Strategy
+
+Given = Mapping[int, str] | str | Path | None
+"""Finished steps -> strategy, or the path of a JSON file with that; None: no switch."""
+
+
+class SwitchPlan:
+    """The switches that are still ahead, the same on every rank.
+
+    Raises TrainingError for a file that cannot be read, and for steps that are no numbers.
+    """
+
+    def __init__(self, given: Given) -> None:
+        source = "switches=" if given is None or isinstance(given, Mapping) else str(given)
+        read: Any = _read(Path(given)) if isinstance(given, str | Path) else given or {}
+        if not isinstance(read, Mapping) or not all(isinstance(text, str) for text in read.values()):
+            raise _wrong(source, "it is no mapping from steps to strategies")
+        self._ahead = {_step(source, key): text for key, text in read.items()}
+
+    def first(self, otherwise: str) -> str:
+        """The strategy to begin with: that of step 0, if the plan has one."""
+        return self._ahead.pop(0, otherwise)
+
+    def check(self, world_size: int, fits: Callable[[Strategy], object]) -> None:
+        """Raise StrategyError or TrainingError for a strategy that these ranks, or `fits`, refuse: before any step."""
+        for text in self._ahead.values():
+            fits(Strategy.parse(text, world_size))
+
+    def due(self, step: int) -> str | None:
+        """The strategy that the plan has after `step` finished steps, once: None when nothing changes.
+
+        After a jump, as a checkpoint makes it, it is the newest one that was passed.
+        """
+        passed = sorted(at for at in self._ahead if at <= step)
+        texts = [self._ahead.pop(at) for at in passed]
+        return texts[-1] if texts else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(str(path), str(error)) from None
+
+
+def _step(source: str, key: Any) -> int:
+    try:
+        step = int(key)
+    except (TypeError, ValueError):
+        step = -1
+    if step < 0:
+        raise _wrong(source, f"{key!r} is no number of finished steps")
+    return step
+
+
+def _wrong(source: str, why: str) -> TrainingError:
+    return TrainingError(
+        "The plan of switches cannot be read.", numbers=f"{source}: {why}", hint='{"0": "ddp", "100": "zero3"}'
+    )

@@ -1,0 +1,64 @@
+"""A plan of switches does what a hand does between two steps, and what it cannot do is said before any step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import quiet
+from ranks import run_ranks
+
+from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.rank.train.control.switch_plan import SwitchPlan
+
+
+def refusal(**settings: Any) -> str:
+    try:
+        quiet(**settings)
+    except NbkitError as error:
+        return type(error).__name__
+    return ""
+
+
+def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
+    by_hand = quiet(strategy="ddp")
+    by_hand.fit(2)
+    by_hand.switch("zero3")
+    by_hand.fit(1)
+    by_hand.switch("tp")
+    by_hand.fit(2)
+    by_hand.save(folder / "saved")
+
+    planned = quiet(strategy="zero1", switches=folder / "plan.json")
+    planned.fit(5)
+    # Taken up again in the middle: what the plan says of the steps before is in force.
+    again = quiet(switches={2: "zero3", 7: "ddp"})
+    again.load(folder / "saved")
+    again.fit(3)
+    return {
+        "by hand": [(record["loss"], record["strategy"]) for record in by_hand.history],
+        "planned": [(record["loss"], record["strategy"]) for record in planned.history],
+        "again": [record["strategy"] for record in again.history][5:],
+        "refused": [refusal(switches={3: "tp=3"}), refusal(switches={3: "dp=1 pp=2 microbatches=7"})],
+    }
+
+
+def test_a_plan_switches_as_a_hand_does(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"0": "ddp", "2": "zero3", "3": "tp"}))
+
+    found = run_ranks(planned_and_by_hand, 2, tmp_path)[0]
+
+    assert found["planned"] == found["by hand"]
+    assert [strategy.split()[-1] for _, strategy in found["planned"]] == ["dp=2", "dp=2", "zero=3", "tp=2", "tp=2"]
+    assert [strategy.split()[-1] for strategy in found["again"]] == ["zero=3", "zero=3", "dp=2"]
+    assert found["refused"] == [StrategyError.__name__, TrainingError.__name__]
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"soon": "ddp"}', '{"-1": "ddp"}', '{"3": 4}'])
+def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+
+    with pytest.raises(TrainingError, match="plan of switches cannot be read"):
+        SwitchPlan(tmp_path / "plan.json")
