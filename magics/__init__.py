@@ -12,6 +12,7 @@ def load_ipython_extension(shell: Any) -> None:
     from magics.cluster import ClusterMagics
     from magics.completion import complete
     from magics.dashboard import DashboardMagics
+    from magics.nbkit import NbkitMagics
     from magics.strategy import StrategyMagics
     from magics.train import TrainMagics
     from magics.values import ValueMagics
@@ -21,7 +22,7 @@ def load_ipython_extension(shell: Any) -> None:
     observe_cells(card.follow)
     _say_who_is_replaced(shell)
     shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, TrainMagics)
-    shell.register_magics(ValueMagics)
+    shell.register_magics(NbkitMagics, ValueMagics)
     if rewrite not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite)
     if complete not in shell.Completer.custom_matchers:

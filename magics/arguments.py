@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from nbkit.durations import seconds_of
 from nbkit.errors import UsageError
+from nbkit.notebook.export.slurm import add_slurm_options
 
 DETACHED = "handle"  # the notebook variable of a detached cell, unless --detach names another
 
@@ -182,6 +183,9 @@ def dashboard_parser() -> MagicParser:
 def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    script = commands.add_parser("export", help="write the cells that the ranks have run as a script for torchrun")
+    script.add_argument("path", nargs="?", default="train.py", help="where to (train.py)")
+    add_slurm_options(script, "write an sbatch file beside it", nodes=True)
     report = commands.add_parser("report", help="write one self-contained page with every chart")
     report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
     report.add_argument("--run", metavar="DIR", help="a recorded run's directory (the cluster's newest training)")

@@ -1,4 +1,4 @@
-"""`%dashboard`, `%nbkit report` and `%nbkit trace`."""
+"""`%dashboard`: what the training does, live."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, dashboard_parser, nbkit_parser, parse
-from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.tracing import Traced
+from magics.arguments import HelpShown, dashboard_parser, parse
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.report import Written
 
 
 @magics_class
 class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """Two line magics."""
+    """One line magic."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def dashboard(self, line: str) -> Any:
@@ -25,20 +22,5 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return None
         return Dashboard(options.run)
 
-    @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Written | Traced | None:
-        try:
-            options = parse(nbkit_parser(), line)
-        except HelpShown:
-            return None
-        if options.command == "trace":
-            return current().trace(options.steps, options.path)
-        board = Dashboard(options.run)
-        try:
-            return Written(board.report(options.path))
-        finally:
-            board.close()
-
 
 DashboardMagics.dashboard.__doc__ = dashboard_parser().format_help()
-DashboardMagics.nbkit.__doc__ = nbkit_parser().format_help()

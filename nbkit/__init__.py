@@ -15,6 +15,7 @@ _HOME = {
     "Cluster": "nbkit.notebook.cluster.cluster",
     "Board": "nbkit.notebook.board.board",
     "Dashboard": "nbkit.notebook.widgets.dashboard.dashboard",
+    "export": "nbkit.notebook.export.export",
     "read_run": "nbkit.notebook.run.reader",
     "StrategyPanel": "nbkit.notebook.widgets.panel.panel",
     "Trainer": "nbkit.rank.train.trainer",

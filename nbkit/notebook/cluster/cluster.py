@@ -30,9 +30,10 @@ from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
-from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name
+from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry, Process
+from nbkit.notebook.cluster.sent import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
 from nbkit.notebook.cluster.training_control import Training
 from nbkit.notebook.cluster.transfer import pull, push
@@ -95,6 +96,7 @@ class Cluster:
         self.connection, self.pinning = started.connection, started.pinning
         self.started_in, self.notes = started.seconds, started.notes
         self.training = Training(started.connection)  # switch, undo, try, pause, save, stop
+        self.sent: list[SentCell | SentValues] = []  # since the ranks are there, in order
         _current = self
 
     @property
@@ -253,6 +255,7 @@ class Cluster:
 
     def _send(self, request: CellRequest, note: str, *, at_step: bool) -> Execution:
         execution = self.connection.send(request, display.here(), note, live=at_step)
+        self.sent.append(SentCell(request, at_step, execution.done))
         for observe in () if at_step else _observers:
             observe(self, execution)
         return execution
@@ -279,8 +282,12 @@ class Cluster:
         """Assign values on the ranks. Raises TransferError above 1 GB unless forced, CellRunning, CellError."""
         self.connection.check_open()
         self.connection.check_idle("push")
-        self.connection.check_alive(chosen_ranks(ranks, self.entry.n))
-        push(self.connection.client, values, chosen_ranks(ranks, self.entry.n), force=force)
+        chosen = chosen_ranks(ranks, self.entry.n)
+        self.connection.check_alive(chosen)
+        # As they are before they travel: the notebook may change them at once.
+        sent = SentValues.of(notebook_number(), chosen, values)
+        push(self.connection.client, values, chosen, force=force)
+        self.sent.append(sent)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
         """The value of a name (or expression) on one rank; several ranks, or None for all, give a list."""

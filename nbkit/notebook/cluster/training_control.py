@@ -38,6 +38,7 @@ class Training:
         self._table: dict[str, Any] = {}
         self._stamp = ""
         self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # (when, the answer)
+        self.switched: list[ControlResult] = []  # every switch and undo that the ranks have made, in order
 
     def switch(self, strategy: str) -> ControlResult:
         """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; the result has bytes moved and seconds.
@@ -132,6 +133,8 @@ class Training:
             self._run_as_cell(id, do, args)
         result = replace(self._result(id), predicted=predicted)
         result.check()
+        if do in ("switch", "undo"):
+            self.switched.append(result)
         return result
 
     def _check(self) -> None:

@@ -1,0 +1,37 @@
+"""`%nbkit report`, `%nbkit trace` and `%nbkit export`: what is made of a training for elsewhere."""
+
+from __future__ import annotations
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from magics.arguments import HelpShown, nbkit_parser, parse
+from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.export.export import Exported, export
+from nbkit.notebook.tracing import Traced
+from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
+from nbkit.notebook.widgets.report import Written
+
+
+@magics_class
+class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
+    """One line magic with commands."""
+
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def nbkit(self, line: str) -> Written | Traced | Exported | None:
+        try:
+            options = vars(parse(nbkit_parser(), line))
+        except HelpShown:
+            return None
+        command = options.pop("command")
+        if command == "trace":
+            return current().trace(**options)
+        if command == "export":
+            return export(**options)
+        board = Dashboard(options["run"])
+        try:
+            return Written(board.report(options["path"]))
+        finally:
+            board.close()
+
+
+NbkitMagics.nbkit.__doc__ = nbkit_parser().format_help()

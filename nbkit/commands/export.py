@@ -1,0 +1,22 @@
+"""Write a saved notebook's cells for the ranks as one script for torchrun, which needs no Jupyter."""
+
+from __future__ import annotations
+
+import argparse
+
+from nbkit.notebook.export.slurm import add_slurm_options
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("notebook", metavar="NOTEBOOK", help="its cells are taken in the order in which they stand")
+    parser.add_argument("path", nargs="?", default="train.py", metavar="FILE", help="where to (train.py)")
+    add_slurm_options(parser, "write an sbatch file beside it", nodes=True)
+    parser.epilog = "Of a notebook that runs, in the order in which its cells ran: %%nbkit export train.py, in a cell."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from nbkit.notebook.export.export import export  # not for every command: it brings ipyparallel
+
+    options = {name: value for name, value in vars(arguments).items() if name != "run"}
+    print(export(**options))
+    return 0

@@ -1,0 +1,102 @@
+"""`%nbkit export train.py`, `nbkit export notebook.ipynb train.py`, `nbkit.export("train.py")`: one function."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.export.running_notebook import read_running
+from nbkit.notebook.export.saved_notebook import read_saved
+from nbkit.notebook.export.script import MARK, script_of
+from nbkit.notebook.export.slurm import SlurmOptions, script_job
+from nbkit.notebook.export.source import Code, LeftOut, Switch
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. beside: the other files, each with what to type. Stands for its path wherever one is wanted."""
+
+    path: Path
+    run: str
+    num_cells: int
+    beside: tuple[tuple[Path, str], ...]
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        cells = f"{self.num_cells} cell{'s' * (self.num_cells != 1)} for the ranks"
+        lines = [f"{self.path}   {cells}, {len(self.left_out)} lines of the notebook left out (listed in it)"]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  {typed}" for typed in (self.run, *(typed for _, typed in self.beside))]
+        return "\n".join(lines)
+
+
+def export(
+    path: str | os.PathLike[str],
+    notebook: str | os.PathLike[str] | None = None,
+    *,
+    slurm: bool = False,
+    nodes: int = 1,
+    partition: str = "",
+    time: str = "",
+    gpus: int | None = None,
+) -> Exported:
+    """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
+
+    notebook: a saved one, whose cells are taken in the order in which they stand; default: the notebook that runs, in
+    the order in which its cells ran since the ranks were started. slurm: also an sbatch file, for so many nodes with as
+    many ranks each as the notebook had. gpus: on each node. Where the notebook has switched its strategy, the switches
+    are written beside it, for --switches. A file that nobody has exported is not overwritten.
+    Raises UsageError, with nothing written, for what a script cannot have.
+    """
+    to = Path(path)
+    options = SlurmOptions(nodes, partition, time, gpus)
+    if not slurm and options != SlurmOptions():
+        raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
+    _check_free(to)
+    source = read_running(current()) if notebook is None else read_saved(Path(notebook))
+    script = script_of(source, to.name)
+    files = [(to, script.text, "")]
+    if source.switches:
+        plan = to.with_suffix(".switches.json")
+        typed = f"torchrun --nproc-per-node {source.num_ranks} {to} --switches {plan}   as the notebook was switched"
+        files.append((plan, json.dumps(_plan(source.switches), indent=2) + "\n", typed))
+    if slurm:
+        batch = to.with_suffix(".sbatch")
+        asked = options if gpus or not source.gpus else SlurmOptions(nodes, partition, time, source.num_ranks)
+        text = script_job(str(to), to.stem, source.num_ranks, asked, threads=source.threads or 1)
+        files.append((batch, text, f"sbatch {batch}"))
+    for file, text, _ in files:
+        file.write_text(text, encoding="utf-8")
+    return Exported(
+        to,
+        f"torchrun --nproc-per-node {source.num_ranks} {to}",
+        sum(isinstance(part, Code) for part in source.parts),
+        tuple((file, typed) for file, _, typed in files[1:]),
+        source.left_out,
+        script.notes,
+    )
+
+
+def _check_free(to: Path) -> None:
+    if to.suffix != ".py":
+        raise UsageError("A script's name ends in .py.", numbers=str(to), hint="%nbkit export train.py")
+    if not to.parent.is_dir():
+        raise UsageError(f"There is no folder {to.parent}.", numbers=str(to), hint="%nbkit export train.py")
+    if to.exists() and not to.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise UsageError(f"{to} is there, and nbkit has not written it.", hint="%nbkit export another.py")
+
+
+def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:
+    """Of the last training: steps that go down again are another one's."""
+    last: list[Switch] = []
+    for each in switches:
+        last = [*last, each] if not last or each.step >= last[-1].step else [each]
+    return {"0": last[0].old, **{str(each.step): each.new for each in last}}
