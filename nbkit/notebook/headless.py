@@ -34,9 +34,11 @@ def read_notebook(path: Path) -> dict[str, Any]:
     """The notebook's JSON, as before it was executed. Raises NbkitError when there is none."""
     try:
         notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise NbkitError(f"{path.name} cannot be read.", numbers=str(error), hint="run it from a checkout") from None
-    for cell in notebook["cells"]:
+        cells = notebook["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise NbkitError(f"{path.name} cannot be read.", numbers=why, hint="the path of a notebook") from None
+    for cell in cells:
         if cell["cell_type"] == "code":
             cell.update(outputs=[], execution_count=None)
     return notebook

@@ -121,6 +121,12 @@ def _indent(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
+def place_of(text: str, line: int, column: int) -> int:
+    """The index in `text` of a place that ast names by line and byte."""
+    lines = text.split("\n")
+    return sum(len(each) + 1 for each in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
+
+
 # Names ----------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nbkit.errors import UsageError
@@ -47,17 +47,18 @@ def export(
     partition: str = "",
     time: str = "",
     gpus: int | None = None,
+    cpus: int | None = None,
 ) -> Exported:
     """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
 
     notebook: a saved one, whose cells are taken in the order in which they stand; default: the notebook that runs, in
     the order in which its cells ran since the ranks were started. slurm: also an sbatch file, for so many nodes with as
-    many ranks each as the notebook had. gpus: on each node. Where the notebook has switched its strategy, the switches
-    are written beside it, for --switches. A file that nobody has exported is not overwritten.
+    many ranks each as the notebook had; gpus, cpus: on each node. Where the notebook has switched its strategy, the
+    switches are written beside the script, for --switches. A file that nobody has exported is not overwritten.
     Raises UsageError, with nothing written, for what a script cannot have.
     """
     to = Path(path)
-    options = SlurmOptions(nodes, partition, time, gpus)
+    options = SlurmOptions(nodes, partition, time, gpus, cpus)
     if not slurm and options != SlurmOptions():
         raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
     _check_free(to)
@@ -70,8 +71,11 @@ def export(
         files.append((plan, json.dumps(_plan(source.switches), indent=2) + "\n", typed))
     if slurm:
         batch = to.with_suffix(".sbatch")
-        asked = options if gpus or not source.gpus else SlurmOptions(nodes, partition, time, source.num_ranks)
-        text = script_job(str(to), to.stem, source.num_ranks, asked, threads=source.threads or 1)
+        if source.gpus:
+            options = replace(options, gpus=gpus or source.num_ranks)
+        elif source.threads:
+            options = replace(options, cpus=cpus or source.num_ranks * source.threads)
+        text = script_job(str(to), to.stem, source.num_ranks, options)
         files.append((batch, text, f"sbatch {batch}"))
     for file, text, _ in files:
         file.write_text(text, encoding="utf-8")

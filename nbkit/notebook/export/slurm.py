@@ -1,13 +1,19 @@
-"""The sbatch files: one for a script, with one task on each node and torchrun in it; one for a notebook."""
+"""sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from nbkit.errors import UsageError
+from nbkit.errors import ClusterError, UsageError
+
+# The one that runs now: a job's PATH may know another.
+_PYTHON = shlex.quote(sys.executable)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: bool) -> None:
@@ -18,50 +24,72 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm: default: the cluster's own")
     parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
     parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: on each node")
+    parser.add_argument("--cpus", type=int, metavar="N", help="for --slurm: cores on each node")
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What sbatch is asked for. gpus: on each node; None: not said. partition, time: "" leaves it to the cluster."""
+    """What sbatch is asked for. gpus, cpus: on each node. None and "" leave it to the cluster."""
 
     nodes: int = 1
     partition: str = ""
     time: str = ""
     gpus: int | None = None
+    cpus: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus"):
+        for name in ("nodes", "gpus", "cpus"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise UsageError(f"{name} is at least 1.", numbers=f"--{name} {count}", hint="--nodes 2 --gpus 8")
 
-    def lines(self, name: str, tasks: str) -> list[str]:
-        """The head of the file. tasks: the lines of what each node runs."""
-        asked = [
-            ("job-name", name),
-            ("nodes", str(self.nodes)),
-            ("ntasks-per-node", "1"),
-            ("partition", self.partition),
-            ("time", self.time),
-            ("gpus-per-node", str(self.gpus or "")),
-        ]
-        lines = ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in asked if value)]
-        return [*lines, *([tasks] if tasks else []), f"#SBATCH --output={name}-%j.log"]
+    def head(self, name: str) -> list[str]:
+        """The first lines of the file of a job called `name`."""
+        asked = {
+            "job-name": name,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": self.cpus,
+            "gpus-per-node": self.gpus,
+            "partition": self.partition,
+            "time": self.time,
+            "output": f"{name}-%j.log",
+        }
+        return ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in asked.items() if value), ""]
 
 
-def script_job(script: str, name: str, ranks: int, options: SlurmOptions, *, threads: int = 0) -> str:
+def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str:
     """Starts `script` with so many ranks on each node; what follows the file's name in sbatch are its arguments."""
-    cores = f"#SBATCH --cpus-per-task={ranks * threads}" if threads and options.gpus is None else ""
     return "\n".join(
         [
-            *options.lines(name, cores),
-            "",
+            *options.head(name),
             "# One task on each node; torchrun starts the ranks of that node, and they meet on the first one.",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "port=$((20000 + SLURM_JOB_ID % 20000))",
-            f"srun {shlex.quote(sys.executable)} -m torch.distributed.run \\",
+            f"srun {_PYTHON} -m torch.distributed.run \\",
             f'    --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\',
             '    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port" \\',
             f'    {shlex.quote(script)} "$@"',
             "",
         ]
     )
+
+
+def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
+    """Runs a notebook, and its cluster, on one node. arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's."""
+    words = " ".join([shlex.quote(notebook), *arguments])
+    return "\n".join([*options.head(name), f"srun {_PYTHON} -m nbkit submit {words}", ""])
+
+
+def submit_job(file: Path) -> str:
+    """Hand `file` to sbatch; the number of the job. Raises UsageError without sbatch, ClusterError when it refuses."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UsageError(
+            "There is no sbatch on this machine.",
+            numbers=f"{file} is written",
+            hint="nbkit submit notebook.ipynb   here, or with --slurm where Slurm is",
+        ) from None
+    if done.returncode:
+        raise ClusterError("Slurm has refused the job.", numbers=done.stderr.strip(), hint="sinfo, and --partition")
+    return done.stdout.strip().partition(";")[0]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from nbkit.notebook.export.cell_source import place_of
 from nbkit.notebook.export.source import Code
 
 _MAKERS = ("Trainer", "prepare")
@@ -86,7 +87,7 @@ def _one(text: str, call: ast.Call, arguments: str, literal: str) -> str:
     if after is None:
         end = _end(text, call) - 1
         return text[:end] + ", ".join(added) + text[end:]
-    start, end = _place(text, after.lineno, after.col_offset), _end(text, after)
+    start, end = place_of(text, after.lineno, after.col_offset), _end(text, after)
     kept = text[start:end] if spelled is None else f"strategy={arguments}.strategy"
     indent = text[text.rfind("\n", 0, start) + 1 : start]
     rest = re.match(r",[ \t]*(?:#[^\n]*)?\n", text[end:])
@@ -102,10 +103,4 @@ def _one(text: str, call: ast.Call, arguments: str, literal: str) -> str:
 
 
 def _end(text: str, node: ast.expr | ast.keyword) -> int:
-    return _place(text, node.end_lineno or node.lineno, node.end_col_offset or 0)
-
-
-def _place(text: str, line: int, column: int) -> int:
-    """The index in `text` of a place that ast names by line and byte."""
-    lines = text.split("\n")
-    return sum(len(each) + 1 for each in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
+    return place_of(text, node.end_lineno or node.lineno, node.end_col_offset or 0)

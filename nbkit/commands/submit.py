@@ -1,0 +1,94 @@
+"""Run a notebook without a browser, with parameters of its own; what it shows is kept in a new notebook."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import CellError, UsageError
+from nbkit.notebook.export.slurm import SlurmOptions, add_slurm_options, notebook_job, submit_job
+from nbkit.notebook.headless import Headless, read_notebook
+from nbkit.notebook.parameters import set_parameters
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="it is not changed")
+    parser.add_argument(
+        "-p",
+        dest="parameters",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a value for the first assignment to NAME, in the cell tagged parameters if there is one",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: the notebook's name and the time")
+    add_slurm_options(parser, "submit it as a job for one node, instead of running it here", nodes=False)
+    parser.epilog = "Runs in the notebook's folder and waits for its end. Exit status 1 when a cell fails."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.notebook
+    parameters = dict(map(_parameter, arguments.parameters))
+    notebook = read_notebook(path)
+    set_parameters(notebook, parameters)
+    if arguments.output is not None and arguments.output.absolute() == path.absolute():
+        raise UsageError("The output is another file than the notebook.", numbers=str(path), hint="--output run.ipynb")
+    options = SlurmOptions(1, arguments.partition, arguments.time, arguments.gpus, arguments.cpus)
+    if not arguments.slurm and options != SlurmOptions():
+        raise UsageError("Partition, time, GPUs and cores are asked of Slurm.", hint="--slurm")
+    if arguments.slurm:
+        return _submit(path, parameters, arguments.output, options)
+    output = arguments.output or Path(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb")
+    return _run_here(path, notebook, output)
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    name, is_given, value = text.partition("=")
+    if not is_given or not name.isidentifier():
+        raise UsageError("A parameter is a name and a value.", numbers=f"-p {text}", hint="-p STEPS=500")
+    return name, value
+
+
+def _submit(path: Path, parameters: Mapping[str, str], output: Path | None, options: SlurmOptions) -> int:
+    kept = shlex.quote(str(output)) if output else f'{shlex.quote(path.stem)}-"$SLURM_JOB_ID".ipynb'
+    words = [f"-p {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
+    file = Path(f"{path.stem}.sbatch")
+    file.write_text(notebook_job(str(path), path.stem, [*words, f"--output {kept}"], options), encoding="utf-8")
+    job = submit_job(file)
+    print(f"job {job}, from {file}")
+    print(f"  outputs   {output or f'{path.stem}-{job}.ipynb'}, cell by cell; what it prints: {path.stem}-{job}.log")
+    print(f"  squeue --job {job}   or   scancel {job}")
+    return 0
+
+
+def _run_here(path: Path, notebook: dict[str, Any], output: Path) -> int:
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+    def keep() -> None:
+        output.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def on_cell(cell: dict[str, Any]) -> None:
+        keep()
+        first = next((line for line in "".join(cell["source"]).splitlines() if line.strip()), "")
+        print(f"cell {code.index(cell) + 1} of {len(code)}: {first}", flush=True)
+
+    # A closed terminal, `kill` and the end of a job's time end it as Ctrl-C does: with everything that it started.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with Headless(path.absolute().parent, lambda cell, text: print(text, end="", flush=True)) as kernel:
+            kernel.run(notebook, on_cell=on_cell)
+    except CellError as error:
+        error.hint = f"the notebook, with what it did up to there: {output}"
+        raise
+    finally:
+        keep()
+    print(f"the notebook, with its outputs: {output}")
+    return 0

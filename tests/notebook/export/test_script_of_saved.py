@@ -1,0 +1,175 @@
+"""What stands in a script, and what is refused: of saved notebooks, without a process."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbkit
+from nbkit.errors import UsageError
+
+TRAINER = "%%distributed\ntrainer = nbkit.Trainer(model=m, data=d, strategy='zero1')"
+
+
+def saved(folder: Path, *sources: str, outputs: dict[int, dict[str, Any]] | None = None) -> Path:
+    """A notebook of these cells; one that begins with # and a space is markdown. outputs: cell -> its only output."""
+    cells: list[dict[str, Any]] = []
+    for number, source in enumerate(sources):
+        kind = "markdown" if source.startswith("# ") else "code"
+        stored = [outputs[number]] if outputs and number in outputs else []
+        cells.append({"cell_type": kind, "metadata": {}, "source": source.splitlines(keepends=True), "outputs": stored})
+    (folder / "lesson.ipynb").write_text(json.dumps({"cells": cells}))
+    return folder / "lesson.ipynb"
+
+
+def exported(folder: Path, *sources: str, outputs: dict[int, dict[str, Any]] | None = None) -> str:
+    nbkit.export(folder / "train.py", saved(folder, *sources, outputs=outputs))
+    text = (folder / "train.py").read_text()
+    ast.parse(text)
+    return text
+
+
+def refused(folder: Path, *sources: str) -> str:
+    with pytest.raises(UsageError) as error:
+        exported(folder, *sources)
+    assert not (folder / "train.py").exists()
+    return str(error.value)
+
+
+def test_cells_stand_as_they_are_in_sections_under_their_headings(tmp_path: Path) -> None:
+    text = exported(
+        tmp_path,
+        "# The data",
+        "%%distributed\n\n# Why: it is small.\nx = [\n    1,  # one\n]\n\n\ny = '''a\n%b\n'''\n",
+        "%%rank 0\ntext = '''first\nsecond'''\nprint(x, text)",
+        "%%distributed --ranks 0,2-3 --detach\nfor one in x:\n    print(one)",
+    )
+    sections = text.partition("\n# %% ")[2]
+
+    assert sections == (
+        "cell 1: The data\n# Why: it is small.\nx = [\n    1,  # one\n]\n\n\ny = '''a\n%b\n'''\n"
+        "\n\n# %% cell 2\nif rank == 0:\n    text = '''first\nsecond'''\n    print(x, text)\n"
+        "\n\n# %% cell 3\nif rank in (0, 2, 3):\n    for one in x:\n        print(one)\n"
+    )
+
+
+def test_what_only_a_notebook_understands_goes_and_what_it_measures_stays(tmp_path: Path) -> None:
+    text = exported(
+        tmp_path,
+        "%%distributed\n%%time\n%matplotlib inline\nfrom IPython.display import display\n!ls it's\n"
+        "for i in range(3):\n    !echo {i}\n    %time print(i)\ndisplay(i)  # shown\nplt.show()\ntorch?\nfiles = !ls\n"
+        "left = 7 \\\n    % 4",
+        "%%distributed\n%%bash\nls",
+        "%%distributed --at-step\ntrainer.lr = 1",
+    )
+    header, _, body = text.partition("import argparse")
+
+    assert body.partition("# %% cell 1\n")[2] == "for i in range(3):\n    pass\n    print(i)\nleft = 7 \\\n    % 4\n"
+    for line in ("%%time", "!ls it's", "files = !ls", "display(i)  # shown", "%%bash"):
+        assert f"   {line}\n" in header
+    assert "%%distributed --at-step | trainer.lr = 1 …   (ran inside a training (--at-step))\n" in header
+
+
+def test_pushed_values_are_arguments_of_their_types(tmp_path: Path) -> None:
+    text = exported(
+        tmp_path,
+        "STEPS, RATE = 2 * 150, -1e-3  # many\nNAME: str = 'it'\nFAST = True\nSIZES = [1, (2, None)]",
+        "%push STEPS RATE NAME FAST SIZES",
+        "STEPS = 7\n%push STEPS",
+        "%%distributed\nprint(STEPS, RATE, NAME, FAST, SIZES)",
+    )
+    parsed: dict[str, Any] = {}
+    exec(text[text.index("parser = ") : text.index("# What every")].replace("parse_args()", "parse_args(ARGV)"),
+         {"argparse": __import__("argparse"), "ast": ast, "ARGV": ["--no-fast", "--sizes", "[3]"]}, parsed)  # fmt: skip
+
+    assert vars(parsed["args"]) == {"steps": 300, "rate": -1e-3, "name": "it", "fast": False, "sizes": [3]}
+    assert "STEPS = args.steps\nRATE = args.rate\nNAME = args.name\n" in text
+    assert "# %% cell 3: pushed\nSTEPS = 7\n" in text
+
+
+def test_the_last_strategy_is_the_default_and_switches_are_a_plan(tmp_path: Path) -> None:
+    shown = {"output_type": "execute_result", "data": {"text/plain": "dp=2 → dp=2 zero=3 after step 12\n  bytes moved"}}
+    text = exported(
+        tmp_path,
+        "%%distributed\nm = d = None\nargs = 3\nbase = nbkit.Trainer(model=m, data=d)",
+        TRAINER,
+        "%strategy zero3   # less memory",
+        outputs={2: shown},
+    )
+
+    assert "trainer = nbkit.Trainer(model=m, data=d, strategy=options.strategy, switches=options.switches)\n" in text
+    assert "base = nbkit.Trainer(model=m, data=d)\n" in text
+    assert 'add_argument("--strategy", default="zero3"' in text
+    assert json.loads((tmp_path / "train.switches.json").read_text()) == {"0": "dp=2", "12": "dp=2 zero=3"}
+
+
+def test_a_strategy_that_is_no_literal_stays_and_another_librarys_trainer_is_left_alone(tmp_path: Path) -> None:
+    script = nbkit.export(
+        tmp_path / "train.py",
+        saved(
+            tmp_path,
+            "%%distributed\nfrom transformers import Trainer\nS = 'ddp'\none = Trainer(model=S)\n"
+            "job = nbkit.prepare(\n    one,  # the model\n    S,\n    loss=S, strategy=S,\n)",
+        ),
+    )
+    text = script.path.read_text()
+
+    assert "one = Trainer(model=S)\n" in text
+    assert "    one,  # the model\n    S,\n    loss=S, strategy=S, switches=args.switches,\n)" in text
+    assert "--strategy is left out" in repr(script)
+
+
+def test_a_failed_cell_is_left_out_and_a_stopped_one_runs_to_its_end(tmp_path: Path) -> None:
+    text = exported(
+        tmp_path,
+        "%%distributed\nx = 1",
+        "%%distributed\nx = 1 / 0",
+        "%%distributed\nprint(x)",
+        outputs={
+            1: {"output_type": "error", "ename": "CellError", "traceback": []},
+            2: {"output_type": "error", "ename": "CellStopped", "traceback": []},
+        },
+    )
+
+    assert "#   cell 2   x = 1 / 0   (failed: CellError)\n" in text
+    assert "# %% cell 3\n# Somebody stopped it in the notebook; here it runs to its end.\nprint(x)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (["import math"], ["has no cell for the ranks", "1 code cells"]),
+        (["%%distributed\nname = input('who? ')"], ["Cell 1 cannot be exported", "input()", "no keyboard"]),
+        (["%%distributed\nawait later()"], ["Cell 1 cannot be exported", "it awaits"]),
+        (["%%distributed\nif True:\nprint(1)"], ["Cell 1 is not Python", "line 2"]),
+        (["data = load()\n%push data", "%%distributed\nprint(data)"],
+         ["data (cell 2; pushed, and no literal: computed in cell 1: data = load())"]),
+        (["import math", "%%distributed\ndef f():\n    return math.pi * unknown"], ["math (cell 2)\nunknown (cell 2)"]),
+    ],
+)  # fmt: skip
+def test_what_a_script_cannot_have_is_refused(cells: list[str], words: list[str], tmp_path: Path) -> None:
+    said = refused(tmp_path, *cells)
+
+    assert [word for word in words if word not in said] == []
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    notebook = saved(tmp_path, "%%distributed\nprint(rank)")
+    (tmp_path / "mine.py").write_text("x = 1\n")
+
+    with pytest.raises(UsageError, match="nbkit has not written it"):
+        nbkit.export(tmp_path / "mine.py", notebook)
+    nbkit.export(tmp_path / "train.py", notebook)
+    nbkit.export(tmp_path / "train.py", notebook)
+    with pytest.raises(UsageError, match="for an sbatch file"):
+        nbkit.export(tmp_path / "train.py", notebook, nodes=2)
+
+
+def test_the_lessons_can_be_exported(tmp_path: Path) -> None:
+    for path in sorted((Path(nbkit.__file__).parents[1] / "notebooks").glob("*.ipynb")):
+        script = nbkit.export(tmp_path / f"lesson{path.stem[:2]}.py", path)
+        ast.parse(script.path.read_text())
