@@ -251,5 +251,8 @@ def test_a_rank_gets_cores_of_the_socket_of_its_gpu() -> None:
 def test_where_a_socket_has_too_few_cores_for_its_ranks_all_cores_are_shared_out() -> None:
     found = [replace(gpu, near=(6, 7)) for gpu in gpus(3)]
 
+    mixed = [replace(gpu, near=near) for gpu, near in zip(gpus(2), (range(4), range(2, 6)), strict=True)]
+
     assert [pin.cores for pin in plan_pins(None, None, found, range(6), None).pins] == [(0, 1), (2, 3), (4, 5)]
+    assert [pin.cores for pin in plan_pins(None, None, mixed, range(6), None).pins] == [(0, 1, 2), (3, 4, 5)]
     assert [pin.cores for pin in plan_pins(None, None, found, range(8), None).pins] == [(0, 1, 2), (3, 4, 5), (6, 7)]

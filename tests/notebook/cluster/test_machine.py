@@ -26,10 +26,11 @@ from nbkit.notebook.cluster.machine.torch_build import TorchBuild, parse_build, 
 # A driver of CUDA 12.4 with two T4s.
 LIBCUDA = """
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 int cuInit(unsigned flags) { return FAILS; }
-int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGetCount(int *count) { *count = getenv("CUDA_VISIBLE_DEVICES") ? 0 : 2; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "Tesla T4", size); return 0; }
 int cuDeviceGetPCIBusId(char *bus, int size, int device) { snprintf(bus, size, "0000:0A:%02X.0", device); return 0; }
@@ -93,7 +94,7 @@ def test_the_cuda_driver_is_asked_in_a_process_of_its_own(tmp_path: Path, monkey
 
 
 def test_a_missing_cuda_library_is_an_error_and_no_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_QUESTION", cuda_driver._QUESTION.replace("libcuda.so.1", "libnone.so"))
+    monkeypatch.setattr(cuda_driver, "_LIBRARIES", ("libnone.so", "/none/libcuda.so.1"))
     missing = cuda_driver.finish(cuda_driver.begin())
 
     assert missing and missing.version is None and missing.error.startswith("libnone.so: cannot open")

@@ -207,10 +207,21 @@ def test_one_gpu_of_several_that_cannot_be_used_is_left_alone() -> None:
     driver = machines.cuda(mixed, (13, 0), (7, 5))
     driver = replace(driver, devices=(driver.devices[0], replace(driver.devices[1], capability=(6, 0))))
 
-    first, second = told(machines.nvidia(mixed, machines.CUDA_13, driver))
+    machine = machines.nvidia(mixed, machines.CUDA_13, driver)
+    first, second = told(machine)
     assert first.startswith("GPU 1 (Tesla P100-PCIE-16GB) cannot be used, since torch 2.13.0 has no code for")
     assert "6.0: left alone. To use it: " in first
     assert second.startswith("One GPU (Tesla T4): one rank.")
+    assert told(machine, 1) == told(machine, gpus="0") == []
+    assert told(replace(machine, env={"CUDA_VISIBLE_DEVICES": "GPU-0f4d"})) == [second]
+
+
+def test_one_gpu_in_use_is_told_of_as_such_alone() -> None:
+    stranger = "GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01, 4242, python, 9000\n"
+    machine = machines.nvidia(ONE_T4, machines.CUDA_13, machines.T4_DRIVER, stranger)
+
+    (sentence,) = told(machine)
+    assert sentence.startswith("GPU 0 (Tesla T4) is in use and left alone: pid 4242 (python)")
 
 
 def test_mig_instances_are_gpus_of_their_own_and_share_no_memory() -> None:

@@ -13,15 +13,21 @@ import sys
 from dataclasses import dataclass
 
 _SECONDS = 60.0
+# The linker's choice, then where NixOS and WSL have it, of which their torch knows.
+_LIBRARIES = ("libcuda.so.1", "/run/opengl-driver/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # cuInit makes no context: it takes no memory of a GPU, and nvidia-smi shows no process. cuDriverGetVersion is the
 # version of the library that is really loaded, which may be newer than the driver's own ("cuda-compat" in containers).
 _QUESTION = """
 import ctypes, json, sys
 
-try:
-    cuda = ctypes.CDLL("libcuda.so.1")
-except OSError as error:
-    print(json.dumps({"error": str(error)}))
+cuda, missing = None, ""
+for path in sys.argv[1:]:
+    try:
+        cuda = cuda or ctypes.CDLL(path)
+    except OSError as error:
+        missing = missing or str(error)
+if cuda is None:
+    print(json.dumps({"error": missing}))
     sys.exit()
 
 number, text, uuid, size = ctypes.c_int(), ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
@@ -89,7 +95,7 @@ def begin() -> subprocess.Popen[str]:
     """Start asking; `finish` has the answer. Raises OSError where no process can be started."""
     # All devices, in nvidia-smi's order, whatever the notebook was given.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    command = [sys.executable, "-I", "-S", "-c", _QUESTION]
+    command = [sys.executable, "-I", "-S", "-c", _QUESTION, *_LIBRARIES]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -17,6 +17,8 @@ from nbkit.notebook.cluster.machine.machine import Machine
 _BF16 = (8, 0)
 _ON_CPU = "ranks run on the CPU"
 
+Told = Literal["doctor", "start", "bare start"]
+
 
 @dataclass(frozen=True)
 class Remark:
@@ -30,7 +32,7 @@ class Remark:
     seen: str
     used: str
     hint: str = ""
-    told: Literal["doctor", "start", "bare start"] = "doctor"
+    told: Told = "doctor"
 
     def __str__(self) -> str:
         return f"{self.seen}: {self.used}." + (f" {self.hint}" if self.hint else "")
@@ -76,7 +78,7 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
         yield Remark("nvidia-smi", seen, _ON_CPU, hint, "start")
     elif on_bus and not machine.gpus:
         # A torch that could not use them says that nobody means to.
-        told: Literal["start", "doctor"] = "start" if machine.torch.cuda else "doctor"
+        told: Told = "start" if machine.torch.cuda else "doctor"
         count = _many(len(on_bus), "NVIDIA GPU")
         if machine.is_container:
             hint = "To use them: docker run --gpus all; in Kubernetes, a limit of nvidia.com/gpu"
@@ -89,11 +91,15 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
 
 def _unusable(machine: Machine) -> Iterator[Remark]:
     """GPUs that nvidia-smi shows and the ranks cannot compute on, those with the same reason together."""
+    visible = _visible(machine)
+    none_left = all(gpu.unfit for gpu in visible)
     for reason in dict.fromkeys(gpu.unfit for gpu in machine.gpus if gpu.unfit):
         found = [gpu for gpu in machine.gpus if gpu.unfit == reason]
         seen = f"{_named(found)} cannot be used, since {reason.why}"
-        used = _ON_CPU if all(gpu.unfit for gpu in machine.gpus) else "left alone"
-        yield Remark("GPU", seen, used, f"To use {'it' if len(found) == 1 else 'them'}: {reason.fix}", "start")
+        hint = f"To use {'it' if len(found) == 1 else 'them'}: {reason.fix}"
+        # Who has hidden a GPU, or names others, need not hear of it.
+        told: Told = "doctor" if not {*found} & {*visible} else "start" if none_left else "bare start"
+        yield Remark("GPU", seen, _ON_CPU if none_left else "left alone", hint, told)
 
 
 def _other_vendors(machine: Machine) -> Iterator[Remark]:
@@ -105,7 +111,7 @@ def _other_vendors(machine: Machine) -> Iterator[Remark]:
     amd = [gpu for gpu in machine.pci if gpu.vendor == "AMD" and gpu.driver == "amdgpu"]
     if amd:
         # Graphics that is part of a CPU or drives a screen is not meant, unless torch is built for it.
-        told: Literal["start", "doctor"] = "start" if torch.hip or any(gpu.is_accelerator for gpu in amd) else "doctor"
+        told: Told = "start" if torch.hip or any(gpu.is_accelerator for gpu in amd) else "doctor"
         hint = f"To try, with a torch built for ROCm: torchrun --nproc-per-node {len(amd)} train.py (never run yet)"
         yield Remark("GPU", f"{_many(len(amd), 'AMD GPU')} (ROCm), which nbkit does not pin", used, hint, told)
     intel = [gpu for gpu in machine.pci if gpu.vendor == "Intel" and gpu.driver in ("xe", "i915")]
@@ -131,8 +137,8 @@ def _hosted(machine: Machine) -> Iterator[Remark]:
 
 def _few(machine: Machine) -> Iterator[Remark]:
     """One GPU, or several instances of one: ranks that share a chip cannot use NCCL."""
-    allowed = [gpu for gpu in visible_gpus(machine.gpus, machine.env.get("CUDA_VISIBLE_DEVICES")) if not gpu.unfit]
-    if len(allowed) == 1:
+    allowed = [gpu for gpu in _visible(machine) if not gpu.unfit]
+    if len(allowed) == 1 and not allowed[0].in_use_by_others():
         gpu = allowed[0].number
         hint = f"To try strategies: -n 2 --cpu, or --gpus {gpu},{gpu} (two ranks share the GPU, over gloo)"
         yield Remark("GPU", f"One GPU ({allowed[0].name})", "one rank", hint, "bare start")
@@ -158,6 +164,10 @@ def _joined(machine: Machine) -> Iterator[Remark]:
         yield Remark("GPU links", text, "by NCCL")
     if text := show_adapters(machine.adapters):
         yield Remark("network", text, "not used: the ranks of a cluster are on one machine")
+
+
+def _visible(machine: Machine) -> list[Gpu]:
+    return visible_gpus(machine.gpus, machine.env.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _named(gpus: Sequence[Gpu]) -> str:
