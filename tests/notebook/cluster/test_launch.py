@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import machines
 import psutil
 import pytest
 from clusters import home_of_clusters
@@ -171,11 +173,18 @@ def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypa
     assert processes_of(nbkit_home) == []
 
 
-def test_more_ranks_than_cores_is_allowed_and_said(nbkit_home: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
-    cluster = Cluster.start(cores + 1, cpu=True, name="many")
+def test_gpus_that_torch_cannot_use_and_more_ranks_than_cores_are_said_and_no_obstacle(
+    nbkit_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = tuple(os.sched_getaffinity(0))
+    machine = replace(machines.KAGGLE, torch=machines.CPU_TORCH, cores=cores)
+    monkeypatch.setattr("nbkit.notebook.cluster.cluster.read_machine", lambda: machine)
+    cluster = Cluster.start(len(cores) + 1, name="many")
     try:
-        assert any("share" in note for note in cluster.notes)
+        seen, shared = cluster.notes
+        assert "2 GPUs (Tesla T4) cannot be used, since torch 2.13.0+cpu is built for the CPU" in seen
+        assert "share" in shared
+        assert set(cluster.run("torch.cuda.is_available()").values.values()) == {False}
     finally:
         cluster.stop()
 

@@ -58,6 +58,16 @@ CASES = {
         "2 GPUs (Tesla T4) cannot be used, since torch 2.13.0+cpu is built for the CPU",
         "To use them: " + PIP.format("CUDA"),
     ),
+    "cpu-torch-and-old-driver": (
+        machines.nvidia(OLD, machines.CPU_TORCH, machines.cuda(OLD, (12, 2), (7, 5))),
+        "2 GPUs (Tesla T4) cannot be used, since torch 2.13.0+cpu is built for the CPU",
+        "To use them: " + PIP.format("CUDA 12"),
+    ),
+    "cpu-torch-and-a-driver-older-than-any-wheel": (
+        machines.nvidia(OLDEST, machines.CPU_TORCH, machines.cuda(OLDEST, (11, 4), (7, 5))),
+        "GPU 0 (Tesla T4) cannot be used, since torch 2.13.0+cpu is built for the CPU",
+        "To use it: install a newer driver (580 or above); " + PIP.format("CUDA"),
+    ),
     "old-driver": (
         machines.nvidia(OLD, machines.CUDA_13, machines.cuda(OLD, (12, 2), (7, 5))),
         "2 GPUs (Tesla T4) cannot be used, since the driver 535.183.01 knows CUDA 12.2 and torch 2.13.0 is built for "

@@ -26,7 +26,7 @@ def unfit(gpu: Gpu, *, torch: TorchBuild, cuda: CudaDriver | None, driver: str) 
     if not torch.version:
         return gpu.unfit  # what to install is said elsewhere
     if not torch.cuda:
-        return Unfit(f"torch {torch.version} is built for {torch.kind}", _install(_newest(cuda)))
+        return Unfit(f"torch {torch.version} is built for {torch.kind}", _a_cuda_build(cuda))
     # What concerns one GPU says more than what CUDA says of all, and that less than a driver that fits none.
     return _driver_unfit(torch, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, torch)
 
@@ -63,10 +63,12 @@ def _too_old_or_new(gpu: Gpu, torch: TorchBuild) -> Unfit | None:
     return None
 
 
-def _newest(cuda: CudaDriver | None) -> str:
-    """The CUDA of the build to install: any where the driver is not known to be old."""
-    old = cuda is not None and cuda.version is not None and cuda.version[0] < max(_DRIVERS)
-    return str(cuda.version[0]) if cuda and cuda.version and old else ""
+def _a_cuda_build(cuda: CudaDriver | None) -> str:
+    """How to come to a torch for CUDA that the driver runs."""
+    known = cuda.version[0] if cuda and cuda.version else max(_DRIVERS)
+    if known < min(_DRIVERS):
+        return f"install a newer driver ({_DRIVERS[max(_DRIVERS)]} or above); {_install('')}"
+    return _install(str(known) if known < max(_DRIVERS) else "")
 
 
 def _install(version: str) -> str:
@@ -76,8 +78,8 @@ def _install(version: str) -> str:
 
 def _newer_driver(needed: int, known: int) -> str:
     oldest = _DRIVERS.get(needed)
-    newer = f"a newer driver ({oldest} or above)" if oldest else "a newer driver"
-    return f"install {newer}" if known < min(_DRIVERS) else f"{_install(str(known))}; or install {newer}"
+    newer = f"install a newer driver ({oldest} or above)" if oldest else "install a newer driver"
+    return newer if known < min(_DRIVERS) else f"{_install(str(known))}; or {newer}"
 
 
 def _dotted(version: tuple[int, ...]) -> str:
