@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
@@ -64,10 +65,11 @@ def export(
     _check_free(to)
     source = read_running(current()) if notebook is None else read_saved(Path(notebook))
     script = script_of(source, to.name)
+    run = f"torchrun --nproc-per-node {source.num_ranks} {quote(str(to))}"
     files = [(to, script.text, "")]
     if source.switches:
         plan = to.with_suffix(".switches.json")
-        typed = f"torchrun --nproc-per-node {source.num_ranks} {to} --switches {plan}   as the notebook was switched"
+        typed = f"{run} --switches {quote(str(plan))}   as the notebook was switched"
         files.append((plan, json.dumps(_plan(source.switches), indent=2) + "\n", typed))
     if slurm:
         batch = to.with_suffix(".sbatch")
@@ -76,12 +78,12 @@ def export(
         elif source.threads:
             options = replace(options, cpus=cpus or source.num_ranks * source.threads)
         text = script_job(str(to), to.stem, source.num_ranks, options)
-        files.append((batch, text, f"sbatch {batch}"))
+        files.append((batch, text, f"sbatch {quote(str(batch))}"))
     for file, text, _ in files:
         file.write_text(text, encoding="utf-8")
     return Exported(
         to,
-        f"torchrun --nproc-per-node {source.num_ranks} {to}",
+        run,
         sum(isinstance(part, Code) for part in source.parts),
         tuple((file, typed) for file, _, typed in files[1:]),
         source.left_out,

@@ -107,7 +107,8 @@ def _options(parts: Sequence[Code | Values]) -> dict[str, _Option]:
     first: dict[str, str] = {}
     for part in parts:
         if isinstance(part, Values) and part.ranks is None:
-            first = {**part.literals, **first}
+            for name, text in part.literals.items():
+                first.setdefault(name, text)
     lower = [name.lower() for name in first]
     made = {}
     for name, text in first.items():

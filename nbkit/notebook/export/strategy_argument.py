@@ -56,14 +56,10 @@ def _keyword(call: ast.Call, name: str) -> ast.keyword | None:
 
 
 def _strategy_of(call: ast.Call) -> str | ast.expr:
-    found = _keyword(call, "strategy")
-    if found is None:
+    if (found := _keyword(call, "strategy")) is None:
         return _DEFAULT
-    return found.value.value if _is_text(found.value) else found.value
-
-
-def _is_text(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+    value = found.value
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else value
 
 
 def _same(call: ast.Call, wanted: str | ast.expr) -> bool:
@@ -83,7 +79,8 @@ def _one(text: str, call: ast.Call, arguments: str, literal: str) -> str:
     spelled = _keyword(call, "strategy") if literal else None
     added = [f"switches={arguments}.switches"] if _keyword(call, "switches") is None else []
     added = [f"strategy={arguments}.strategy", *added] if literal and spelled is None else added
-    after = spelled or next(reversed([*call.args, *call.keywords]), None)
+    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    after = spelled or (given[-1] if given else None)
     if after is None:
         end = _end(text, call) - 1
         return text[:end] + ", ".join(added) + text[end:]

@@ -79,16 +79,18 @@ def test_pushed_values_are_arguments_of_their_types(tmp_path: Path) -> None:
         tmp_path,
         "STEPS, RATE = 2 * 150, -1e-3  # many\nNAME: str = 'it'\nFAST = True\nSIZES = [1, (2, None)]",
         "%push STEPS RATE NAME FAST SIZES",
-        "STEPS = 7\n%push STEPS",
+        "STEPS, MORE = 7, 1\n%push STEPS MORE",
         "%%distributed\nprint(STEPS, RATE, NAME, FAST, SIZES)",
     )
     parsed: dict[str, Any] = {}
     exec(text[text.index("parser = ") : text.index("# What every")].replace("parse_args()", "parse_args(ARGV)"),
          {"argparse": __import__("argparse"), "ast": ast, "ARGV": ["--no-fast", "--sizes", "[3]"]}, parsed)  # fmt: skip
 
-    assert vars(parsed["args"]) == {"steps": 300, "rate": -1e-3, "name": "it", "fast": False, "sizes": [3]}
+    assert list(vars(parsed["args"]).items()) == [
+        ("steps", 300), ("rate", -1e-3), ("name", "it"), ("fast", False), ("sizes", [3]), ("more", 1)
+    ]  # fmt: skip
     assert "STEPS = args.steps\nRATE = args.rate\nNAME = args.name\n" in text
-    assert "# %% cell 3: pushed\nSTEPS = 7\n" in text
+    assert "# %% cell 3: pushed\nSTEPS = 7\nMORE = args.more\n" in text
 
 
 def test_the_last_strategy_is_the_default_and_switches_are_a_plan(tmp_path: Path) -> None:

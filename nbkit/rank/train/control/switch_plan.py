@@ -25,7 +25,7 @@ class SwitchPlan:
         read: Any = _read(Path(given)) if isinstance(given, str | Path) else given or {}
         if not isinstance(read, Mapping) or not all(isinstance(text, str) for text in read.values()):
             raise _wrong(source, "it is no mapping from steps to strategies")
-        self._ahead = {_step(source, key): text for key, text in read.items()}
+        self._ahead: dict[int, str] = {_step(source, key): text for key, text in read.items()}
 
     def first(self, otherwise: str) -> str:
         """The strategy to begin with: that of step 0, if the plan has one."""

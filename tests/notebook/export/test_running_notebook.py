@@ -1,0 +1,99 @@
+"""What a running notebook has sent to its ranks is what its script is made of."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbkit.errors import CellError, UsageError
+from nbkit.notebook.cluster.cells.results import Results
+from nbkit.notebook.cluster.sent import SentCell, SentValues
+from nbkit.notebook.export import export as module
+from nbkit.notebook.export.export import export
+from nbkit.wire.cells import CellRequest
+
+
+def cell(number: int, source: str, outcome: str | Exception = "ok", *, ranks: Any = (0, 1), live: bool = False) -> Any:
+    done: Future[Results] = Future()
+    sent = SentCell(CellRequest("id", source, number, ranks), live, done)
+    if isinstance(outcome, Exception):
+        done.set_exception(outcome)
+    elif outcome != "running":
+        done.set_result(Results({}, {}, {}, outcome, 1))
+    return sent
+
+
+def switch(do: str, step: int, old: str, new: str, **args: str) -> Any:
+    return SimpleNamespace(do=do, step=step, strategy=new, args=args, result={"old": old, "new": new})
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pins = [SimpleNamespace(kind="cores", threads=4)]
+    made = SimpleNamespace(
+        entry=SimpleNamespace(n=2, name="calm-lark"),
+        sent=[],
+        pinning=SimpleNamespace(pins=pins),
+        training=SimpleNamespace(switched=[]),
+    )
+    monkeypatch.setattr(module, "current", lambda: made)
+    return made
+
+
+def test_the_cells_that_ran_well_stand_in_their_order(cluster: Any, tmp_path: Path) -> None:
+    cluster.sent += [
+        cell(3, "# %%distributed\ntrainer = nbkit.Trainer(model=None)"),
+        SentValues.of(4, (0, 1), {"STEPS": 5}),
+        cell(5, "# %%distributed\nx = STEPS / 0", CellError("ZeroDivisionError on rank 0\nline", rank=0)),
+        cell(6, "# %%distributed --detach\ntrainer.fit(STEPS)", "interrupted"),
+        cell(7, "trainer.lr = 1", live=True),
+        SentValues.of(8, (1,), {"STEPS": 6}),
+        cell(9, "# %%rank 1\nprint(STEPS)", "running", ranks=(1,)),
+    ]
+    cluster.training.switched += [
+        switch("switch", 9, "dp=2", "tp=2", strategy="tp"),  # of a training before
+        switch("switch", 2, "dp=2", "dp=2 zero=3", strategy="zero3"),
+        switch("undo", 4, "dp=2 zero=3", "dp=2"),
+    ]
+
+    script = export(tmp_path / "train.py", slurm=True, partition="debug", time="1:00")
+    text = script.path.read_text()
+
+    assert text.partition("\n# %% ")[2] == (
+        "cell 3\ntrainer = nbkit.Trainer(model=None, strategy=args.strategy, switches=args.switches)\n"
+        "\n\n# %% cell 4: pushed\nSTEPS = args.steps\n"
+        "\n\n# %% cell 6\n# Somebody stopped it in the notebook; here it runs to its end.\ntrainer.fit(STEPS)\n"
+        "\n\n# %% cell 8: pushed\nif rank == 1:\n    STEPS = 6\n"
+        "\n\n# %% cell 9\nif rank == 1:\n    print(STEPS)\n"
+    )
+    assert "#   cell 5   x = STEPS / 0   (failed: ZeroDivisionError on rank 0)\n" in text
+    assert "torch.set_num_threads(4)" in text
+    assert json.loads((tmp_path / "train.switches.json").read_text()) == {"0": "dp=2", "2": "dp=2 zero=3", "4": "dp=2"}
+    assert (
+        "#SBATCH --cpus-per-task=8\n#SBATCH --partition=debug\n#SBATCH --time=1:00\n"
+        in (tmp_path / "train.sbatch").read_text()
+    )
+    assert [note.partition(",")[0] for note in script.notes] == [
+        "cell 6 was stopped in the notebook; in the script it runs to its end",
+        "cell 7 ran inside a training (--at-step)",
+        "cell 5 failed and is left out",
+    ]
+
+
+def test_nothing_has_run_yet(cluster: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No cell has run on the ranks"):
+        export(tmp_path / "train.py")
+
+
+def test_a_value_is_sent_as_it_was_and_what_is_no_literal_is_named(tmp_path: Path) -> None:
+    sizes = [1, (2, None)]
+    sent = SentValues.of(1, (0,), {"sizes": sizes, "far": float("inf"), "path": tmp_path, "many": [0] * 5000})
+    sizes.append(3)
+
+    assert sent.literals == {"sizes": "[1, (2, None)]"}
+    assert sent.others == {"far": "float", "path": f"pathlib.{type(tmp_path).__name__}", "many": "a list of 5,000"}

@@ -1,0 +1,75 @@
+"""The sbatch files do what they say, where stand-ins of Slurm's commands run them on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import nbkit
+from nbkit.commands import main
+
+STAND_INS = {
+    "sbatch": 'shift; export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_NNODES=1; bash "$@" >job.log 2>&1; echo 7',
+    "scontrol": "echo localhost",
+    "srun": 'exec "$@"',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def notebook(folder: Path, *sources: str) -> None:
+    cells = [{"cell_type": "code", "metadata": {}, "source": source, "outputs": []} for source in sources]
+    (folder / "my lesson.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
+
+
+def test_the_file_of_a_script_starts_its_ranks_and_hands_arguments_on(slurm: Path) -> None:
+    notebook(
+        slurm, "%cluster start -n 2", "STEPS = 3\n%push STEPS", "%%rank 1\nprint('steps', STEPS, 'of', world_size)"
+    )
+    script = nbkit.export("my train.py", "my lesson.ipynb", slurm=True, nodes=1, time="1:00")
+
+    subprocess.run(["sbatch", "--parsable", "my train.sbatch", "--steps", "4"], check=True, capture_output=True)
+
+    assert "steps 4 of 2\n" in Path("job.log").read_text()
+    assert "sbatch 'my train.sbatch'" in repr(script)
+
+
+def test_a_notebook_is_submitted_with_its_parameters(slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    notebook(slurm, "WORD = 'old'  # said", "print(WORD)")
+
+    assert main(["submit", "my lesson.ipynb", "-p", "WORD=it's", "--slurm", "--gpus", "2"]) == 0
+
+    (ran,) = slurm.glob("my lesson-7.ipynb")
+    assert json.loads(ran.read_text())["cells"][1]["outputs"][0]["text"] == "it's\n"
+    assert "#SBATCH --gpus-per-node=2\n" in Path("my lesson.sbatch").read_text()
+    assert "job 7, from my lesson.sbatch" in capfd.readouterr().out
+
+
+def test_without_slurm_it_is_said(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    notebook(slurm, "1")
+    (slurm / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition specified: gpu' >&2; exit 1\n")
+    refused = main(["submit", "my lesson.ipynb", "--slurm", "--partition", "gpu"])
+    monkeypatch.setenv("PATH", str(slurm))
+    missing = main(["submit", "my lesson.ipynb", "--slurm"])
+    said = capfd.readouterr().err
+
+    assert (refused, missing) == (1, 2)
+    assert "Slurm has refused the job.\ninvalid partition specified: gpu" in said
+    assert "There is no sbatch on this machine." in said
