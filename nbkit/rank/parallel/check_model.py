@@ -31,7 +31,6 @@ from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
@@ -116,8 +115,7 @@ def check(
             if chosen.zero == 3:
                 with suppress(Exception):
                     gathers = plan_gathers(module, run)
-            with unchanged(module):
-                chain = find_chain(module.eval(), run, stages=stages)
+            chain = find_chain(module, run, stages=stages)
             if chosen.cp > 1:
                 positionwise = try_in_parts(module, chain.units, run)
         except Exception as error:

@@ -277,10 +277,10 @@ class Builder:
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
                 found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, config))
+        chain = find_chain(self.module, run, stages=config.stages)
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            chain = find_chain(self.module, run, stages=config.stages)
             found["chain"], found["costs"] = chain, measure_costs(self.module, chain, run)
             found["hidden"] = hidden_between(self.module, chain, run)
         finally:

@@ -67,14 +67,14 @@ def note_aliases(module: nn.Module) -> None:
             vars(part)[_NOTE] = found[id(part)]
 
 
-def put_aliases(part: nn.Module, name: str, param: nn.Parameter | None) -> None:
+def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
     """Put `param` wherever else the parameter `name` of `part` was noted."""
     if (noted := vars(part).get(_NOTE)) is not None:
         for holder, key, path in noted.get(name, ()):
             holder[key] = _with(holder[key], path, param) if path else param
 
 
-def _with(value: Any, path: tuple[int, ...], param: nn.Parameter | None) -> Any:
+def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
     """A tuple with `param` at `path`."""
     first, *rest = path
     inner = _with(value[first], tuple(rest), param) if rest else param

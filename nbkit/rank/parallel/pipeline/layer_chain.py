@@ -1,8 +1,9 @@
 """The blocks of an unmodified model as a chain that can be cut: found by running it, proven by running it cut.
 
-The model runs once on an example while `Flow` watches. A cut at the entry of a block is right when everything that
-hangs on parameters and is used behind it goes in through the block's arguments. Then the model runs once more, cut
-everywhere, and its output must be the same. Nothing is traced or rewritten: a stage runs the user's own forward.
+The model runs on an example while `Flow` watches, once in evaluation and once as it trains. A cut at the entry of a
+block is right when everything that hangs on parameters and is used behind it goes in through the block's arguments.
+Then the model runs once more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage
+runs the user's own forward.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
     """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
 
     stages: names of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.
-    Parameters, buffers and random generators are afterwards as before.
+    Parameters, buffers, modes and random generators are afterwards as before.
     Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
     """
+    modes = [(part, part.training) for part in module.modules()]
     with unchanged(module):
+        module.eval()
         with torch.no_grad():
             calls = call_counts(module, call)
         found = structural_blocks(module)
@@ -89,12 +92,28 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
         flow = Flow(module, blocks)
         with torch.no_grad():
             flow.run(call)
+        if any(mode for _, mode in modes):
+            _watch_training(flow, modes, call)
         refused += [(blocks[i], why) for i, why in sorted(flow.around.items())]
         if len(flow.around) == len(blocks) - 1 or (stages is not None and flow.around):
             raise _no_chain(module, refused)
         chain = _chain(flow, [name for name in calls if name in found], refused)
         _prove(module, chain, call)
     return chain
+
+
+def _watch_training(flow: Flow, modes: Sequence[tuple[nn.Module, bool]], call: Callable[[], Any]) -> None:
+    """Run the model in `modes`, too: a penalty or a noise that is there in training alone may go around a cut."""
+    for part, mode in modes:
+        part.training = mode
+    with torch.no_grad():
+        calls = call_counts(flow.module, call)
+        blocks = [name for name in flow.blocks if name]
+        if [name for name in calls if name in set(blocks)] != blocks or any(calls[name] > 1 for name in blocks):
+            raise _no_chain(flow.module, [(blocks[0], "in training the model calls its blocks otherwise")])
+        training = Flow(flow.module, flow.blocks)
+        training.run(call)
+    flow.join(training)
 
 
 def _check_stages(module: nn.Module, names: list[str], single: list[str], calls: dict[str, int]) -> None:

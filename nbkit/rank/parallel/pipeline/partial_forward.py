@@ -93,6 +93,10 @@ class Gates:
             raise self._missed(self._at + 1)
         return output
 
+    def idle(self) -> bool:
+        """Whether the forward is on its way to its first block: what it computes from weights is not used."""
+        return self._running and self._at < self._lo
+
     def _pass_by(self, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any) -> Any:
         """A gated module is called: skip it, or change what goes into it, or end the forward.
 
@@ -114,7 +118,7 @@ class Gates:
             arrived = self._arrived(number, args, kwargs)
             self._sent = tuple(sendable(arrived[path]) for path in self.entries[number].carried)
             raise _Reached
-        if self._at < self._lo:
+        if self.idle():
             return proceed(*args, **kwargs) if shapes is None else shapes.zeros(args, kwargs)
         if number is None:
             return proceed(*args, **kwargs)

@@ -1,21 +1,23 @@
 """A rank's stages of a pipeline: the user's model with only some of its parameters, run piece by piece.
 
-What a rank does not hold is absent (None, as torch writes a bias that is not there), so that the module lists exactly
-this rank's parameters under their original names. A tied weight stays tied, and is on every rank that uses it: its
-gradient is the sum over those ranks, which is for others to make, as is everything that is sent.
+What a rank does not hold is no parameter of the module any more (None, as torch writes a bias that is not there), so
+that it lists exactly this rank's under their original names; what the model finds in its place is an `Absent`. A tied
+weight stays tied, and is on every rank that uses it: its gradient is the sum over those ranks, which is for others to
+make, as is everything that is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.module.absent_parameter import Absent
 from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.parameter_aliases import put_aliases
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.pipeline.partial_forward import Gates
 
@@ -47,8 +49,7 @@ class Staged:
         self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
         self._gates.team = team
         self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
-        last = max(lo for lo, _ in self.ranges)
-        _drop(module, self.holds, chain.holds(0, last), skipped=chain.skipped)
+        _drop(module, self.holds, self._gates.idle)
 
     def runs(self, name: str) -> bool:
         """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
@@ -82,20 +83,15 @@ def _without_cache(module: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def _drop(module: nn.Module, holds: set[str], passed: set[str], *, skipped: Sequence[str]) -> None:
-    """Make every parameter absent that is not in `holds`.
-
-    On its way to the first block that runs here, the model's forward may still look at one of those that it has
-    `passed`, where no gate skips the module (a table of positions that belongs to the model itself). It finds zeros
-    without memory, and nothing of what it computes with them is used.
-    """
-    asleep = {id(inner) for name in skipped for inner in module.get_submodule(name).modules()}
+def _drop(module: nn.Module, holds: set[str], idle: Callable[[], bool]) -> None:
+    """Make every parameter absent that is not in `holds`."""
     for name, places in homes(module).items():
         if name in holds:
             continue
-        for part, attribute in places:
-            param = part._parameters[attribute]
-            if param is not None and name in passed and id(part) not in asleep:
-                zeros = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-                vars(part)[attribute] = zeros
+        param = places[0][0]._parameters[places[0][1]]
         replace(places, None)
+        if param is not None:
+            absent = Absent(param, name, idle)
+            for part, attribute in places:
+                vars(part)[attribute] = absent
+                put_aliases(part, attribute, absent)

@@ -75,6 +75,20 @@ class Flow(TorchDispatchMode):
         seen = zip(self._carried, self._kept, self._written, strict=True)
         return [Entry(tuple(carried), kept, frozenset(written)) for carried, kept, written in seen]
 
+    def join(self, other: Flow) -> None:
+        """What `other`, a run in another mode, has shown holds as well: a cut has to be right in both."""
+        for name, segments in other.uses.items():
+            self.uses[name] |= segments
+        for number, block in enumerate(self.blocks):
+            if number and (self._carried[number], self._kept[number]) != (other._carried[number], other._kept[number]):
+                self.around.setdefault(number, f"what goes into {block} in training is not what does in evaluation")
+            if number in other.around:
+                self.around.setdefault(number, f"in training, {other.around[number]}")
+            self._written[number] |= other._written[number]
+        self.opaque |= other.opaque
+        for name, segments in other.callers.items():
+            self.callers.setdefault(name, set()).update(segments)
+
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._inside.append(name)
         given = self._exchanged(self.blocks.index(name), args, kwargs) if name in self.blocks and name else None

@@ -132,6 +132,26 @@ def test_a_skip_connection_across_blocks_is_refused_by_name() -> None:
     assert "by Skips.forward" in text
 
 
+class Penalised(Skips):
+    """While it trains, a weight of its first block adds to the output."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        penalty = self.blocks[0].up.weight.norm() if self.training else 0.0
+        for block in self.blocks:
+            x = block(x)
+        return x + penalty
+
+
+def test_what_goes_around_a_cut_in_training_alone_is_refused_and_modes_are_as_before() -> None:
+    model = Penalised("tokens")
+    model.blocks[2].eval()
+    with pytest.raises(StrategyError, match=r"begin with blocks\.1: in training, what Penalised\.forward"):
+        find_chain(model, lambda: model(IDS))
+    assert [block.training for block in model.blocks] == [True, True, False, True, True]
+    assert len(find_chain(model.eval(), lambda: model(IDS))) == 5
+
+
 def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
     model = Skips(2)
     chain = find_chain(model, lambda: model(IDS))

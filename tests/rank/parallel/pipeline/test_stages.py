@@ -12,6 +12,7 @@ from staging import assert_equal, chained, partitions, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nbkit.errors import StrategyError
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
@@ -92,7 +93,11 @@ def test_the_classes_and_names_of_gated_modules_stay() -> None:
     part = staged(model, chain, [(1, 3)])
     assert all(isinstance(block, Block) and type(block).__name__ == "Block" for block in part.module.blocks)
     assert {name.split(".")[1] for name, _ in part.module.named_parameters()} == {"1", "2"}
-    assert part.module.blocks[0].up.weight is None and part.module.head.weight is None
+    head = part.module.head.weight
+    assert (head.shape, head.dtype, head.new_zeros(2).tolist()) == (model.head.weight.shape, torch.float32, [0.0, 0.0])
+    for use in (lambda: head * 2, lambda: head.data, lambda: part.module.blocks[0].up.weight.norm()):
+        with pytest.raises(StrategyError, match=r"'(head|blocks\.0\.up)\.weight' is used in a stage .* not hold it"):
+            use()
 
 
 def test_a_cache_of_keys_and_values_is_not_kept() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from itertools import combinations
+from typing import Any
 
+import odd_models as odd
 import pytest
 import torch
 from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_entropy, next_tokens
@@ -68,6 +70,24 @@ def test_memory_for_all_blocks_shared_tables_parameters_between_blocks_and_chang
             assert sum("front.bias" in parts[r].holds for r in ranges) == 1
             assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
     assert torch.equal(parts[1, 2].module.blocks[0].norm.running_mean, buffers["blocks.0.norm.running_mean"])
+
+
+@pytest.mark.parametrize("how", [odd.penalty_between, odd.shapes, odd.penalty])
+def test_weights_of_other_stages_are_asked_for_shapes_and_used_on_the_way(how: Any) -> None:
+    specimen = Specimen(odd.doing(how), _ids, cross_entropy, ())
+    model = specimen.build(torch.float64)
+    value, target = specimen.batch(2, dtype=torch.float64)
+    chain = find_chain(model, lambda: model(value))
+    whole = specimen.gradients(copy.deepcopy(model), value, target)
+    for num in (2, 3):
+        for ranges in partitions(3, num):
+            stages = [(staged(model, chain, [r]), 0) for r in ranges]
+            assert_equal(chained(stages, specimen, value, target), whole)
+
+
+def _ids(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    ids, targets = (torch.randint(odd.VOCAB, (rows, odd.LENGTH), generator=draw) for _ in range(2))
+    return ids, targets
 
 
 class Recomputes(nn.Module):
