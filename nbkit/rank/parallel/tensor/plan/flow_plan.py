@@ -17,7 +17,7 @@ from nbkit.rank.parallel.tensor.plan.heads import Heads, named_counts, numbers_i
 from nbkit.rank.parallel.tensor.plan.linear_types import sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
-_MOST_COUNTS, _MOST_WAYS = 4, 20
+_MOST_COUNTS, _MOST_WAYS = 3, 32
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ def flow_pairs(model: nn.Module, flow: Flow, taken: Collection[str]) -> list[tup
     """Of each pair the ways in which it may be packed. taken: maps that are split otherwise, or not at all."""
     used, found = set(taken), list[tuple[Pair, ...]]()
     for row, sources in flow.sources.items():
-        columns = [path for path in flow.sources if path in sources - used and flow.readers[path] == {row} != {path}]
+        only = frozenset((row,))
+        columns = [
+            path for path in flow.sources if path in sources - used and flow.readers.get(path) == only and path != row
+        ]
         if columns and row not in used and (ways := _ways(model, flow, columns, row)):
             found.append(ways)
             used.update((*ways[0].columns, row))
@@ -86,7 +89,9 @@ def _attention(
     for dim in product.dims:
         if inner % dim or inner == dim or any(outs[path] % dim for path in product.first | product.second):
             continue
-        one = {path: (out,) for path, out in outs.items() if out % dim == 0 or out % (inner // dim) == 0}
+        one: dict[str, tuple[int, ...]] = {
+            path: (out,) for path, out in outs.items() if out % dim == 0 or out % (inner // dim) == 0
+        }
         keys = [path for path in one if path in product.second - product.first] or list(one)
         if not keys:
             continue
@@ -117,12 +122,11 @@ def _counted(model: nn.Module, pair: Pair, size: int, reads: Mapping[str, Collec
     else:  # groups of features
         totals |= {n for n in range(2, pair.inner) if pair.inner % n == 0}
     among = numbers_in(model.get_submodule(pair.owner), {n for n in totals if n % size == 0}, read)[:_MOST_COUNTS]
-    first = dict.fromkeys((pair.counts, ()))
+    first = list(dict.fromkeys((pair.counts, ())))
     rest = (each for many in range(len(among), 0, -1) for each in combinations(among, many))
     others = [each for each in rest if set(each) not in [set(counts) for counts in first]]
-    for choices in (first, others):
-        for views in (False, True) if pair.heads is not None else (False,):
-            yield from (replace(pair, counts=counts, views=views) for counts in choices)
+    for views in (False, True) if pair.heads is not None else (False,):
+        yield from (replace(pair, counts=counts, views=views) for counts in (*first, *others))
 
 
 def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[str, Collection[str]]) -> list[Pair]:

@@ -89,10 +89,10 @@ class _Watch(TorchDispatchMode):
 
     def multiplied(self, first: Tensor, second: Tensor) -> None:
         """Along the last dim of `first`, for each row and head."""
-        factors = [self.come_from.get(memory_of(x), frozenset()) for x in (first, second)]
-        if all(factors) and not self.within:
-            product = Product(*factors, tuple(dict.fromkeys((first.shape[-1], first.shape[-2], second.shape[-1]))))
-            self.products[product] = None
+        from_first, from_second = (self.come_from.get(memory_of(x), frozenset()) for x in (first, second))
+        if from_first and from_second and not self.within:
+            dims = tuple(dict.fromkeys((first.shape[-1], first.shape[-2], second.shape[-1])))
+            self.products[Product(from_first, from_second, dims)] = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,0 +1,121 @@
+"""What may be split is read from what goes into what: whatever the modules are called, the plan is the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import models_zoo
+import oddities
+import pytest
+import torch
+from models_zoo import VOCAB, WIDTH, ZOO
+from renamed import renamed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.rank.data.batch import call
+from nbkit.rank.models import gpt
+from nbkit.rank.parallel.tensor import TensorPlan, plan_of
+from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
+from nbkit.rank.parallel.tensor.proof.prove import prove
+
+IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+def proven(model: nn.Module, value: Any = IDS, size: int = 2) -> TensorPlan:
+    proof = prove(model, lambda: call(model, value), [size])
+    assert proof.why == ""
+    return plan_of(model, size, None, proof)
+
+
+def shown(plan: TensorPlan, old: dict[str, str]) -> Any:
+    """Who is split how, with the old names."""
+
+    def named(value: Any) -> str:
+        return re.sub(r"a[0-9a-f]{10}", lambda found: old[found[0]], str(value))
+
+    pairs = [(p.owner, p.kind, p.columns, p.rows, dict(p.widths), p.heads, set(p.counts), p.views) for p in plan.pairs]
+    return [named(pair) for pair in pairs], named(dict(plan.singles)), named(dict(plan.positions))
+
+
+def split_share(model: nn.Module, plan: TensorPlan) -> float:
+    """Of the parameters of linear maps, how many are split."""
+    split = {path for pair in plan.pairs for path in (*pair.columns, *pair.rows)} | set(plan.singles)
+    of_maps = {p: sum(w.numel() for w in m.parameters()) for p, m in model.named_modules() if is_linear(m)}
+    return sum(n for path, n in of_maps.items() if path in split) / sum(of_maps.values())
+
+
+def test_names_drawn_at_random_give_the_same_plan() -> None:
+    models, old = renamed(gpt, 1)
+    parts = {name: vars(models)[name] for name in ("GPT", "GPTConfig", "Attention", "Block")}
+    zoo, more = renamed(models_zoo, 2, **parts)
+    odd, most = renamed(oddities, 3)
+    old |= more | most
+    cases: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any, float]] = {
+        name: (ZOO[name].build, zoo.ZOO[name].build, ZOO[name].batch(3)[0], share)
+        for name, share in (("gpt", 1.0), ("uneven", 1.0), ("pairs", 0.6), ("encoder", 0.0), ("sequential", 0.9))
+    }
+    cases["packed"] = (oddities.Packed, odd.Packed, IDS, 1.0)
+    cases["config"] = (
+        lambda: oddities.Configured(norm=True),
+        lambda: odd.Configured(norm=True),
+        IDS,
+        0.9,
+    )
+    for name, (make, make_renamed, value, share) in cases.items():
+        first, second = make(), make_renamed()
+        plan, other = proven(first, value), proven(second, value)
+        assert shown(plan, {}) == shown(other, old), name
+        assert split_share(second, other) >= share, (name, split_share(second, other))
+        assert not other.unproven, name
+
+
+class Unusual(nn.Module):
+    """f1 and f2 are its MLP, its heads stand in `h`; scores by hand."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.h = way, 4
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.f1, self.f2 = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        if self.way == "einsum":
+            q, k, v = (m(x).reshape(rows, length, self.h, -1) for m in (self.a, self.b, self.c))
+            scores = torch.einsum("bthd,bshd->bhts", q, k).softmax(-1)
+            y = torch.einsum("bhts,bshd->bthd", scores, v).reshape(rows, length, -1)
+        elif self.way == "constant":
+            q, k, v = (m(x).view(rows, length, 4, 8).transpose(1, 2) for m in (self.a, self.b, self.c))
+            y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, length, width)
+        else:
+            q, k, v = (torch.stack(m(x).chunk(self.h, -1), 1) for m in (self.a, self.b, self.c))
+            y = torch.cat(((q @ k.mT / 8**0.5).softmax(-1) @ v).unbind(1), -1)
+        x = x + self.d(y)
+        return x + self.f2(F.silu(self.f1(x)))
+
+
+class Both(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.e = nn.Embedding(VOCAB, WIDTH)
+        self.s = nn.ModuleList(Unusual(way) for _ in range(2))
+        self.z = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.e(ids)
+        for part in self.s:
+            x = part(x)
+        return self.z(x)
+
+
+@pytest.mark.parametrize("way", ["einsum", "constant", "chunks"])
+def test_heads_are_found_however_they_are_written(way: str) -> None:
+    model = Both(way)
+    plan = proven(model, size=4)
+
+    assert split_share(model, plan) == 1.0 and plan.singles == {"e": "vocab", "z": "head"}
+    assert {pair.heads.heads for pair in plan.pairs if pair.heads is not None} == {4}
+    assert [pair.kind for pair in plan.pairs] == ["attention", "mlp"] * 2
