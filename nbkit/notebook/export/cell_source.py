@@ -82,7 +82,7 @@ def without_shown(plain: Plain) -> Plain:
     magics = dict(plain.magics)
     for node in ast.walk(plain.tree):
         is_mark = isinstance(node, ast.Pass) and node.lineno in plain.magics
-        if not isinstance(node, ast.stmt) or not (is_mark or (_is_of_notebook(node) and _stands_alone(plain, node))):
+        if not isinstance(node, ast.stmt) or not (is_mark or (is_of_notebook(node) and _stands_alone(plain, node))):
             continue
         first, last = node.lineno, node.end_lineno or node.lineno
         magics.setdefault(first, (lines[first - 1] or "").strip())
@@ -94,7 +94,8 @@ def without_shown(plain: Plain) -> Plain:
     return Plain("\n".join(kept).strip("\n"), magics)
 
 
-def _is_of_notebook(node: ast.stmt) -> bool:
+def is_of_notebook(node: ast.stmt) -> bool:
+    """Whether it shows something in a notebook and does nothing else, or imports from Jupyter."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return name in _SHOWN

@@ -9,7 +9,17 @@ from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.naming import notebook_number, notebook_shell
 from nbkit.notebook.cluster.sent import SentCell
 from nbkit.notebook.export.cell_source import masked
-from nbkit.notebook.export.source import Code, LeftOut, Source, Switch, Values, code_of, plain_code, taken_out
+from nbkit.notebook.export.source import (
+    Code,
+    LeftOut,
+    Source,
+    Switch,
+    Values,
+    code_of,
+    imports_of,
+    plain_code,
+    taken_out,
+)
 
 
 def read_running(cluster: Cluster) -> Source:
@@ -36,12 +46,13 @@ def read_running(cluster: Cluster) -> Source:
             numbers=f"{cluster.entry.name}: {len(cluster.sent)} cells and pushes since its ranks were started",
             hint="%%distributed   first; or, of a saved notebook: nbkit export notebook.ipynb train.py",
         )
+    own, imports = _history(cluster)
     pins, switched = cluster.pinning.pins, cluster.training.switched
     gpus = pins[0].kind == "gpu"
     return Source(
         name="",
         parts=tuple(parts),
-        left_out=tuple(sorted([*left_out, *_history(cluster)], key=lambda each: each.number)),
+        left_out=tuple(sorted([*left_out, *own], key=lambda each: each.number)),
         num_ranks=cluster.entry.n,
         gpus=gpus,
         threads=0 if gpus else pins[0].threads,
@@ -49,16 +60,18 @@ def read_running(cluster: Cluster) -> Source:
             Switch(one.step, one.args.get("strategy", one.strategy), one.result["old"], one.result["new"])
             for one in switched
         ),
+        imports=imports,
     )
 
 
-def _history(cluster: Cluster) -> list[LeftOut]:
-    """The cells that did not go to these ranks."""
+def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
+    """The cells that did not go to these ranks, and what they import."""
     shell = notebook_shell()
     if shell is None:
-        return []
+        return [], {}
     sent = {one.request.number if isinstance(one, SentCell) else one.number for one in cluster.sent}
     found: list[LeftOut] = []
+    imports: dict[str, str] = {}
     for number, source in enumerate(shell.history_manager.input_hist_raw):
         if number in sent or number == notebook_number() or not source.strip():
             continue
@@ -72,9 +85,10 @@ def _history(cluster: Cluster) -> list[LeftOut]:
         except UsageError:  # it never ran
             continue
         found += taken_out(number, plain)
+        imports |= imports_of(plain)
         if any(not isinstance(node, ast.Pass) for node in plain.tree.body):
             found.append(plain_code(number, plain))
-    return found
+    return found, imports
 
 
 def _own(source: str) -> str:

@@ -14,7 +14,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.naming import chosen_ranks
 from nbkit.notebook.cluster.sent import literal_text
 from nbkit.notebook.export.cell_source import masked, names_of
-from nbkit.notebook.export.source import Code, LeftOut, Source, Switch, Values, code_of, plain_code
+from nbkit.notebook.export.source import Code, LeftOut, Source, Switch, Values, code_of, imports_of, plain_code
 
 _MOST_RANKS = 1 << 20
 _DEFAULT_RANKS = 2
@@ -43,6 +43,7 @@ def read_saved(path: Path) -> Source:
         num_ranks=reading.num_ranks,
         switches=tuple(reading.switches),
         strategy=reading.strategies[-1] if reading.strategies else "",
+        imports=reading.imports,
     )
 
 
@@ -70,6 +71,7 @@ class _Reading:
         self.number, self.num_ranks, self.title = 0, _DEFAULT_RANKS, ""
         self.known: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
+        self.imports: dict[str, str] = {}
 
     def take(self, cell: dict[str, Any]) -> None:
         source = "".join(cell["source"])
@@ -106,6 +108,7 @@ class _Reading:
 
     def _take_own(self, source: str, cell: dict[str, Any]) -> None:
         plain = masked(source, f"cell {self.number}")
+        self.imports |= imports_of(plain)
         has_code = False
         for node in plain.tree.body:
             if isinstance(node, ast.Pass) and node.lineno in plain.magics:

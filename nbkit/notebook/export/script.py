@@ -35,13 +35,14 @@ def script_of(source: Source, name: str) -> Script:
     rewritten, strategy = with_arguments(cells, arguments)
     if "strategy" in options or "switches" in options:  # the notebook's own, pushed
         rewritten, strategy = cells, None
-    _check_names(source.parts)
+    imported = _imported(source)
     texts = {id(cell): new.text for cell, new in zip(cells, rewritten, strict=True)}
     default = source.strategy or (source.switches[-1].typed if source.switches else "") or strategy
     sections = [
         "\n\n".join([_docstring(source, name), _imports(rewritten, options)]),
         _arguments(options, arguments, strategy=default if strategy else None, switches=strategy is not None),
         _start(source),
+        "\n".join(["# Cells of the notebook itself import this; the ranks use it.", *imported] if imported else ()),
         *_sections(source.parts, texts, options, arguments),
     ]
     text = "\n\n".join(section for section in sections if section)
@@ -51,7 +52,7 @@ def script_of(source: Source, name: str) -> Script:
     if hoisted:
         head, _, rest = text.partition('\n"""\n')
         text = f'{head}\n"""\n\n' + "\n".join(dict.fromkeys(hoisted)) + "\n" + rest
-    return Script(text + "\n", tuple(_notes(source, strategy)))
+    return Script(text + "\n", tuple(_notes(source, strategy, imported)))
 
 
 def _docstring(source: Source, name: str) -> str:
@@ -187,27 +188,28 @@ def _for_ranks(text: str, ranks: tuple[int, ...] | None) -> str:
     return f"if {condition}:\n{indented(text)}"
 
 
-def _check_names(parts: Sequence[Code | Values]) -> None:
+def _imported(source: Source) -> list[str]:
+    """The imports of the notebook itself that its ranks need. Raises UsageError for names that nothing defines."""
+    parts = source.parts
     names = {id(part): names_of(part.text) for part in parts if isinstance(part, Code)}
     defined = set(READY).union(*(one.bound for one in names.values()))
     defined |= {name for part in parts if isinstance(part, Values) for name in part.literals}
     if any(one.free for one in names.values()):
-        return
-    others = {name: why for part in parts if isinstance(part, Values) for name, why in part.others.items()}
+        return []
     lacking = {
         name: part.number
         for part in reversed(parts)
         if isinstance(part, Code)
         for name in names[id(part)].read - defined
     }
-    if not lacking:
-        return
-    told = [f"{name} (cell {number}{_why(name, others)})" for name, number in sorted(lacking.items(), key=str)]
-    first = min(lacking, key=str)
+    imported = list(dict.fromkeys(source.imports[name] for name in sorted(lacking) if name in source.imports))
+    if not (unknown := sorted(set(lacking) - set(source.imports))):
+        return imported
+    others = {name: why for part in parts if isinstance(part, Values) for name, why in part.others.items()}
     raise UsageError(
         "The cells for the ranks use what no line of the script would define.",
-        numbers="\n".join(told),
-        hint=f"{first} = ...   in a %%distributed cell that ran before; what was pushed has to be a literal",
+        numbers="\n".join(f"{name} (cell {lacking[name]}{_why(name, others)})" for name in unknown),
+        hint=f"{unknown[0]} = ...   in a %%distributed cell that ran before; what was pushed has to be a literal",
     )
 
 
@@ -215,7 +217,9 @@ def _why(name: str, others: Mapping[str, str]) -> str:
     return f"; pushed, and no literal: {others[name]}" if name in others else ""
 
 
-def _notes(source: Source, strategy: str | None) -> Iterator[str]:
+def _notes(source: Source, strategy: str | None, imported: Sequence[str]) -> Iterator[str]:
+    if imported:
+        yield f"the ranks need what a cell of the notebook itself imports: {'; '.join(imported)}"
     stopped = [part.number for part in source.parts if isinstance(part, Code) and part.state == "interrupted"]
     if stopped:
         yield f"cell {stopped[0]} was stopped in the notebook; in the script it runs to its end"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nbkit.errors import UsageError
-from nbkit.notebook.export.cell_source import Plain, masked, refusal, without_shown
+from nbkit.notebook.export.cell_source import Plain, is_of_notebook, masked, refusal, without_shown
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Switch:
 
 @dataclass(frozen=True)
 class Source:
-    """A notebook. name: of its file, "" when not known. threads: of each CPU rank, 0 when not known."""
+    """A notebook. name: of its file, "" when not known. threads: of each CPU rank, 0 when not known. imports: name ->
+    the statement by which a cell of the notebook itself imports it."""
 
     name: str
     parts: tuple[Code | Values, ...]
@@ -62,6 +63,7 @@ class Source:
     threads: int = 0
     switches: tuple[Switch, ...] = ()
     strategy: str = ""  # the last one that was switched to
+    imports: Mapping[str, str] = field(default_factory=dict)
 
 
 def code_of(
@@ -103,3 +105,14 @@ def plain_code(number: int, plain: Plain) -> LeftOut:
     line = plain.text.split("\n")[first.lineno - 1]
     more = " …" if others or first.end_lineno != first.lineno else ""
     return LeftOut(number, line + more, "ran in the notebook alone")
+
+
+def imports_of(plain: Plain) -> dict[str, str]:
+    """What a cell of the notebook itself imports: name -> statement."""
+    statements = [node for node in plain.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {
+        (alias.asname or alias.name).split(".")[0]: ast.unparse(node)
+        for node in statements
+        if not is_of_notebook(node)
+        for alias in node.names
+    }

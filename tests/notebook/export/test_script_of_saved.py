@@ -150,13 +150,25 @@ def test_a_failed_cell_is_left_out_and_a_stopped_one_runs_to_its_end(tmp_path: P
         (["%%distributed\nif True:\nprint(1)"], ["Cell 1 is not Python", "line 2"]),
         (["data = load()\n%push data", "%%distributed\nprint(data)"],
          ["data (cell 2; pushed, and no literal: computed in cell 1: data = load())"]),
-        (["import math", "%%distributed\ndef f():\n    return math.pi * unknown"], ["math (cell 2)\nunknown (cell 2)"]),
+        (["import math", "%%distributed\ndef f():\n    return math.pi * unknown"], ["define.\nunknown (cell 2)\n"]),
     ],
 )  # fmt: skip
 def test_what_a_script_cannot_have_is_refused(cells: list[str], words: list[str], tmp_path: Path) -> None:
     said = refused(tmp_path, *cells)
 
     assert [word for word in words if word not in said] == []
+
+
+def test_an_import_of_the_notebook_itself_that_ranks_need_stands_in_the_script(tmp_path: Path) -> None:
+    own = "%matplotlib inline\nimport math, os.path\nfrom IPython import display\nfrom json import dumps as text"
+    notebook = saved(tmp_path, own, "%%distributed\nprint(math.pi, text(3))")
+
+    script = nbkit.export(tmp_path / "train.py", notebook)
+
+    assert (
+        "the ranks use it.\nimport math, os.path\nfrom json import dumps as text\n\n\n# %% " in script.path.read_text()
+    )
+    assert "the ranks need what a cell of the notebook itself imports: import math, os.path; from json" in repr(script)
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
