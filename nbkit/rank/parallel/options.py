@@ -100,10 +100,10 @@ def _keeps_experts_whole(options: Options, strategy: Strategy) -> str:
     """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
     if strategy.tp > 1:
         return f"tp {strategy.tp}: experts are not split over ranks, and the tensor axis would give a router parts"
-    if strategy.cp > 1:
+    if strategy.cp > 1 and options.positionwise is None:
         return f"cp {strategy.cp}: a router that compares positions would see a part of them"
     if strategy.pp > 1 and options.chain is None:
-        return f"pp {strategy.pp}: of other stages' blocks a rank knows shapes alone, and routing depends on values"
+        return f"pp {strategy.pp}: {options.no_chain or 'the model was not run to find its blocks'}"
     return ""
 
 

@@ -163,28 +163,40 @@ class Gates:
 
 
 class _Shapes:
-    """What a module would give: found out by a twin on the meta device, once for each shape of its arguments."""
+    """What a module would give: found out by a twin on the meta device, once for each shape of its arguments.
+
+    What asks for values (which tokens an expert gets) does not run there: a twin of zeros without memory does, on them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.device = next(module.parameters()).device
         memo = {id(t): _on_meta(t) for part in module.modules() for t in _own_tensors(part)}
         self.twin = copied(module, memo).eval()
+        memo = {id(b): b for b in module.buffers()} | {id(p): _blank(p) for p in module.parameters()}
+        self.valued = copied(module, memo).eval()
         self.known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
         """The output, all zeros; not even that is computed when it is known."""
         key = (_kind(args), _kind(kwargs))
         if key not in self.known:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            onto = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(onto, spec)
-            with _no_modes(), torch.device("meta"), torch.no_grad():
-                self.known[key] = pytree.tree_flatten(self.twin(*args, **kwargs))
+            self.known[key] = pytree.tree_flatten(self._run(args, kwargs))
         outputs, spec = self.known[key]
         blank = [
             torch.zeros(o.shape, dtype=o.dtype, device=self.device) if isinstance(o, Tensor) else o for o in outputs
         ]
         return blank[0] if spec.is_leaf() else pytree.tree_unflatten(blank, spec)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        onto = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        on_meta = pytree.tree_unflatten(onto, spec)
+        with _no_modes(), torch.no_grad():
+            try:
+                with torch.device("meta"):
+                    return self.twin(*on_meta[0], **on_meta[1])
+            except (NotImplementedError, RuntimeError):
+                return self.valued(*args, **kwargs)
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
@@ -195,6 +207,10 @@ def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
 def _on_meta(tensor: Tensor) -> Tensor:
     bare = torch.empty_like(tensor, device="meta")
     return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+
+
+def _blank(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape), False)
 
 
 def _kind(value: Any) -> Any:

@@ -90,6 +90,23 @@ class Language(nn.Module):
         return self.head(x)
 
 
+class Attending(Language):
+    """Positions meet in attention, before the experts."""
+
+    def __init__(self, kind: Callable[[], nn.Module] = Experts) -> None:
+        super().__init__(lambda: AttendsThenRoutes(kind))
+
+
+class AttendsThenRoutes(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.qkv, self.experts = nn.Linear(WIDTH, 3 * WIDTH), kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        return self.experts(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
 class OneLayer(Experts):
     """The experts are the only list of modules, and what zero 3 gathers."""
 
@@ -133,7 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 # Each model once and each strategy once at least; zero 3, which gathers experts that a rank has no rows for, on most.
 STRATEGIES = {
-    "mixtral": ("ddp", "zero3"),
+    "mixtral": ("ddp", "zero3", "pp", "cp=2"),
     "olmoe": ("zero3",),
     "qwen2 moe": ("zero2",),
     "top two": ("zero1", "zero3"),
@@ -227,9 +244,9 @@ def refused(world: Any) -> dict[str, str]:
     for name, kind in (("choose", ExpertsChoose), ("drop", ExpertsDrop)):
         found[name] = said(lambda kind=kind: made(lambda: Language(kind), "ddp"))  # type: ignore[misc]
         found[f"{name}, looked at"] = str(nbkit.check(lambda: Language(kind), "ddp", stacked(), 2))  # noqa: B023
-    for strategy in ("tp", "pp", "cp=2"):
-        found[strategy] = said(lambda strategy=strategy: made(Language, strategy))  # type: ignore[misc]
-        found[f"{strategy}, looked at"] = str(nbkit.check(Language, strategy, stacked(), 2))
+        found[f"{name}, positions"] = said(lambda kind=kind: made(lambda: Attending(kind), "cp=2"))  # type: ignore[misc]
+    found["tp"] = said(lambda: made(Language, "tp"))
+    found["tp, looked at"] = str(nbkit.check(Language, "tp", stacked(), 2))
     found["mixtral under tp"] = said(lambda: made(mixtral, "tp"))
     return found
 
@@ -244,9 +261,10 @@ def test_what_lets_rows_compete_is_refused_by_its_name_and_what_is_not_split_wit
     assert found == other
     for name in ("choose", "drop", "choose, looked at", "drop, looked at"):
         assert "The model mixes the rows of a batch: what 'layers.0' gives" in found[name], name
-    for name, why in (("tp", "not split over ranks"), ("pp", "shapes alone"), ("cp=2", "compares positions")):
-        assert "'layers.0' is a mixture of experts" in found[name] and why in found[name]
-        assert why in found[f"{name}, looked at"]
+    for name in ("choose", "drop"):
+        assert "'layers.0'" in found[f"{name}, positions"] and "positions" in found[f"{name}, positions"]
+    assert "'layers.0' is a mixture of experts" in found["tp"] and "not split over ranks" in found["tp"]
+    assert "not split over ranks" in found["tp, looked at"]
     assert "experts are not split" in found["mixtral under tp"]
 
 
