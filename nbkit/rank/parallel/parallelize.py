@@ -152,7 +152,7 @@ def cut(
         blocks = [name for name in options.gathers.units if _holds(module, name)]
         notes += options.gathers.notes
     units = [module.get_submodule(name) for name in blocks]
-    split, gathers = not options.recompute, options.gathers
+    split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
     return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
 
 

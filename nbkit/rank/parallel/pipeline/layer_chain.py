@@ -9,7 +9,8 @@ runs the user's own forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.pipeline.partial_forward import Gates
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow
-from nbkit.rank.parallel.proof.calls import call_counts
+from nbkit.rank.parallel.proof.calls import call_counts, watched
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.random_draws import Draws
@@ -39,7 +40,8 @@ class Chain:
     parameters: for each piece the parameters that it uses, by the first name of each; a tied one is in several.
     before, after: of these, what is used before the first block and behind the last one.
     skipped: modules with parameters that later pieces need not run. units: every block, also those that cannot begin
-    a piece. refused: (block, why no piece can begin with it).
+    a piece. refused: (block, why no piece can begin with it). recomputes: the model's own checkpointing calls blocks
+    again in the backward pass; unrepeated: (block, why) where it does so in a way that no stage can repeat.
     """
 
     blocks: tuple[str, ...]
@@ -50,6 +52,8 @@ class Chain:
     skipped: tuple[str, ...]
     units: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
+    recomputes: bool = False
+    unrepeated: tuple[str, str] | None = None
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -99,7 +103,9 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
             raise _no_chain(module, refused)
         chain = _chain(flow, [name for name in calls if name in found], refused)
         _prove(module, chain, call)
-    return chain
+        for part, mode in modes:
+            part.training = mode
+        return _with_recomputation(module, chain, call)
 
 
 def _watch_training(flow: Flow, modes: Sequence[tuple[nn.Module, bool]], call: Callable[[], Any]) -> None:
@@ -226,6 +232,37 @@ def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
     finally:
         if gates is not None:
             gates.remove()
+
+
+def _with_recomputation(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> Chain:
+    """`chain`, with how the model's own checkpointing calls its blocks again in the backward pass.
+
+    A stage can do the same for a block by itself. Its first block has other inputs than its caller remembers, so that
+    it cannot for several in one segment, nor where autograd does not see what goes in.
+    """
+    again: list[str] = []
+    hidden: list[str] = []
+    forward = True
+
+    def enter(name: str, *_: Any) -> None:
+        if not forward:
+            again.append(name)
+        elif not torch.is_grad_enabled():
+            hidden.append(name)
+
+    with watched(module, enter, names=[name for name in chain.blocks if name]):
+        results = [t for t in tensors_in(call()) if t.requires_grad]
+        forward = False
+        if results and not hidden:
+            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+    if hidden:
+        return replace(chain, recomputes=True, unrepeated=(hidden[0], "by reentrant checkpointing"))
+    together = [a for a, b in pairwise(again) if chain.blocks.index(a) < chain.blocks.index(b)]
+    return replace(
+        chain,
+        recomputes=bool(again),
+        unrepeated=(together[0], "in a segment with the block behind it") if together else None,
+    )
 
 
 def _equal(whole: Tensor, part: Tensor) -> bool:

@@ -11,7 +11,7 @@ does. It is put there by changing the module's class: names, attributes and isin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
@@ -44,15 +45,26 @@ class _Gated:
 class Gates:
     """Gates at every block of a chain and at every module that may be skipped.
 
-    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules. team: the
-    ranks of the tensor axis, of which each sends the next stage its positions; None where positions are not split.
+    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules.
+    again: the model calls its blocks once more in the backward pass, with what it gave them in the forward pass.
+    team: the ranks of the tensor axis, of which each sends the next stage its positions; None where positions are not
+    split.
     """
 
     team: dist.ProcessGroup | None = None
 
     def __init__(
-        self, module: nn.Module, blocks: Sequence[str], entries: Sequence[Entry], skipped: Sequence[str]
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        entries: Sequence[Entry],
+        skipped: Sequence[str],
+        *,
+        again: bool = False,
     ) -> None:
+        self._remembered: MutableMapping[Tensor, dict[str, Tensor]] | None = (
+            WeakTensorKeyDictionary() if again else None
+        )
         self.blocks, self.entries = tuple(blocks), tuple(entries)
         self._kinds: list[tuple[nn.Module, type[nn.Module]]] = []
         self._lo = self._hi = self._at = 0
@@ -103,6 +115,8 @@ class Gates:
         number: of the block that it is, None for others. shapes: None of what is never skipped.
         """
         if not self._running:
+            if number is not None and (again := self._again(number, args, kwargs)) is not None:
+                return proceed(*again[0], **again[1])
             if number is not None:
                 raise StrategyError(
                     f"{self.blocks[number]} is called outside of a stage's forward.",
@@ -145,8 +159,22 @@ class Gates:
                 own = tensor.clone() if path in entry.written else tensor
                 arrived[path] = completed(own, arrived[path].shape, self.team)
         self._given = arrived
+        if self._remembered is not None:
+            # By what the caller gives, which its checkpoint keeps until the backward pass.
+            caller = {path: look((args, kwargs), path) for path in entry.carried}
+            others = {path: arrived[path] for path in changed if arrived[path] is not caller[path]}
+            self._remembered[caller[entry.carried[0]]] = others
         for path in changed:
             args, kwargs = put((args, kwargs), path, arrived[path])
+        return args, kwargs
+
+    def _again(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """(args, kwargs) of a block that is computed once more, exchanged as in the forward pass; None if it is not."""
+        first = look((args, kwargs), self.entries[number].carried[0])
+        if self._remembered is None or not isinstance(first, Tensor) or first not in self._remembered:
+            return None
+        for path, tensor in self._remembered[first].items():
+            args, kwargs = put((args, kwargs), path, tensor)
         return args, kwargs
 
     def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:

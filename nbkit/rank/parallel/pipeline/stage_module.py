@@ -46,7 +46,7 @@ class Staged:
             self.holds = set(homes(module))
             return
         _without_cache(module)
-        self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
+        self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped, again=chain.recomputes)
         self._gates.team = team
         self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
         _drop(module, self.holds, self._gates.idle)

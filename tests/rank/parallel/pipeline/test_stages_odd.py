@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import Block, GPTConfig
+from nbkit.rank.parallel.check_model import check
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 
 
@@ -91,17 +92,65 @@ def _ids(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class Recomputes(nn.Module):
-    def __init__(self) -> None:
+    """how: "each" block in a checkpoint of its own; "reentrant", the same; "two", the first two in one."""
+
+    def __init__(self, how: str = "each") -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(GPTConfig(width=WIDTH)) for _ in range(3))
-        self.numbers = (0, 1, 2)
+        self.numbers, self.how = (0, 1, 2), how
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
+        if self.how == "two":
+            return self.blocks[2](checkpoint(self.first_two, x, use_reentrant=False))
         for block in (self.blocks[i] for i in self.numbers):
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
         return x
+
+    def first_two(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+def test_what_a_model_recomputes_by_itself_its_stages_recompute() -> None:
+    specimen = Specimen(Recomputes, next_tokens, lambda output, _: output.square().mean(), ())
+    model = specimen.build(torch.float64)
+    batches = [specimen.batch(rows, seed=rows, dtype=torch.float64) for rows in (2, 3)]
+    chain = find_chain(model, lambda: model(batches[0][0]))
+    assert chain.recomputes
+    for ranges in (*partitions(3, 2), *partitions(3, 3)):
+        stages = [(staged(model, chain, [r]), 0) for r in ranges]
+        for value, target in batches:
+            whole = specimen.gradients(copy.deepcopy(model), value, target)
+            assert_equal(chained(stages, specimen, value, target), whole)
+
+
+def test_micro_batches_that_are_recomputed_later_get_each_its_own() -> None:
+    model = Recomputes().double()
+    ids = next_tokens(2, torch.Generator())[0]
+    part = staged(model, find_chain(model, lambda: model(ids)), [(1, 3)])
+    given = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outputs = [part.forward(0, ids, (hidden,)) for hidden in given]
+    for output, hidden in zip(outputs, given, strict=True):
+        same = hidden.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(model.blocks[2](model.blocks[1](same)).square().sum(), same)
+        output.square().sum().backward()
+        assert (hidden.grad - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("how", "block", "why"),
+    [
+        ("reentrant", "blocks.1", "by reentrant checkpointing"),
+        ("two", "blocks.0", "in a segment with the block behind it"),
+    ],
+)
+def test_what_no_stage_can_recompute_is_refused_beforehand(how: str, block: str, why: str) -> None:
+    model = Recomputes(how)
+    ids = next_tokens(4, torch.Generator())
+    found = check(model, "pp=2", ids, 2)
+    assert not found.ok and f"'{block}' is recomputed by the model in a way that no stage" in str(found)
+    assert why in str(found)
 
 
 def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names() -> None:
@@ -109,10 +158,9 @@ def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names
     ids = next_tokens(2, torch.Generator())[0]
     chain = find_chain(model, lambda: model(ids))
     part = staged(model, chain, [(1, 3)])
-    output = part.forward(0, ids, (torch.randn(2, LENGTH, WIDTH, requires_grad=True),))
-    with pytest.raises(StrategyError, match=r"blocks\.\d is called outside of a stage's forward"):
-        output.sum().backward()
     hidden = (torch.randn(2, LENGTH, WIDTH),)
+    with pytest.raises(StrategyError, match=r"blocks\.1 is called outside of a stage's forward"):
+        part.module.blocks[1](hidden[0])
     for numbers in ((0,), (0, 2)):
         part.module.numbers = numbers
         with pytest.raises(StrategyError, match=r"did not come to blocks\.1"):
