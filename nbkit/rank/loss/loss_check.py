@@ -39,6 +39,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.rng.draw_plan import DrawPlan
 
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
 
@@ -74,11 +75,12 @@ def examine(
     inputs: Sequence[str] | None,
     *,
     whole: bool = True,
+    draws: DrawPlan | None = None,
 ) -> Examined:
     """What couples the rows of a batch, and what the loss weighs.
 
     run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
-    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward.
+    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward. draws: of `module`.
     The module, and the generators of random numbers, are afterwards as before.
     """
     # Whatever is wrong with model, data or loss is said, in full, where they train.
@@ -89,7 +91,7 @@ def examine(
                 around.enter_context(disturbed(module) if moved else nullcontext())
                 last = (training, moved) == _WAYS[-1]
                 for counting in (True, False) if loss is not None else (False,):
-                    trial = RowTrial(module, run, loss or _linear, inputs, training, whole, counting)
+                    trial = RowTrial(module, run, loss or _linear, inputs, training, whole, counting, draws)
                     seen = _verdict(trial, sample, loss is None, last)
                     if seen is None:
                         continue

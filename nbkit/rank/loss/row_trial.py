@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.models.pretrained import window
 from nbkit.rank.parallel.proof.graph import gradients
+from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
 
@@ -51,10 +52,11 @@ class Measured:
 
 @dataclass
 class RowTrial:
-    """run: model input -> output, of `module`. training: as it trains, with dropout keyed by row; else in evaluation.
+    """run: model input -> output, of `module`. training: as it trains; else in evaluation. Draws are keyed by row.
 
     backward: gradients are compared too, of the smallest parameters. counting: mean cross entropies weigh the targets
-    that count; counted: how, once some were measured, None where the loss has none. Let `kept` be around it.
+    that count; counted: how, once some were measured, None where the loss has none. draws: of the model, where they are
+    known. Let `kept` be around it.
     """
 
     module: nn.Module
@@ -64,6 +66,7 @@ class RowTrial:
     training: bool
     backward: bool
     counting: bool
+    draws: DrawPlan | None = None
     counted: Counted | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class RowTrial:
         value, target = pair(part, self.inputs)
         set_seed(seed)
         targets = CountedTargets() if self.counting else None
-        with self._drawing(rows), torch.enable_grad(), ExitStack() as noting:
+        with _keyed(self.module, rows, self.draws), torch.enable_grad(), ExitStack() as noting:
             if targets is not None:
                 noting.enter_context(targets)
             output = self.run(value)
@@ -111,9 +114,6 @@ class RowTrial:
             auxiliary=auxiliary,
         )
 
-    def _drawing(self, rows: Sequence[int]) -> Any:
-        return _keyed(self.module, rows) if self.training else nullcontext()
-
     def _auxiliary(self, total: Tensor, term: Tensor) -> tuple[float, float, tuple[Tensor, ...]]:
         (slope,) = gradients([total], [term])
         return float(term.detach()), 0.0 if slope is None else float(slope), self._grads(term.sum())
@@ -142,8 +142,8 @@ def _is_auxiliary(name: str, tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _keyed(module: nn.Module, rows: Sequence[int]) -> Iterator[None]:
-    dropout = KeyedDropout(module, seed=0)
+def _keyed(module: nn.Module, rows: Sequence[int], draws: DrawPlan | None) -> Iterator[None]:
+    dropout = KeyedDropout(module, 0, draws)
     try:
         with dropout.step(0, rows):
             yield

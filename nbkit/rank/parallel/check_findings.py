@@ -72,7 +72,7 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
     if strategy.microbatches is not None and options.cut:
         numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
         found.append(Finding(False, "A setting has no effect.", numbers))
-    found += warn_of_coupled(options, strategy)
+    found += [*warn_of_coupled(options, strategy), *warn_of_draws(options, strategy)]
     dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
     if options.compile and (dropping or not compiles(options, strategy)):
         why = "with dropout, which is keyed by sample" if dropping else f"under {strategy}"
@@ -80,6 +80,16 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
         found.append(Finding(False, "A setting has no effect.", numbers))
     for finding in found:
         warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
+
+
+def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
+    """What is to be said of random numbers that each rank and each forward draws by itself."""
+    unkeyed = options.draws.unkeyed if options.draws is not None else ()
+    if not unkeyed or (strategy.mesh.size == 1 and not options.cut):
+        return []
+    what = "The model draws random numbers that are not keyed by row: ranks and micro-batches draw their own."
+    shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
+    return [Finding(False, what, shown, "torch.rand, randn, randint, bernoulli and their kin, without generator=")]
 
 
 def warn_of_coupled(options: Options, strategy: Strategy) -> list[Finding]:

@@ -19,11 +19,11 @@ from torch import nn
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.planner.validate import Finding
-from nbkit.rank.data.batch import call, on_device, pair, rows_of, take
-from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.data.batch import call, on_device, pair, pick, rows_of, take
+from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.check_findings import findings, warn_of_coupled
+from nbkit.rank.parallel.check_findings import findings, warn_of_coupled, warn_of_draws
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
@@ -35,6 +35,8 @@ from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.keyed_dropout import find_draws, repeating
 from nbkit.strategy import Strategy
 
 _SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters, gradients, optimizer state"}
@@ -105,9 +107,10 @@ def check(
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    chain, why, proof, gathers, positionwise = None, "", Proof(), None, None
+    chain, why, proof, gathers, positionwise, draws = None, "", Proof(), None, None, None
     if batch is not None and rows is None:
         rows = rows_of(batch)
+        draws = _draws(module, batch, rows, inputs)
         run = _runner(module, batch, rows, inputs)
         try:
             if chosen.tp > 1:
@@ -115,9 +118,10 @@ def check(
             if chosen.zero == 3:
                 with suppress(Exception):
                     gathers = plan_gathers(module, run)
-            chain = find_chain(module, run, stages=stages)
-            if chosen.cp > 1:
-                positionwise = try_in_parts(module, chain.units, run)
+            with repeating(module, draws, take(batch, 0, min(2, rows), rows=rows)) as drawing:
+                chain = find_chain(module, lambda: drawing(run), stages=stages)
+                if chosen.cp > 1:
+                    positionwise = try_in_parts(module, chain.units, lambda: drawing(run))
         except Exception as error:
             why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
     elif chosen.pp > 1:
@@ -133,11 +137,13 @@ def check(
         proof=proof,
         gathers=gathers,
         positionwise=positionwise,
+        draws=draws,
     )
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
-        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs)
+        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, draws=draws)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
     found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
+    found += warn_of_draws(options, chosen)
     if gathers is not None and chosen.shard > 1:
         found += [
             Finding(False, "Some parameters are gathered for longer than one block.", note, "")
@@ -186,6 +192,18 @@ def _runner(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | No
         return call(module, value)
 
     return run
+
+
+def _draws(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> DrawPlan | None:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def run(count: int) -> Any:
+        value, _ = pair(on_device(pick(batch, [i % rows for i in range(count)], rows=rows), device), inputs)
+        return call(module, value)
+
+    with suppress(Exception), undrawn(), unchanged(module):
+        return find_draws(module, run)
+    return None
 
 
 def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.strategy import Strategy
 
 
@@ -38,12 +39,12 @@ class Options:
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass.
     experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
-    was found. counted: the loss weighs the targets that count, None where it weighs rows. cut: a rank cuts its rows
-    into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden:
-    (positions, width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the
-    ways to split the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together;
-    positionwise: what running the model on parts of the positions has shown; None when nothing could be run to find
-    out.
+    was found. counted: the loss weighs the targets that count, None where it weighs rows. draws: what the model
+    draws itself, None where nothing was found. cut: a rank cuts its rows into several forwards, whatever the
+    strategy. compile: blocks are compiled where that is sound. hidden: (positions, width) of what goes from block
+    to block, None where it is not one tensor of that kind. proof: of the ways to split the model over a tensor
+    axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what running the model on
+    parts of the positions has shown; None when nothing could be run to find out.
     """
 
     chain: Chain | None = None
@@ -54,6 +55,7 @@ class Options:
     experts: str = ""
     coupled: Coupled | None = None
     counted: Counted | None = None
+    draws: DrawPlan | None = None
     cut: bool = False
     compile: bool | str = False
     hidden: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Dropout masks that are a function of what they stand for: a key, the sample, and the place within the sample.
+"""Dropout masks and random bits that are a function of what they stand for: a key, the sample, the place within it.
 
 Every bit is a hash of coordinates, in 32-bit integers that wrap around, so that it is the same on every device, for
 every split of the tensor and however the samples are put into micro-batches. The mix is `lowbias32` of Chris Wellons'
@@ -7,7 +7,7 @@ hash prospector (https://nullprogram.com/blog/2018/07/31/); keys are mixed by sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -91,19 +91,34 @@ def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
 
     The bits of an element depend on `key` (64 bits) and on its coordinates alone. Memory beside the mask is a few MB.
     """
+    threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    mask, chunks = _hashed(key, places, torch.bool)
+    for bits, part in chunks:
+        torch.lt(_mix(bits, whole=False), threshold, out=part)
+    return mask.view([place.shape[0] for place in places])
+
+
+@torch.no_grad()
+def random_bits(key: int, places: Sequence[Tensor]) -> Tensor:
+    """32 bits for each element, of what `dropped` decides by: int64 from 0, of the shape that `places` span."""
+    found, chunks = _hashed(key, places, torch.int64)
+    for bits, part in chunks:
+        part.copy_(_mix(bits)).bitwise_and_(0xFFFFFFFF)
+    return found.view([place.shape[0] for place in places])
+
+
+def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
+    """An empty matrix, and pairs of bits that want one more mix and the rows of it that these are for."""
     low, high = _signed(key), _signed(key >> 32)
     salted = [_mix(place * _GOLDEN + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF))) for dim, place in enumerate(places)]
     lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_tensor([low])
     for place in salted[1:-1]:
         lines = _mix(lines[:, None] ^ place).flatten()
-    threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
     last = salted[-1]
-    mask = torch.empty(lines.shape[0], last.shape[0], dtype=torch.bool, device=last.device)
+    made = torch.empty(lines.shape[0], last.shape[0], dtype=dtype, device=last.device)
     step = max(1, (_CHUNK if last.device.type == "cpu" else _CHUNK << 6) // max(1, last.shape[0]))
-    for start in range(0, lines.shape[0], step):
-        bits = lines[start : start + step, None] ^ last
-        torch.lt(_mix(bits, whole=False), threshold, out=mask[start : start + step])
-    return mask.view([place.shape[0] for place in places])
+    starts = range(0, lines.shape[0], step)
+    return made, ((lines[start : start + step, None] ^ last, made[start : start + step]) for start in starts)
 
 
 def _mix(x: Tensor, *, whole: bool = True) -> Tensor:

@@ -1,11 +1,13 @@
-"""Dropout that drops the same elements under every strategy.
+"""Dropout and random numbers that are the same under every strategy.
 
 A draw is known by (seed, step, path of the module, call of the module, draw within the call); an element of it by the
 sample's place in the global batch and its own place within the sample (`masks`). No state is consumed, so ranks,
 micro-batches, pipeline stages and recomputation agree without a word.
 
 Every draw is intercepted, whoever makes it: nn.Dropout and its kin, F.dropout, the dropout inside of
-scaled_dot_product_attention and of nn.MultiheadAttention. What a model draws itself (torch.rand, bernoulli_) is not.
+scaled_dot_product_attention and of nn.MultiheadAttention; and what a model draws itself by the functions of
+random_ops.py. Such a draw has the rows along dim 0, or is one for the whole batch: where the model was run to find out,
+that is known (draw_plan.py); else dim 0 holds rows if it is a multiple of their number.
 """
 
 from __future__ import annotations
@@ -21,8 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from nbkit.rank.data.batch import rows_of
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, plan_of
 from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
 from nbkit.rank.rng.dropout_ops import DRAWS, Draw
+from nbkit.rank.rng.keyed_numbers import KeyedNumbers
+from nbkit.rank.rng.random_ops import RANDOM
 
 
 @dataclass
@@ -42,6 +49,8 @@ class _Pass:
     key: int
     rows: Tensor
     mode: TorchFunctionMode
+    plan: DrawPlan | None = None
+    trace: Trace | None = None
     calls: dict[int, int] = field(default_factory=dict)
     stack: list[_Call] = field(default_factory=list)
 
@@ -50,11 +59,21 @@ class _Pass:
 
     def mask(self, shape: Sequence[int], p: float) -> Tensor:
         """Which elements of the next draw are dropped; bool, of `shape`."""
+        places = coordinates(shape, self.rows, sequence_first=self.stack[-1].sequence_first)
+        return dropped(key_of(self.key, *self._next()), places, p).view(tuple(shape))
+
+    def numbers(self, shape: Sequence[int]) -> tuple[int, bool]:
+        """The key of the next draw, of random numbers of `shape`; whether it is one for the whole batch."""
+        place, length = self._next(), shape[0] if shape else 0
+        if self.trace is not None:
+            self.trace.lengths[place] = length
+        by_shape = not length or length % max(len(self.rows), 1) != 0
+        return key_of(self.key, *place), by_shape or (self.plan is not None and place in self.plan.shared)
+
+    def _next(self) -> Place:
         call = self.stack[-1]
-        key = key_of(self.key, call.path, call.number, call.draws)
         call.draws += 1
-        places = coordinates(shape, self.rows, sequence_first=call.sequence_first)
-        return dropped(key, places, p).view(tuple(shape))
+        return call.path, call.number, call.draws - 1
 
 
 _passing: ContextVar[_Pass | None] = ContextVar("dropout", default=None)
@@ -68,11 +87,12 @@ class KeyedDropout:
     while the model trains. A p that is written in the code is found when the first pass uses it.
     """
 
-    def __init__(self, module: nn.Module, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, module: nn.Module, seed: int, plan: DrawPlan | None = None, *, dropping: bool = True) -> None:
+        """plan: of the model's own draws, where they are known. dropping: False leaves dropout as it is."""
+        self.seed, self.plan, self.dropping = seed, plan, dropping
         self._module = module
         self._settings = _settings(module)
-        self._found = self._tried = False
+        self._found, self._tried = plan is not None, False
 
     def step(self, step: int, rows: Tensor | Sequence[int]) -> AbstractContextManager[None]:
         """Around a forward pass. step: finished steps. rows: place in the global batch of each sample in it.
@@ -86,13 +106,36 @@ class KeyedDropout:
         return self._keyed(step, rows)
 
     @contextmanager
-    def _keyed(self, step: int, rows: Tensor | Sequence[int]) -> Iterator[None]:
+    def traced(self, rows: int) -> Iterator[Trace]:
+        """Around a forward pass of so many rows: notes what the model draws."""
+        trace, others = Trace(), OtherGenerators()
+        names = {crc32(name.encode()): name for name, _ in self._module.named_modules()}
+
+        def where() -> str:
+            now = _passing.get()
+            return names.get(now.stack[-1].path, "") if now is not None else ""
+
+        def look(module: str) -> None:
+            for name in others.changed():
+                trace.note(name, module)
+
+        def enter(*_: Any) -> None:
+            look(where())
+
+        def leave(module: str, *_: Any) -> None:
+            look(module)
+
+        with self._keyed(0, range(rows), trace), watched(self._module, enter, leave), Elsewhere(trace, where):
+            yield trace
+
+    @contextmanager
+    def _keyed(self, step: int, rows: Tensor | Sequence[int], trace: Trace | None = None) -> Iterator[None]:
         if not _followed(self._module):
             _follow(self._module)
         places = torch.as_tensor(rows, dtype=torch.int64).to(self._device(), non_blocking=True)
         mode = _Interception(self)
         # What is drawn outside of every module counts as the root's.
-        new = _Pass(key_of(self.seed, step), places, mode, stack=[_Call(0, 0, False)])
+        new = _Pass(key_of(self.seed, step), places, mode, self.plan, trace, stack=[_Call(0, 0, False)])
         token = _passing.set(new)
         try:
             with mode:
@@ -106,12 +149,51 @@ class KeyedDropout:
         unfollow(self._module)
 
     def seen(self) -> None:
-        """Something was dropped."""
+        """Something was drawn."""
         self._found = True
 
     def _device(self) -> torch.device:
         first = next(self._module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+
+def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
+    """What `module` draws itself as it trains; None where nothing. run: runs it on so many rows; it may be on 2 alone.
+
+    The module, and the generators of random numbers, are afterwards not as before.
+    """
+    keyed, traces = KeyedDropout(module, 0), list[Trace]()
+    try:
+        for rows in (2, 3):
+            with torch.no_grad(), keyed.traced(rows) as trace:
+                run(rows)
+            traces.append(trace)
+            if not trace.lengths and not trace.unkeyed:
+                return None
+    finally:
+        keyed.release()
+    return plan_of(*traces)
+
+
+@contextmanager
+def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Gives what runs a forward pass on `batch` in a proof, so that all draw the same. Dropout is as it is.
+
+    plan: None where the model draws nothing; then it is just run.
+    """
+    if plan is None:
+        yield lambda run: run()
+        return
+    keyed, rows = KeyedDropout(module, 0, plan, dropping=False), range(rows_of(batch))
+
+    def drawing(run: Callable[[], Any]) -> Any:
+        with keyed.step(0, rows):
+            return run()
+
+    try:
+        yield drawing
+    finally:
+        keyed.release()
 
 
 def keyed() -> bool:
@@ -146,11 +228,19 @@ class _Interception(TorchFunctionMode):
         self.owner = owner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draw: Draw | None = DRAWS.get(func)
-        now = _passing.get()
-        if draw is None or now is None:
-            return func(*args, **(kwargs or {}))
-        return draw(func, self._mask, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if (now := _passing.get()) is None:
+            return func(*args, **kwargs)
+        draw: Draw | None = DRAWS.get(func) if self.owner.dropping else None
+        if draw is not None:
+            return draw(func, self._mask, *args, **kwargs)
+        random = RANDOM.get(func)
+        # A generator of the model's own is not ours to replace.
+        if random is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.owner.seen()
+        with now.trace.replaced() if now.trace is not None else nullcontext():
+            return random(func, KeyedNumbers(now.numbers, now.rows), *args, **kwargs)
 
     def _mask(self, shape: Sequence[int], p: float) -> Tensor:
         now = _passing.get()

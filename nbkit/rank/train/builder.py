@@ -17,7 +17,7 @@ from nbkit.errors import NbkitError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
-from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
+from nbkit.rank.data.batch import Shard, call, on_device, pair, pick, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import examine
@@ -36,11 +36,14 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.keyed_dropout import find_draws, repeating
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
@@ -266,18 +269,20 @@ class Builder:
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
+        draws = found["draws"] = self._draws(example, config)
         if self.world_size > 1 or config.microbatch_size is not None:
             with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
                 sample = config.sample() if config.sample is not None else Sample(config.example)
                 if sample is not None:
-                    seen = examine(self.module, run, config.loss, sample, config.inputs)
+                    seen = examine(self.module, run, config.loss, sample, config.inputs, draws=draws)
                     found |= {"coupled": seen.coupled, "counted": seen.counted}
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
             found["proof"] = prove(self.module, run, sizes, config.tp_plan)
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
                 found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, config))
-        chain = find_chain(self.module, run, stages=config.stages)
+        with repeating(self.module, draws, example) as drawing:
+            chain = find_chain(self.module, lambda: drawing(run), stages=config.stages)
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
@@ -287,9 +292,21 @@ class Builder:
             for part, mode in modes:
                 part.training = mode
         if self.world_size > 1:
-            found["positionwise"] = try_in_parts(
-                self.module, chain.units, run, lambda output: _loss(output, example, config)
-            )
+            with repeating(self.module, draws, example) as drawing:
+                found["positionwise"] = try_in_parts(
+                    self.module, chain.units, lambda: drawing(run), lambda output: _loss(output, example, config)
+                )
+
+    def _draws(self, example: Any, config: TrainConfig) -> DrawPlan | None:
+        def run(rows: int) -> None:
+            held = rows_of(example)
+            part = pick(example, [i % held for i in range(rows)], rows=held)
+            call(self.module, pair(part, config.inputs)[0])
+
+        # What is wrong with the model is said where it trains.
+        with suppress(Exception), undrawn(), unchanged(self.module):
+            return find_draws(self.module, run)
+        return None
 
 
 def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:

@@ -84,7 +84,7 @@ class TrainingStep:
         self.microbatch_size = builder.config.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
-        self._dropout = KeyedDropout(sharded_model.module, seed)
+        self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
@@ -263,7 +263,7 @@ class TrainingStep:
         if stage != model.last_stage:
             return model.stage(stage, value, received), None, 0
         targets = CountedTargets() if counted is not None else None
-        with targets if targets is not None and counted.where == "model" else nullcontext():
+        with targets if targets is not None and counted is not None and counted.where == "model" else nullcontext():
             output = model.stage(stage, value, received)
         with targets or nullcontext():
             result = self.loss(output, target)

@@ -1,0 +1,167 @@
+"""What a model draws itself is the same for a row under every strategy, or for the whole batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from jobs import quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.rank.parallel.check_model import check
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.keyed_dropout import KeyedDropout, find_draws
+from nbkit.rank.rng.shard_offsets import extent
+
+ROWS, LENGTH, WIDTH = 8, 4, 6
+
+
+def functions(x: Tensor) -> list[Tensor]:
+    """A row's numbers, by every function."""
+    size = (len(x), 300)
+    empty = x.new_empty(size)
+    return [
+        torch.rand(size),
+        torch.rand(*size, dtype=torch.float64),
+        torch.rand_like(empty),
+        torch.randn(size),
+        torch.randn_like(empty, dtype=torch.float32),
+        torch.normal(1.0, 2.0, size),
+        torch.normal(torch.ones(size), 2.0),
+        torch.randint(7, size),
+        torch.randint(3, 9, size, dtype=torch.int32),
+        torch.randint_like(empty, 2, 5),
+        torch.bernoulli(torch.full(size, 0.3)),
+        torch.full(size, 0.3).bernoulli(),
+        x.new_empty(size).bernoulli_(0.3),
+        x.new_empty(size).uniform_(-1, 3),
+        torch.empty(size).normal_(1, 2),
+        torch.empty(size).exponential_(2),
+        F.gumbel_softmax(torch.zeros(*size, 3), hard=True),
+    ]
+
+
+MEANS = [0.5, 0.5, 0.5, 0, 0, 1, 1, 3, 5.5, 3, 0.3, 0.3, 0.3, 1, 1, 0.5, 1 / 3]
+SPREADS = [3**-0.5 / 2] * 3 + [1, 1, 2, 2, 2, 2.9166667**0.5, (2 / 3) ** 0.5, *[0.21**0.5] * 3]
+SPREADS += [4 * 3**-0.5 / 2, 2, 0.5, (2 / 9) ** 0.5]
+
+
+def drawn(keyed: KeyedDropout, rows: list[int], step: int = 0) -> list[Tensor]:
+    with keyed.step(step, rows):
+        return functions(torch.zeros(len(rows), 5, dtype=torch.float64))
+
+
+def test_every_function_gives_a_row_its_numbers_of_the_right_distribution() -> None:
+    keyed = KeyedDropout(nn.Module(), seed=1, plan=DrawPlan())
+    whole = drawn(keyed, list(range(ROWS)))
+    parts = [drawn(keyed, rows) for rows in ([0, 1, 2], [3, 4, 5, 6, 7])]
+    later = drawn(keyed, list(range(ROWS)), step=1)
+
+    for i, (all_rows, mean, spread) in enumerate(zip(whole, MEANS, SPREADS, strict=True)):
+        assert torch.equal(torch.cat([part[i] for part in parts]), all_rows), i
+        assert not torch.equal(all_rows, later[i]) and not torch.equal(all_rows[0], all_rows[1]), i
+        n = all_rows.numel()
+        assert abs(float(all_rows.double().mean()) - mean) < 5 * spread / n**0.5, i
+        assert abs(float(all_rows.double().std()) - spread) < 0.06 * spread, i
+    assert whole[1].dtype == torch.float64 and whole[8].dtype == torch.int32 and whole[7].dtype == torch.int64
+    assert len({float(x) for x in whole[0].flatten()[:1000]}) > 990
+    assert float(whole[0].min()) >= 0 and float(whole[0].max()) < 1
+
+
+class Block(nn.Module):
+    """Noise, a drop of paths, and numbers for all rows together, as many as there may be rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = x.new_empty(len(x), 1, 1).bernoulli_(0.5)
+        x = x + self.down(torch.tanh(self.up(x))) * path
+        return x + 0.1 * torch.randn_like(x) + torch.rand(ROWS, 1, 1).mean()
+
+
+class Noisy(nn.Module):
+    """Draws before its blocks, a time for each row, in them, and behind them, once for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.times, self.blocks = nn.Embedding(10, WIDTH), nn.ModuleList([Block(), Block()])
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.times(torch.randint(0, 10, (len(x),)))[:, None] + 0.1 * torch.randn_like(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + torch.rand(LENGTH, WIDTH, dtype=x.dtype) * torch.rand(())).mean(1)
+
+
+class Other(nn.Module):
+    """What nothing can key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.draw = nn.Linear(WIDTH, 3), torch.Generator().manual_seed(1)
+        self.mixed = nn.Identity()
+        self.mixed.forward = lambda x: x + random.random()  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.draw)
+        return self.head(self.mixed(x) + noise[torch.randperm(len(x))])
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    one = [torch.randn(LENGTH, WIDTH, generator=draw, dtype=torch.float64) for _ in range(3 * ROWS)]
+    return [(x, torch.randint(3, (), generator=draw)) for x in one]
+
+
+def test_what_the_model_draws_is_found_and_named() -> None:
+    x = torch.randn(3, LENGTH, WIDTH)
+    noisy = Noisy()
+    plan = find_draws(noisy, lambda rows: noisy(x[:rows].double()))
+    assert plan is not None and len(plan.shared) == 4 and plan.unkeyed == ()
+
+    model = Other()
+    plan = find_draws(model, lambda rows: model(x[:rows]))
+    assert plan is not None and sorted(plan.unkeyed) == [
+        "Python's random in mixed",
+        "a generator of the model's in the model",
+        "torch's randperm in the model",
+    ]
+    said = str(check(Other(), "dp=2", [x[:2], torch.zeros(2, dtype=torch.long)]))
+    assert "not keyed by row" in said and "torch's randperm" in said and "fits" in said
+    assert find_draws(nn.Linear(WIDTH, 3), lambda rows: None) is None
+
+
+def test_a_part_of_a_tensor_gets_its_part_of_the_numbers() -> None:
+    def noise(*size: int) -> Tensor:
+        with KeyedDropout(nn.Module(), seed=1, plan=DrawPlan()).step(2, range(ROWS)):
+            return torch.randn(*size)
+
+    whole, path = noise(ROWS, LENGTH, WIDTH), noise(ROWS, 1, 1)
+    with extent("sequence", 2, LENGTH), extent("feature", 3, WIDTH):
+        assert torch.equal(noise(ROWS, 2, 3), whole[:, 2:, 3:])
+        assert torch.equal(noise(ROWS, 1, 1), path)
+
+
+def trained(world: Any, ranks: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    strategies: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"microbatch_size": 1}, "tp": {}, "pp": {}}
+    for strategy, changed in strategies.items() if ranks > 1 else [("ddp", {"microbatch_size": 4})]:
+        trainer = quiet(model=Noisy, data=data(), strategy=strategy, batch_size=ROWS, **changed)
+        records = trainer.fit(3)
+        weights = trainer.full_state_dict().values()
+        found[strategy] = [*(record["loss"] for record in records), *(float(w.sum()) for w in weights)]
+    return found
+
+
+def test_every_strategy_draws_what_one_rank_draws() -> None:
+    (alone,) = run_ranks(trained, 1, 1)[0].values()
+    for strategy, numbers in run_ranks(trained, 2, 2)[0].items():
+        assert numbers == pytest.approx(alone, rel=1e-10, abs=1e-10), strategy
