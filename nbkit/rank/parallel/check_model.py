@@ -31,6 +31,7 @@ from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
