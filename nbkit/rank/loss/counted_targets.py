@@ -9,9 +9,13 @@ Whether the whole loss is weighed right by that number is found by running it: s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from threading import Lock
+from types import FunctionType
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
+
+_FUNCTIONS: tuple[Any, ...] = F.cross_entropy, F.nll_loss
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Counted:
 
 
 class CountedTargets(TorchFunctionMode):
-    """Around one forward pass: notes what each mean cross entropy in it divides by.
+    """Around a loss function: notes what each mean cross entropy in it divides by. Around a model: `inside`.
 
     A mean over no target at all is 0 here, and has gradients of 0, where torch gives NaN.
     """
@@ -44,9 +50,23 @@ class CountedTargets(TorchFunctionMode):
         self.weights: list[Tensor | float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.cross_entropy or func is F.nll_loss:
+        if func in _FUNCTIONS:
             return self._mean(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around a model, where a mode would slow down every operation: the two functions alone are replaced.
+
+        Sees what is called as `F.cross_entropy`, as torch's modules and transformers do.
+        """
+        token = _noting.set(self)
+        _Replaced.begin()
+        try:
+            yield
+        finally:
+            _Replaced.end()
+            _noting.reset(token)
 
     @property
     def weight(self) -> Tensor | float | None:
@@ -107,3 +127,43 @@ class CountedTargets(TorchFunctionMode):
             input, target, weight, None, ignore_index, None, reduction="none" if narrow else "sum", **smoothing
         )
         return (losses.float().sum() / divisor).to(losses.dtype) if narrow else losses / divisor
+
+
+_noting: ContextVar[CountedTargets | None] = ContextVar("noting", default=None)
+
+
+def _noted(func: FunctionType) -> Callable[..., Any]:
+    """`func`, in whose place this stands: on a thread that notes, by way of what notes."""
+    # Its own code tells modes and tensors of other kinds which function it is, by its name in torch's module.
+    plain = FunctionType(func.__code__, func.__globals__ | {func.__name__: func}, func.__name__, func.__defaults__)
+    plain.__kwdefaults__ = func.__kwdefaults__
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        targets = _noting.get()
+        return plain(*args, **kwargs) if targets is None else targets._mean(plain, *args, **kwargs)
+
+    return stand_in
+
+
+class _Replaced:
+    """The two functions in torch.nn.functional, replaced while some thread runs a model that is noted."""
+
+    _lock, _users = Lock(), 0
+    _functions: ClassVar[dict[str, Any]] = {func.__name__: func for func in _FUNCTIONS}
+    _stand_ins: ClassVar[dict[str, Any]] = {func.__name__: _noted(func) for func in _FUNCTIONS}
+
+    @classmethod
+    def begin(cls) -> None:
+        cls._change(1, cls._stand_ins)
+
+    @classmethod
+    def end(cls) -> None:
+        cls._change(-1, cls._functions)
+
+    @classmethod
+    def _change(cls, by: int, to: dict[str, Any]) -> None:
+        with cls._lock:
+            cls._users += by
+            if cls._users == (by > 0):
+                for name, func in to.items():
+                    setattr(F, name, func)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,17 +78,16 @@ class RowTrial:
     def measure(
         self, part: Any, rows: Sequence[int], *, loss: Loss | None = None, seed: int = 1, backward: bool = True
     ) -> Measured:
-        """Of `part`, whose rows are those of numbers `rows`, which key the dropout. loss: another one."""
+        """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. loss: another one."""
         value, target = pair(part, self.inputs)
         set_seed(seed)
         targets = CountedTargets() if self.counting else None
-        with _keyed(self.module, rows, self.draws), torch.enable_grad(), ExitStack() as noting:
-            if targets is not None:
-                noting.enter_context(targets)
-            output = self.run(value)
+        with _keyed(self.module, rows, self.draws), torch.enable_grad():
+            with targets.inside() if targets is not None else nullcontext():
+                output = self.run(value)
             inside = targets is not None and bool(targets.weights)
-            result = (loss or self.loss)(output, target)
-            noting.close()
+            with targets or nullcontext():
+                result = (loss or self.loss)(output, target)
             weighed = weigh(result, len(rows), targets)
             if targets is not None and targets.weights and loss is None and not weighed.summed:
                 most = self.counted.per_row if self.counted is not None else 1.0

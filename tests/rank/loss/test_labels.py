@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,26 @@ def test_a_mean_over_nothing_is_zero_and_float16_does_not_overflow() -> None:
     with CountedTargets():
         loss = F.cross_entropy(logits, torch.zeros(40_000, dtype=torch.long))
     assert loss.dtype == torch.float16 and abs(float(loss) - math.log(8)) < 1e-3
+
+
+def test_inside_a_model_the_functions_of_torch_are_replaced_for_its_thread_and_put_back() -> None:
+    plain, outer, inner, other = F.cross_entropy, CountedTargets(), CountedTargets(), []
+    target = torch.tensor([0, -100, 2])
+
+    def elsewhere() -> None:
+        other.append(float(F.cross_entropy(torch.zeros(3, 3), torch.full((3,), -100))))
+
+    with outer.inside():
+        nn.CrossEntropyLoss()(torch.zeros(3, 3), target)
+        with inner.inside():
+            F.nll_loss(torch.zeros(3, 3), target)
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert F.cross_entropy is not plain
+
+    assert F.cross_entropy is plain and outer.weight == inner.weight == 2
+    assert other[0] != other[0] and len(outer.weights) == len(inner.weights) == 1
 
 
 def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:

@@ -263,7 +263,8 @@ class TrainingStep:
         if stage != model.last_stage:
             return model.stage(stage, value, received), None, 0
         targets = CountedTargets() if counted is not None else None
-        with targets if targets is not None and counted is not None and counted.where == "model" else nullcontext():
+        inside = counted is not None and counted.where == "model"
+        with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)
         with targets or nullcontext():
             result = self.loss(output, target)
