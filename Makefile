@@ -9,8 +9,9 @@ T ?=
 P ?=
 Z ?=
 L ?=
+SEEDS ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo check clean
+.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
 	@echo "make zoo     train 47 architectures under every strategy: equal to one process, or refused: about 15 minutes"
+	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -54,6 +56,10 @@ planted: $(READY)
 # All of it is stored; a part only printed:  make zoo Z="gpt2 tp"
 zoo: $(READY)
 	@$(BIN)/python -m zoo $(if $(Z),$(Z),--out zoo/results.md)
+
+# Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
+fuzz-tp: $(READY)
+	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
 
 check: $(READY)
 	$(BIN)/ruff check

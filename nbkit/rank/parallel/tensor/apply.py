@@ -9,7 +9,7 @@ else between wants all positions, an all-gather of S takes its place (positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -24,8 +24,9 @@ from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
+from nbkit.rank.parallel.tensor.plan.cuts import Cut, cuts_of_columns, cuts_of_packed, cuts_of_rows, cuts_of_single
 from nbkit.rank.parallel.tensor.plan.heads import divide
-from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear, ranges_of
+from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
 from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
@@ -160,30 +161,23 @@ class _Surgery:
                 numbers=f"{self.team.size} ranks along tp",
                 hint=f"tp_plan={{'{pair.owner}': 'replicate'}}; or a strategy without tp",
             )
-        ranges = self._ranges((pair.inner,) * 3)
-        self._cut(part, "in_proj_weight", 0, ranges)
-        self._cut(part, "in_proj_bias", 0, ranges)
-        self._cut(part.out_proj, "weight", 1, self._ranges((pair.inner,)))
+        self._cut(cuts_of_packed(part, pair.inner))
         become(part, SplitAttention, _link=link, _heads=pair.heads)
 
     def _cut_columns(self, path: str, part: nn.Module, widths: Sequence[int]) -> None:
-        ranges, base = self._ranges(widths), core(part)
-        self._cut(base, "weight", feature_dims(part)[1], ranges)
-        self._cut(base, "bias", 0, ranges)
-        _say(base, "out_features", "nf", sum(stop - start for start, stop in ranges))
-        for name, down, up in adapters(part):
+        self._cut(cuts_of_columns(part, widths))
+        _say(core(part), "out_features", "nf", sum(stop - start for start, stop in self._ranges(widths)))
+        for name, down, _ in adapters(part):
             self._plain_lora(path, part, name)
-            self._cut(up, "weight", 0, ranges)
-            self._cut(up, "bias", 0, ranges)
             self._sum_over_tp(down)
 
     def _cut_rows(self, path: str, part: nn.Module) -> None:
-        base, dim = core(part), feature_dims(part)[0]
-        ranges = self._ranges((base.weight.shape[dim],))
-        self._cut(base, "weight", dim, ranges)
-        _say(base, "in_features", "nx", ranges[0][1] - ranges[0][0])
+        base = core(part)
+        (start, stop), *_ = self._ranges((sizes(part)[0],))
+        self._cut(cuts_of_rows(part))
+        _say(base, "in_features", "nx", stop - start)
         become(base, RowCore)
-        for name, down, up in adapters(part):
+        for name, _, up in adapters(part):
             self._plain_lora(path, part, name)
             if up.bias is not None:
                 raise StrategyError(
@@ -191,7 +185,6 @@ class _Surgery:
                     numbers=f"adapter {name!r}, {self.team.size} ranks along tp",
                     hint="LoraConfig(lora_bias=False)",
                 )
-            self._cut(down, "weight", 1, ranges)
             self._sum_over_tp(up)
 
     def _plain_lora(self, path: str, part: Any, name: str) -> None:
@@ -205,7 +198,7 @@ class _Surgery:
     def _cut_single(self, path: str, part: nn.Module, role: str, *, in_sequence: bool) -> None:
         team = self.team
         if role == "vocab" and isinstance(part, nn.Embedding) and part._parameters.get("weight") is not None:
-            self._cut(part, "weight", 0, self._ranges((part.num_embeddings,)))
+            self._cut(cuts_of_single(part, role))
             self._show_uneven(path, part.num_embeddings)
             become(part, Vocabulary, _team=team, _total=part.num_embeddings, _in_sequence=in_sequence)
         if not is_linear(part):
@@ -261,20 +254,21 @@ class _Surgery:
         """This rank's range of each of the matrices that lie behind one another."""
         return ranges_of(widths, self.team.size, self.team.index)
 
-    def _cut(self, part: nn.Module, attribute: str, dim: int, ranges: Sequence[tuple[int, int]]) -> None:
-        param = part._parameters.get(attribute)
-        if param is None:
-            return
-        name = self.names[id(part), attribute]
-        layout = Layout.of_ranges(param.shape, dim, ranges)
-        before = self.layouts[name]
-        if not before.is_whole and before != layout:
-            raise StrategyError(
-                f"{name} is tied, and its places want different parts of it.",
-                numbers=f"{before.local} in one, {layout.local} in another, of {layout.shape}",
-                hint="the same role for both in tp_plan; an embedding is 'vocab' where its head is 'head'",
-            )
-        self.layouts[name] = layout
+    def _cut(self, cuts: Iterable[Cut]) -> None:
+        for part, attribute, dim, widths in cuts:
+            param = part._parameters.get(attribute)
+            if param is None:
+                continue
+            name = self.names[id(part), attribute]
+            layout = Layout.of_ranges(param.shape, dim, self._ranges(widths))
+            before = self.layouts[name]
+            if not before.is_whole and before != layout:
+                raise StrategyError(
+                    f"{name} is tied, and its places want different parts of it.",
+                    numbers=f"{before.local} in one, {layout.local} in another, of {layout.shape}",
+                    hint="the same role for both in tp_plan; an embedding is 'vocab' where its head is 'head'",
+                )
+            self.layouts[name] = layout
 
     def _sum_over_tp(self, part: nn.Module) -> None:
         for attribute, param in part._parameters.items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 
 from torch import nn
 
 from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear
-from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
+from nbkit.rank.parallel.tensor.plan.cuts import cuts_of_pair, cuts_of_single
+from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 
 Place = tuple[int, str]
 """(id of a module, attribute)."""
@@ -27,11 +28,11 @@ def agreed(
     while tied:
         cuts: dict[Place, tuple[Hashable, str]] = {}
         for pair in plan.pairs:
-            for part, attribute, how in _of_pair(model, pair):
-                cuts[id(part), attribute] = how, pair.rows[0]
+            for part, attribute, *how in cuts_of_pair(model, pair):
+                cuts[id(part), attribute] = tuple(how), pair.rows[0]
         for path, role in plan.singles.items():
-            for part, attribute, how in _of_single(model.get_submodule(path), role):
-                cuts[id(part), attribute] = how, path
+            for part, attribute, *how in cuts_of_single(model.get_submodule(path), role):
+                cuts[id(part), attribute] = tuple(how), path
         out: dict[str, str] = {}
         for name, places in tied.items():
             wanted = [
@@ -63,38 +64,3 @@ def without(plan: TensorPlan, out: dict[str, str]) -> TensorPlan:
             reasons |= dict.fromkeys(members, out[pair.rows[0]])
     singles = {path: role for path, role in plan.singles.items() if path not in out}
     return replace(plan, pairs=kept, singles=singles, reasons=reasons)
-
-
-def _of_pair(model: nn.Module, pair: Pair) -> Iterator[tuple[nn.Module, str, Hashable]]:
-    if pair.kind == "module":
-        part = model.get_submodule(pair.owner)
-        yield part, "in_proj_weight", (0, (pair.inner,) * 3)
-        yield part, "in_proj_bias", (0, (pair.inner,) * 3)
-        yield model.get_submodule(pair.rows[0]), "weight", (1, (pair.inner,))
-        return
-    for path in pair.columns:
-        yield from _columns(model.get_submodule(path), pair.widths[path])
-    for path in pair.rows:
-        yield from _rows(model.get_submodule(path), pair.inner)
-
-
-def _of_single(part: nn.Module, role: str) -> Iterator[tuple[nn.Module, str, Hashable]]:
-    if isinstance(part, nn.Embedding) and role == "vocab":
-        yield part, "weight", (0, (part.num_embeddings,))
-    elif is_linear(part):
-        total = int(core(part).weight.shape[feature_dims(part)[role != "rowwise_split"]])
-        yield from _rows(part, total) if role == "rowwise_split" else _columns(part, (total,))
-
-
-def _columns(part: nn.Module, widths: tuple[int, ...]) -> Iterator[tuple[nn.Module, str, Hashable]]:
-    yield core(part), "weight", (feature_dims(part)[1], tuple(widths))
-    yield core(part), "bias", (0, tuple(widths))
-    for _, _, up in adapters(part):
-        yield up, "weight", (0, tuple(widths))
-        yield up, "bias", (0, tuple(widths))
-
-
-def _rows(part: nn.Module, inner: int) -> Iterator[tuple[nn.Module, str, Hashable]]:
-    yield core(part), "weight", (feature_dims(part)[0], (inner,))
-    for _, down, _ in adapters(part):
-        yield down, "weight", (1, (inner,))

@@ -92,17 +92,16 @@ def _attention(
         one: dict[str, tuple[int, ...]] = {
             path: (out,) for path, out in outs.items() if out % dim == 0 or out % (inner // dim) == 0
         }
-        keys = [path for path in one if path in product.second - product.first] or list(one)
+        keys = [path for path in one if path in product.second]
         if not keys:
             continue
-        kv = min(outs[path] for path in keys)
-        # Keys and values, or these and the queries, behind one another in one matrix.
-        packed = dict(one)
-        if len(one) == 1:
+        kv, packed = min(outs[path] for path in keys), dict(one)
+        if keys[0] in product.first:  # queries, keys and values behind one another in one matrix
             kv = (kv - inner) // 2 if kv > inner else kv
-            packed = {keys[0]: (inner, kv, kv)} if outs[keys[0]] == inner + 2 * kv else packed
-        elif len(one) == 2 and len(keys) == 1 and kv % (2 * dim) == 0:
-            packed[keys[0]], kv = (kv // 2, kv // 2), kv // 2
+            packed[keys[0]] = (inner, kv, kv) if outs[keys[0]] == inner + 2 * kv else one[keys[0]]
+        elif one.keys() == product.first | product.second and kv % (2 * dim) == 0:  # keys and values
+            kv //= 2
+            packed[keys[0]] = (kv, kv)
         if kv % dim or not kv:
             continue
         heads = Heads(inner // dim, kv // dim, dim)
