@@ -47,9 +47,8 @@ class Flow:
 def flow_heads(model: nn.Module, flow: Flow) -> set[str]:
     """Linear maps from what the embeddings of tokens give to as many logits, which are the output of the model."""
     rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
-    return {
-        path for path in flow.sources if flow.readers.get(path) == {""} and sizes(model.get_submodule(path))[1] in rows
-    }
+    shown = (path for path in flow.sources if flow.readers.get(path) == frozenset(("",)))
+    return {path for path in shown if sizes(model.get_submodule(path))[1] in rows}
 
 
 def flow_pairs(model: nn.Module, flow: Flow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
