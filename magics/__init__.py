@@ -17,9 +17,9 @@ def load_ipython_extension(shell: Any) -> None:
     from magics.train import TrainMagics
     from magics.values import ValueMagics
     from nbkit.notebook.cluster.cluster import observe_cells
-    from nbkit.notebook.widgets import card
+    from nbkit.notebook.widgets import training_card
 
-    observe_cells(card.follow)
+    observe_cells(training_card.follow)
     _say_who_is_replaced(shell)
     shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, TrainMagics)
     shell.register_magics(NbkitMagics, ValueMagics)

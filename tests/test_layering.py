@@ -60,7 +60,7 @@ def test_imports_point_down() -> None:
     [
         ("nbkit/notebook/intruder.py", "import torch"),
         ("nbkit/notebook/intruder.py", "from nbkit.rank import train"),
-        ("nbkit/notebook/cluster/intruder.py", "from nbkit.notebook.widgets import card"),
+        ("nbkit/notebook/cluster/intruder.py", "from nbkit.notebook.widgets import training_card"),
         ("nbkit/rank/intruder.py", "import ipyparallel"),
         ("nbkit/rank/intruder.py", "from nbkit.notebook import cluster"),
         ("nbkit/errors.py", "import nbkit.rank"),

@@ -18,8 +18,8 @@ from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult, stopped
+from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
-from nbkit.notebook.cluster.run_directory import RunDirectory
 from nbkit.notebook.tracing import Traced, trace
 from nbkit.strategy import Strategy
 
@@ -91,7 +91,7 @@ class Training:
             steps_traced = self.ask("trace", steps=steps).result
             return steps_traced["first"], steps_traced["last"]
 
-        return trace(RunDirectory(self._connection), begin, self._check, path)
+        return trace(NewestRun(self._connection), begin, self._check, path)
 
     def look(self) -> dict[str, Any]:
         """What a rank answers about its training, whatever it is doing: see bridge/training_requests.py. {}: no answer.

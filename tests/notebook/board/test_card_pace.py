@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fake_run import FakeRun
 
-from nbkit.notebook.widgets.card import LiveCard
+from nbkit.notebook.widgets.training_card import LiveCard
 
 
 def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from nbkit.commands import main
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import COLUMNS, Curve, packed
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.widgets.card import card_text
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 

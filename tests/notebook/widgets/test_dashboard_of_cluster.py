@@ -11,7 +11,7 @@ import pytest
 from nbkit.commands import main
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.run_directory import RunDirectory
+from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -38,12 +38,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    board, brought = Dashboard(cluster), RunDirectory(cluster.connection, mirror=True)
+    board, brought = Dashboard(cluster), NewestRun(cluster.connection, mirror=True)
     try:
         assert "nothing is recorded yet" in repr(board) and brought() is None
 
         cluster.run(TRAIN)
-        here, copy = RunDirectory(cluster.connection)(), brought()
+        here, copy = NewestRun(cluster.connection)(), brought()
         assert here is not None and copy is not None and copy != here
         assert "step 12" in repr(board)
         assert RunReader(copy).snapshot()["points"] == RunReader(here).snapshot()["points"]
@@ -85,7 +85,7 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
 )
 def test_a_rank_that_fails_or_dies_is_named_once(cluster: Any, how: str, error: str, what: str) -> None:
     cluster.run(TRAIN)
-    folder = RunDirectory(cluster.connection)()
+    folder = NewestRun(cluster.connection)()
     assert folder is not None
     reader = RunReader(folder)
     assert [event["kind"] for event in reader.snapshot()["events"]] == ["run_started", "run_stopped"]

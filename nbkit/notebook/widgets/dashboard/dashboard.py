@@ -16,7 +16,7 @@ from typing import Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster, current
-from nbkit.notebook.cluster.run_directory import RunDirectory
+from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -35,7 +35,7 @@ class Dashboard:
     def __init__(self, of: Cluster | str | Path | None = None) -> None:
         source = of if of is not None else current()
         self._cluster = source if isinstance(source, Cluster) else None
-        self._directory = RunDirectory(source.connection) if isinstance(source, Cluster) else _always(source)
+        self._directory = NewestRun(source.connection) if isinstance(source, Cluster) else _always(source)
         self._tracing = threading.Lock()
         self.widget: Any = None
         self._refresh = RefreshThread(self._directory, self._send)

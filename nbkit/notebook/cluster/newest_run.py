@@ -14,7 +14,7 @@ from nbkit.records.record_file import old_part
 _PIECES = 8  # of a megabyte, of one file at a time
 
 
-class RunDirectory:
+class NewestRun:
     """Call it for the directory as it is now. mirror: copy the files even where they could be read directly."""
 
     def __init__(self, connection: Connection, *, mirror: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.run_directory import RunDirectory
+from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
 
@@ -35,7 +35,7 @@ def follow(cluster: Cluster, execution: Execution) -> None:
 
     def begin() -> None:
         if not execution.done.done():
-            directory = RunDirectory(cluster.connection)
+            directory = NewestRun(cluster.connection)
             LiveCard(execution, directory, lambda: bool(training.look().get("training")), client.soon).start()
 
     client.soon(client.later, AFTER_SECONDS, begin)
