@@ -22,6 +22,8 @@ def verdicts(cells: Sequence[Cell], *, lanes: int = 2) -> Iterator[tuple[Cell, V
     for cell in cells:
         asked.setdefault(cell.subject, []).extend(cell.steps)
     with ThreadPoolExecutor(1) as pool:
+        # In the order in which the cells come.
+        asked = {subject: asked[subject] for subject in sorted(asked)}
         alone = {subject: pool.submit(_alone, subject, tuple(dict.fromkeys(some))) for subject, some in asked.items()}
         for cell, found in in_lanes(cells, lanes, train=ours, patience=PATIENCE):
             yield cell, judged(cell, found, alone[cell.subject].result())

@@ -124,12 +124,19 @@ def _likeness(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss((output.image_embeds * output.text_embeds).sum(-1), target)
 
 
+def _checkpointed() -> nn.Module:
+    model: Any = _made("LlamaConfig", "LlamaForCausalLM")()
+    model.gradient_checkpointing_enable()
+    return model  # type: ignore[no-any-return]
+
+
 TRANSFORMERS: dict[str, Specimen] = {
     "gpt2": _causal("GPT2"),
     "gpt_neo": _causal("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=8),
     "gptj": _causal("GPTJ", rotary_dim=4),
     "neox": _causal("GPTNeoX"),
     "llama": _causal("Llama"),
+    "llama_checkpoint": Specimen(_checkpointed, next_tokens, object_cross_entropy, ()),
     "mistral": _causal("Mistral", sliding_window=8),
     "qwen2": _causal("Qwen2", tie_word_embeddings=True),
     "qwen3": _causal("Qwen3", head_dim=8),
