@@ -196,6 +196,17 @@ def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[
         keyed.release()
 
 
+def redrawing(part: nn.Module, batch: Sequence[Any]) -> AbstractContextManager[None]:
+    """Around a part of a model that is run by itself within `repeating`: each time it draws the same.
+
+    batch: what goes in, of which the first tensor counts the rows.
+    """
+    first = next((x for x in batch if isinstance(x, Tensor) and x.ndim), None)
+    if first is None or not _followed(part):
+        return nullcontext()
+    return KeyedDropout(part, 0, DrawPlan(), dropping=False).step(0, range(len(first)))
+
+
 def keyed() -> bool:
     """Whether a pass is under way whose draws are keyed."""
     return _passing.get() is not None

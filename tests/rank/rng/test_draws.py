@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.check_model import check
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import KeyedDropout, find_draws
@@ -150,18 +151,57 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_numbers() -> None:
         assert torch.equal(noise(ROWS, 1, 1), path)
 
 
-def trained(world: Any, ranks: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    strategies: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"microbatch_size": 1}, "tp": {}, "pp": {}}
-    for strategy, changed in strategies.items() if ranks > 1 else [("ddp", {"microbatch_size": 4})]:
-        trainer = quiet(model=Noisy, data=data(), strategy=strategy, batch_size=ROWS, **changed)
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+def gpt() -> nn.Module:
+    """With noise in its blocks and in front of them."""
+    model = GPT(GPTConfig(vocab=32, block=8, layers=2, heads=2, width=16)).double()
+    for part in (model, *model.blocks):
+        part.drop = Noise()
+    return model
+
+
+def texts() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    pairs = [torch.randint(32, (2, 8), generator=draw) for _ in range(3 * ROWS)]
+    return [(one, other) for one, other in pairs]
+
+
+def of_texts(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "noisy": {"model": Noisy, "data": data()},
+    "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
+}
+
+# (model, strategy) -> what else the Trainer gets
+STRATEGIES: dict[tuple[str, str], dict[str, Any]] = {
+    ("noisy", "ddp"): {},
+    ("noisy", "zero3"): {"microbatch_size": 1},
+    ("noisy", "tp"): {},
+    ("noisy", "pp"): {},
+    ("gpt", "tp"): {},
+    ("gpt", "cp=2"): {},
+}
+ALONE: dict[tuple[str, str], dict[str, Any]] = {("noisy", "ddp"): {"microbatch_size": 4}, ("gpt", "ddp"): {}}
+
+
+def trained(world: Any, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[tuple[str, str], list[float]]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for (model, strategy), changed in cells.items():
+        trainer = quiet(strategy=strategy, batch_size=ROWS, **MODELS[model], **changed)
         records = trainer.fit(3)
         weights = trainer.full_state_dict().values()
-        found[strategy] = [*(record["loss"] for record in records), *(float(w.sum()) for w in weights)]
+        found[model, strategy] = [*(record["loss"] for record in records), *(float(w.sum()) for w in weights)]
     return found
 
 
 def test_every_strategy_draws_what_one_rank_draws() -> None:
-    (alone,) = run_ranks(trained, 1, 1)[0].values()
-    for strategy, numbers in run_ranks(trained, 2, 2)[0].items():
-        assert numbers == pytest.approx(alone, rel=1e-10, abs=1e-10), strategy
+    alone = run_ranks(trained, 1, ALONE)[0]
+    for (model, strategy), numbers in run_ranks(trained, 2, STRATEGIES)[0].items():
+        assert numbers == pytest.approx(alone[model, "ddp"], rel=1e-10, abs=1e-10), (model, strategy)

@@ -23,6 +23,7 @@ from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
+from nbkit.rank.rng.keyed_dropout import redrawing
 from nbkit.rank.rng.seeding import set_seed
 
 _EXACT, _ROUNDED = 1e-10, 1e-3
@@ -119,7 +120,8 @@ class _Comparison:
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         set_seed(0)
-        with torch.set_grad_enabled(self.backward), DroppingNothing(), Draws(self.draws):
+        drawing = redrawing(self.block, tree_leaves((args, kwargs)))
+        with torch.set_grad_enabled(self.backward), DroppingNothing(), Draws(self.draws), drawing:
             return forward(*args, **kwargs)
 
     def _apart(self, whole: Sequence[Tensor], other: Sequence[Tensor]) -> float:
