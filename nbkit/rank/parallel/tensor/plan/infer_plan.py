@@ -1,7 +1,8 @@
 """Finds a tensor plan in the module tree: attentions, pairs of an MLP, embedding and head of the vocabulary.
 
-By names that people use and by shapes that fit. Where names and shapes leave a doubt that no error would settle later
-(a packed matrix of which nobody says how it is packed), it takes the way that is always right and says so.
+By names that people use and by shapes that fit, where no run of the model says what goes into what (flow_plan.py).
+Where they leave a doubt that no error would settle later (a packed matrix of which nobody says how it is packed), it
+takes the way that is always right and says so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ _HEAD = {"lm_head", "head", "output", "unembed", "to_logits", "decoder", "embed_
 
 POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 """Modules that treat every element by itself."""
-
-_NOT_POINTWISE = ("softmax", "pool", "conv", "shuffle", "glu")
 
 
 def infer_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str], dict[str, str]]:
@@ -145,22 +144,10 @@ def _mlp(dot: str, part: nn.Module, linears: Mapping[str, nn.Module], pairs: lis
         inner, width = sizes(down)
         ups = [n for n, up in linears.items() if n.lower() in _UP and n != name and sizes(up) == (width, inner)]
         # Narrower in the middle than at the ends is no MLP of a transformer: its middle may be somebody's output.
-        if ups and inner >= width and not _reads_inner(part, inner, width):
+        if ups and inner >= width:
             columns = tuple(dot + n for n in ups)
             pairs.append(Pair(dot[:-1], "mlp", columns, (dot + name,), dict.fromkeys(columns, (inner,)), inner))
             return
-
-
-def _reads_inner(part: nn.Module, inner: int, width: int) -> bool:
-    """Whether something beside the maps wants all inner features: a norm of that size, a softmax."""
-    for child in part.children():
-        if is_linear(child):
-            continue
-        if any(word in type(child).__name__.lower() for word in _NOT_POINTWISE):
-            return True
-        if inner != width and any(p.shape == (inner,) for p in child.parameters(recurse=False)):
-            return True
-    return False
 
 
 def _in_a_row(dot: str, part: nn.Module) -> list[Pair]:
