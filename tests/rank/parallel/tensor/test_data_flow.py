@@ -14,6 +14,7 @@ from models_zoo import VOCAB, WIDTH, ZOO
 from renamed import renamed
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.models import gpt
@@ -90,11 +91,18 @@ class Unusual(nn.Module):
         elif self.way == "constant":
             q, k, v = (m(x).view(rows, length, 4, 8).transpose(1, 2) for m in (self.a, self.b, self.c))
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, length, width)
+        elif self.way == "checkpoint":
+            y = checkpoint(self.attended, x, use_reentrant=False)
         else:
             q, k, v = (torch.stack(m(x).chunk(self.h, -1), 1) for m in (self.a, self.b, self.c))
             y = torch.cat(((q @ k.mT / 8**0.5).softmax(-1) @ v).unbind(1), -1)
         x = x + self.d(y)
         return x + self.f2(F.silu(self.f1(x)))
+
+    def attended(self, x: Tensor) -> Tensor:
+        """By sizes of all heads."""
+        q, k, v = (m(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for m in (self.a, self.b, self.c))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 
 
 class Both(nn.Module):
@@ -119,3 +127,10 @@ def test_heads_are_found_however_they_are_written(way: str) -> None:
     assert split_share(model, plan) == 1.0 and plan.singles == {"e": "vocab", "z": "head"}
     assert {pair.heads.heads for pair in plan.pairs if pair.heads is not None} == {4}
     assert [pair.kind for pair in plan.pairs] == ["attention", "mlp"] * 2
+
+
+def test_what_is_computed_again_past_the_sizes_of_a_part_stays_whole() -> None:
+    plan = proven(Both("checkpoint"))
+
+    assert [pair.kind for pair in plan.pairs] == ["mlp", "mlp"]
+    assert "s.0" in plan.unproven

@@ -134,8 +134,13 @@ class _Prover:
                     break
             if not found or not found[-1].wrong:
                 break
-            for key, reason in ((under(unit, key), reason) for key, reason in found[-1].wrong.items()):
+            blamed = {under(unit, key): reason for key, reason in found[-1].wrong.items()}
+            for key, reason in blamed.items():
                 why.setdefault(key, reason)
+            # Where several are blamed for one, who has been split in the most ways is it, more likely than not.
+            most = max(len(inner[key]) for key in blamed)
+            more = [key for key in blamed if tried.get(key, 0) + 1 < len(inner[key])]
+            for key in more or [key for key in blamed if len(inner[key]) == most]:
                 tried[key] = tried.get(key, 0) + 1
                 if tried[key] == len(inner[key]):
                     del tried[key]
@@ -221,7 +226,13 @@ def _rehearsed(unit: Unit) -> Gradients | None:
         except Exception as failed:  # kernels that know no float64
             error = failed
             continue
-        return _compared(given, whole, draw, dtype)
+        try:
+            return _compared(given, whole, draw, dtype)
+        except Differs:
+            raise
+        except Exception as failed:  # a part that is computed again in the backward pass, past what is put around it
+            why = f"a part of it fails in the backward pass: {type(failed).__name__}: {str(failed).strip()[:150]}"
+            raise Differs(unit.keys, why) from failed
     keys, text = unit.keys, str(error).strip()[:150]
     raise Differs(keys, f"it cannot be run by itself on {device}: {type(error).__name__}: {text}")
 
