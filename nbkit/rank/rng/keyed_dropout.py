@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
+from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, plan_of
@@ -34,12 +37,16 @@ from nbkit.rank.rng.random_ops import RANDOM
 
 @dataclass
 class _Call:
-    """A module that is being called: `number` counts its calls in this pass, `draws` what it drew in this one."""
+    """A module that is being called: `number` counts its calls in this pass, `draws` what it drew in this one.
+
+    hook: that saw the call; None outside of every module.
+    """
 
     path: int
     number: int
     sequence_first: bool
     draws: int = 0
+    hook: _Enter | None = None
 
 
 @dataclass
@@ -73,6 +80,8 @@ class _Pass:
     def _next(self) -> Place:
         call = self.stack[-1]
         call.draws += 1
+        if call.hook is not None:
+            call.hook.drew = True
         return call.path, call.number, call.draws - 1
 
 
@@ -132,6 +141,7 @@ class KeyedDropout:
     def _keyed(self, step: int, rows: Tensor | Sequence[int], trace: Trace | None = None) -> Iterator[None]:
         if not _followed(self._module):
             _follow(self._module)
+        replay_checkpoints()
         places = torch.as_tensor(rows, dtype=torch.int64).to(self._device(), non_blocking=True)
         mode = _Interception(self)
         # What is drawn outside of every module counts as the root's.
@@ -221,6 +231,41 @@ def again() -> Callable[[], AbstractContextManager[None]]:
     return lambda: _replayed(then.copy())
 
 
+@cache
+def replay_checkpoints() -> None:
+    """From now on, what a model's own torch.utils.checkpoint computes once more draws as it did in the keyed pass.
+
+    For the life of this process. Models hold `checkpoint` under names of their own, so what it calls is replaced.
+    """
+    generator = getattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", None)
+    forward = CheckpointFunction.forward
+    if generator is None:
+        return  # of a torch that has another way: what is computed once more is refused by _Enter
+
+    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Called for the recomputation alone.
+        return generator(_replaying(function), *args, **kwargs)
+
+    def with_reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        once_more = _replaying(function)
+        outputs = forward(ctx, function, *args)
+        ctx.run_function = once_more
+        return outputs
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    CheckpointFunction.forward = staticmethod(with_reentrant)
+
+
+def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
+    replayed = again()
+
+    def once_more(*args: Any, **kwargs: Any) -> Any:
+        with replayed():
+            return function(*args, **kwargs)
+
+    return once_more
+
+
 @contextmanager
 def _replayed(then: _Pass) -> Iterator[None]:
     token = _passing.set(then)
@@ -264,12 +309,20 @@ class _Enter:
     """A module is called: from here on it is the one that draws."""
 
     def __init__(self, path: str, sequence_first: bool) -> None:
-        self.path, self.sequence_first = crc32(path.encode()), sequence_first
+        self.name, self.path, self.sequence_first = path, crc32(path.encode()), sequence_first
+        self.drew = False  # in the keyed pass that called it last
 
     def __call__(self, _: nn.Module, __: Any) -> None:
         if (now := _passing.get()) is not None:
             now.calls[self.path] = number = now.calls.get(self.path, -1) + 1
-            now.stack.append(_Call(self.path, number, self.sequence_first))
+            now.stack.append(_Call(self.path, number, self.sequence_first, hook=self))
+        elif self.drew and torch._C._current_graph_task_id() != -1:
+            raise TrainingError(
+                f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
+                numbers="by something else than torch.utils.checkpoint",
+                hint="torch.utils.checkpoint.checkpoint around it; or recompute=True of the Trainer; or dropout of 0",
+            )
+        self.drew = False
 
 
 def _leave(_: nn.Module, __: Any, ___: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
@@ -250,3 +251,59 @@ def test_edges() -> None:
         nn.LSTM(WIDTH, WIDTH, 2)(torch.ones(LENGTH, ROWS, WIDTH))
     half.sum().backward()
     assert torch.equal(nothing_left.grad, half.float())
+
+
+class Foreign(torch.autograd.Function):
+    """Recomputation as somebody writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.module(again), grad)
+        return None, again.grad
+
+
+class Recomputing(nn.Module):
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def gradients_of(call: Callable[..., Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module, x = Recomputing(call).double(), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    with KeyedDropout(module, 1).step(3, range(6)):
+        loss = module(x).square().sum()
+    loss.backward()
+    return [p.grad for p in (x, *module.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_recomputes_its_blocks_itself_drops_what_it_dropped(reentrant: bool) -> None:
+    expected = gradients_of(lambda block, x: block(x))
+
+    found = gradients_of(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_recomputation_of_somebody_elses_is_refused_where_it_would_drop_other_elements() -> None:
+    with pytest.raises(TrainingError, match=r"blocks\.2\.1 is computed again in the backward pass"):
+        gradients_of(lambda block, x: Foreign.apply(block, x))
