@@ -252,8 +252,8 @@ def replay_checkpoints() -> None:
         ctx.run_function = once_more
         return outputs
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = without_reentrant
-    CheckpointFunction.forward = staticmethod(with_reentrant)
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
+    CheckpointFunction.forward = staticmethod(with_reentrant)  # type: ignore[method-assign]
 
 
 def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
