@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     ordered = {cell: found[cell] for cell in chosen}
     left_out = f"{len({cell.subject for cell in chosen})} architectures."
     if MISSING:
-        left_out += f" Not installed, and left out: {', '.join(MISSING)}."
+        left_out += f" Not to be imported here, and left out: {', '.join(MISSING)}."
     lines = [totals(ordered), left_out, "", *table(ordered)]
     print("\n".join(["", *lines]))
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib import import_module
 from itertools import pairwise
 
 import torch
@@ -194,8 +194,18 @@ IMAGES: dict[str, Specimen] = {
     "mixer": Specimen(Mixer, classes(3, 16, 16), cross_entropy, ()),
     "autoencoder": Specimen(Autoencoder, _to_images(16), F.mse_loss, ()),
 }
-MISSING = tuple(name for name in ("torchvision", "timm") if find_spec(name) is None)
-"""What is not installed: its architectures are left out, and the result says so."""
+
+
+def _importable(name: str) -> bool:
+    try:
+        import_module(name)
+    except Exception:  # also one that is built for another torch
+        return False
+    return True
+
+
+MISSING = tuple(name for name in ("torchvision", "timm") if not _importable(name))
+"""What cannot be imported: its architectures are left out, and the result says so."""
 
 if "torchvision" not in MISSING:
     IMAGES |= {name: Specimen(make, classes(3, 16, 16), cross_entropy, ()) for name, make in _torchvision().items()}
