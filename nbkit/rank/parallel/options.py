@@ -107,8 +107,8 @@ def need_rows(options: Options, strategy: Strategy) -> None:
 
 def _keeps_experts_whole(options: Options, strategy: Strategy) -> str:
     """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
-    if strategy.tp > 1:
-        return f"tp {strategy.tp}: experts are not split over ranks, and the tensor axis would give a router parts"
+    if strategy.tp > 1 and options.proof.of(strategy.tp) is None:
+        return f"tp {strategy.tp}: {options.proof.why or 'the model was not run in parts'}"
     if strategy.cp > 1 and options.positionwise is None:
         return f"cp {strategy.cp}: a router that compares positions would see a part of them"
     if strategy.pp > 1 and options.chain is None:

@@ -92,12 +92,14 @@ def test_refusals(make: Any, size: int, plan: dict[str, str], expected: str) -> 
     assert expected in str(raised.value)
 
 
-def test_experts_are_refused_by_name() -> None:
+def test_experts_stay_whole_where_a_models_own_plan_splits_them() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     with torch.device("meta"):
         model = MixtralForCausalLM(MixtralConfig(**sizes))
-    with pytest.raises(StrategyError, match="experts are not split yet"):
-        plan_of(model, 2)
+    plan = candidates(model, 2)
+
+    assert [pair.owner for pair in plan.pairs] == ["model.layers.0.self_attn"]
+    assert not any("mlp" in path for path in plan.singles)

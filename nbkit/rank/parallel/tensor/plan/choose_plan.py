@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from nbkit.errors import StrategyError
+from nbkit.rank.parallel.module.mixture_of_experts import mixtures, within
 from nbkit.rank.parallel.tensor.plan.flow_plan import Flow, flow_heads, flow_pairs
 from nbkit.rank.parallel.tensor.plan.heads import Heads, counts_heads, heads_of, named_counts, of_configs
 from nbkit.rank.parallel.tensor.plan.infer_plan import infer_pairs, infer_vocabulary, named_heads, packed_attentions
@@ -60,7 +61,9 @@ def plan_of(
     )
     no_positions = not_run if verdict is None else "not run with its positions split"
     positions = {
-        path: right.positions.get(path, "" if known_block(block) else no_positions)
+        path: "a router takes all positions"
+        if mixtures(block)
+        else right.positions.get(path, "" if known_block(block) else no_positions)
         for chain in chains(model, plan)
         for path, block in chain.blocks
     }
@@ -104,6 +107,12 @@ def candidates(
         heads = flow_heads(model, flow)
         ways = {each[0].rows[0]: each for each in flow_pairs(model, flow, heads)}
         inferred += [each[0] for each in ways.values()]
+    if experts := mixtures(model):
+        # Whether an expert is called hangs on the tokens: maps in it would wait for ranks that do not call theirs.
+        ways = {row: each for row, each in ways.items() if not within(row, experts)}
+        inferred = [pair for pair in inferred if not within(pair.rows[0], experts)]
+        gathers = {path: role for path, role in gathers.items() if not within(path, experts)}
+        reasons |= dict.fromkeys(experts, "a mixture of experts stays whole on each rank")
     pairs, singles = [], dict(gathers)
     for pair in inferred:
         members = {**dict.fromkeys(pair.columns, "colwise"), **dict.fromkeys(pair.rows, "rowwise")}

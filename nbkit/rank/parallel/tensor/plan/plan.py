@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from nbkit.errors import StrategyError
+from nbkit.rank.parallel.module.mixture_of_experts import mixtures, within
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 
 ROLES = {
@@ -120,19 +121,21 @@ def matches(path: str, pattern: str) -> bool:
 def roles_of_hf(model: nn.Module) -> dict[str, str]:
     """path -> role from the plan that a HF model carries (`_tp_plan`), in our words.
 
-    Raises StrategyError for roles that need more than tensor parallelism (experts).
+    Mixtures of experts are left out: they stay whole. Raises StrategyError for other roles that we do not have.
     """
     found: dict[str, str] = {}
     for top, part in model.named_modules():
         own = getattr(part, "_tp_plan", None)
         if not isinstance(own, Mapping) or not own or not hasattr(part, "config"):
             continue
-        prefix = f"{top}." if top else ""
+        prefix, experts = f"{top}." if top else "", mixtures(part)
         for path, _ in part.named_modules():
+            if within(path, experts):
+                continue
             for pattern, role in own.items():
                 if matches(path, pattern) and role not in _HF:
                     raise StrategyError(
-                        f"The model's own plan wants {role!r} for {prefix}{path}: experts are not split yet.",
+                        f"The model's own plan wants {role!r} for {prefix}{path}, which is no way to split a map here.",
                         numbers=f"{pattern}: {role}",
                         hint="a strategy without tp",
                     )
