@@ -148,7 +148,7 @@ def fails_while_it_trains(
         "after": after,
         "told": told,
         "noted": [(record["step"], record["strategy"], record["taken_back"]) for record in noted],
-        "warned": [str(each.message) for each in warned],
+        "warned": [text for each in warned if "draws random numbers" not in (text := str(each.message))],
         "losses": losses,
         "asked": 1 + on,
         "again": again["what"],
@@ -576,7 +576,7 @@ def paused(world: Any) -> dict[str, Any]:
         "never": losses_of(never),
         "losses": losses_of(trainer),
         "said": said,
-        "warned": [str(each.message) for each in warned],
+        "warned": [text for each in warned if "draws random numbers" not in (text := str(each.message))],
         "now": str(trainer.strategy),
     }
 
