@@ -102,6 +102,8 @@ class Adam(torch.optim.AdamW):
 def trainer_of(model: Any = drawing, **changed: Any) -> Trainer:
     plans.clear()
     random.seed(5)
+    if model is in_stages:
+        changed = {"stages": ["3"], **changed}  # by cost, which is measured, it would lie here or there
     return quiet(**({"model": model, "optimizer": Adam, "data": points(40), "clip_norm": 1.0} | changed))
 
 
@@ -148,7 +150,7 @@ def fails_while_it_trains(
         "after": after,
         "told": told,
         "noted": [(record["step"], record["strategy"], record["taken_back"]) for record in noted],
-        "warned": [text for each in warned if "draws random numbers" not in (text := str(each.message))],
+        "warned": [text for each in warned if "taken back" in (text := str(each.message))],
         "losses": losses,
         "asked": 1 + on,
         "again": again["what"],
@@ -576,7 +578,7 @@ def paused(world: Any) -> dict[str, Any]:
         "never": losses_of(never),
         "losses": losses_of(trainer),
         "said": said,
-        "warned": [text for each in warned if "draws random numbers" not in (text := str(each.message))],
+        "warned": [text for each in warned if "taken back" in (text := str(each.message))],
         "now": str(trainer.strategy),
     }
 
