@@ -22,7 +22,7 @@ help:
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
-	@echo "make zoo     train 48 architectures under every strategy: equal to one process, or refused: about 15 minutes"
+	@echo "make zoo     train 48 architectures under every strategy: equal to one process, or refused: about 10 minutes"
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"

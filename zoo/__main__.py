@@ -1,6 +1,6 @@
 """Train every architecture under every strategy, and print which cells are as one process, refused, or neither.
 
-python -m zoo                the whole table: about 15 minutes on 2 cores; --out zoo/results.md stores it
+python -m zoo                the whole table: about 10 minutes on 2 cores; --out zoo/results.md stores it
 python -m zoo gpt2 tp        the cells that have all these words: a model, a strategy or its kind, chain
 """
 
