@@ -284,6 +284,8 @@ def warned(world: Any) -> dict[str, Any]:
     model, batch = balanced(), stacked()[0][:BATCH]
     halves = [float(model(input_ids=half, labels=half).loss.detach()) for half in batch.split(BATCH // 2)]
     found["away"] = abs(record["loss"] - sum(halves) / 2)
+    (record,) = made(balanced, "tp", **labels).fit(1)
+    found["away under tp"] = abs(record["loss"] - float(model(input_ids=batch, labels=batch).loss.detach()))
     found["looked at"] = nbkit.check(
         balanced, "ddp", {"input_ids": batch, "labels": batch}, 2, inputs=["input_ids", "labels"], loss=inside
     )
@@ -304,6 +306,7 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
     found = run_ranks(warned, 2, timeout=120)[0]
 
     assert found["away"] < 1e-7  # transformers rounds to float32 on the way
+    assert found["away under tp"] < 1e-6  # there the routers see the whole batch; the loss is in float32
     for name in ("trainer", "loop ddp", "loop zero3"):
         assert "An auxiliary loss is taken over all rows" in found[name] and "'aux_loss'" in found[name], name
     assert found["looked at"].ok and "An auxiliary loss" in str(found["looked at"])
