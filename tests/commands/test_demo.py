@@ -90,7 +90,11 @@ def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Pat
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     (detached,) = [cell for cell in cells if "--detach" in "".join(cell["source"])]
 
+    shown = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
+
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any("application/vnd.jupyter.widget-view+json" in data for data in shown)
+    assert any("who holds" in data["text/plain"] or "%strategy --try" in data["text/plain"] for data in shown)
     # What a detached cell prints while others run is kept with it, as one line and not as the line's every state.
     printed = "".join(output.get("text", "") for output in detached["outputs"])
     assert "step 40/40 · loss" in printed

@@ -85,6 +85,15 @@ def test_the_dashboard_is_shown_where_widgets_are_missing_too(executed: dict[str
     assert "rank 2" in shown_by(cell) and "measured, one bar per rank" in shown_by(cell)
 
 
+def test_the_notebook_keeps_a_picture_in_place_of_the_dashboard(executed: dict[str, Any]) -> None:
+    """A page that reads it later has no kernel, and would say that it cannot display the widget."""
+    (cell,) = tagged(executed, "dashboard")
+    (output,) = cell["outputs"]
+
+    assert set(output["data"]) == {"text/plain", "image/svg+xml"}
+    assert "rank 2" in output["data"]["image/svg+xml"]
+
+
 @pytest.mark.usefixtures("executed")
 def test_the_lesson_stops_its_cluster() -> None:
     assert registry.entries() == []

@@ -89,6 +89,7 @@ class Cluster:
     """A running cluster. Made by `start` or `attach`, never directly."""
 
     def __init__(self, started: _Started) -> None:
+        self.before_stop: list[Callable[[], object]] = []  # called once, by whoever stops it here
         self._use(started)
 
     def _use(self, started: _Started) -> None:
@@ -187,6 +188,14 @@ class Cluster:
 
     def stop(self) -> None:
         """End the cluster: its ranks, its controller, and nothing else."""
+        waiting, self.before_stop = self.before_stop, []
+        try:
+            for callback in waiting:
+                callback()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         try:
             self.connection.close()
         finally:
@@ -194,7 +203,7 @@ class Cluster:
 
     def restart(self) -> Cluster:
         """End every rank and start again: same name, same pins, same ids; variables are lost."""
-        self.stop()
+        self._end()
         self._use(_launched(self.entry.name, self.pinning, self.entry.ttl, self.entry.options))
         return self
 

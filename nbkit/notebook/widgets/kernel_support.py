@@ -6,7 +6,6 @@ neither says anything, the page itself notices that a click is not heard.
 
 from __future__ import annotations
 
-import html
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from nbkit.notebook.cluster.naming import notebook_shell
 
-_DETACH = "%%distributed --detach"
+DETACH = "%%distributed --detach"
 _HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell
 _HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has no subshell yet
 
@@ -42,7 +41,7 @@ def note_words(version: str, *, vscode: bool) -> str:
     if not where:
         return ""
     update = "" if vscode else ", or update ipykernel (pip install -U ipykernel) and restart the kernel"
-    return f"With {where} the buttons act between cells: train with {_DETACH} and they always answer{update}."
+    return f"With {where} the buttons act between cells: train with {DETACH} and they always answer{update}."
 
 
 def lost_words(version: str, *, vscode: bool) -> str:
@@ -51,33 +50,9 @@ def lost_words(version: str, *, vscode: bool) -> str:
         return ""
     return (
         f"Nothing above? With ipykernel {version} a page that is opened while a cell runs gets this when the cell is "
-        f"over. Train with {_DETACH} and it is there at once, or update ipykernel "
+        f"over. Train with {DETACH} and it is there at once, or update ipykernel "
         "(pip install -U ipykernel) and restart the kernel."
     )
-
-
-def text_and_widget(text: str, widget: Any, **options: Any) -> dict[str, Any]:
-    """A MIME bundle: the text for pages and notebooks without widgets, and the widget where it is not None."""
-    bundle: dict[str, Any] = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
-    shown = (widget._repr_mimebundle_(**options) or {}) if widget is not None else {}
-    # Some versions of ipywidgets give (bundle, metadata).
-    return dict(shown[0] if isinstance(shown, tuple) else shown) | bundle
-
-
-def display_with_words(obj: Any, words: str) -> None:
-    """Display an object that has a widget, and the words for a page that has not got it.
-
-    Without words IPython is told to display the object as it displays any.
-    """
-    if not words:
-        raise NotImplementedError
-    from IPython.display import display
-
-    display(obj._repr_mimebundle_(), raw=True)
-    there = ".jp-OutputArea:has(.nbkit-panel, .nbkit-dashboard) .nbkit-lost"
-    text = html.escape(words).replace(_DETACH, f"<code style='white-space: nowrap'>{_DETACH}</code>")
-    page = f"<style>{there} {{ display: none }}</style><p class='nbkit-lost'>{text}</p>"
-    display({"text/plain": words, "text/html": page}, raw=True)
 
 
 def hear_always(comm: Any) -> None:

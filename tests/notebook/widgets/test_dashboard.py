@@ -10,15 +10,18 @@ import sys
 from array import array
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+import nbkit
 from nbkit.commands import main
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import COLUMNS, Curve, packed
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
+from nbkit.notebook.widgets.dashboard.svg_view import COLOURS, svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.report import write_report
@@ -26,6 +29,7 @@ from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
+SVG = "{http://www.w3.org/2000/svg}"
 SOURCE = Path(__file__).resolve().parents[2] / "support" / "fake_run.py"
 
 
@@ -225,11 +229,36 @@ def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
     board = Dashboard(run.folder)
     try:
         bundle = board._repr_mimebundle_()
-        assert "step 20" in bundle["text/plain"] and "step 20" in bundle["text/html"]
+        assert "step 20" in bundle["text/plain"] and "step 20" in bundle["image/svg+xml"]
     finally:
         board.close()
     with pytest.raises(UsageError, match="no such run"):
         Dashboard(run.folder / "nowhere")
+
+
+def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_rank(run: Any) -> None:
+    run.switch("zero3")
+    run.event("checkpoint", path="</svg>")
+    snapshot = RunReader(run.folder).snapshot()
+    picture = ElementTree.fromstring(svg_of(snapshot | {"state": snapshot["state"] | {"run": "<b>&"}}))
+    words = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
+    (line,) = picture.iter(f"{SVG}polyline")
+    bars = [one for one in picture.iter(f"{SVG}rect") if float(one.get("height", "0").rstrip("%")) == 16]
+    longest = max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in bars)
+
+    assert len(line.get("points", "").split()) == 20
+    assert {"⇄ dp=4 zero=3", "rank 0", "rank 3", "compute", "exposed communication"} <= set(words)
+    assert any(word.endswith("<b>&") for word in words)
+    assert len(bars) == sum(part > 0 for row in snapshot["step"]["ranks"] for part in row[2:])
+    assert longest <= float(picture.get("width", 0)) - 100  # the seconds stand beside
+    assert svg_of({**snapshot, "points": []}) == ""
+
+
+def test_the_picture_and_the_page_have_the_same_colours() -> None:
+    page = (Path(nbkit.__file__).parent / "notebook" / "board" / "plugin" / "static" / "paint.js").read_text()
+    (colours,) = re.findall(r"export const COLOURS = \{(.*?)\}", page, re.S)
+
+    assert dict(re.findall(r'(\w+): "(#\w+)"', colours)) == COLOURS
 
 
 def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nbkit.notebook.widgets.kernel_support import display_with_words, here, in_vscode, lost_words, note_words
+from nbkit.notebook.widgets import widget_output
+from nbkit.notebook.widgets.kernel_support import here, in_vscode, lost_words, note_words
 
 
 @pytest.mark.parametrize(("version", "note", "lost"), [
@@ -50,14 +52,19 @@ def test_outside_of_a_kernel_nothing_is_said() -> None:
     assert note_words(**here()) == lost_words(**here()) == ""
 
 
-def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Shown:
-        def _repr_mimebundle_(self) -> dict[str, str]:
+        def still(self) -> dict[str, str]:
             return {"text/plain": "the panel as text"}
 
+        def close(self) -> None: ...
+
+        _repr_mimebundle_ = still
+
     with pytest.raises(NotImplementedError):  # IPython then displays it as any object
-        display_with_words(Shown(), "")
-    display_with_words(Shown(), "Nothing above?")
+        widget_output.display_until_stopped(Shown(), None, "Nothing above?")
+    monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
+    widget_output.display_until_stopped(Shown(), None, "Nothing above?")
 
     shown = capsys.readouterr().out
     assert shown.index("the panel as text") < shown.index("Nothing above?")

@@ -19,17 +19,20 @@ from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
+from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
-from nbkit.notebook.widgets.kernel_support import display_with_words, hear_always, here, lost_words, text_and_widget
+from nbkit.notebook.widgets.kernel_support import hear_always, here, lost_words
 from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
 
 
 class Dashboard:
     """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
-    It goes on by itself, also while a cell runs and when another training begins; `close()` ends it. `str()` of it
-    and its plain HTML are for where no widgets are. Raises ClusterError without a cluster, UsageError without the run.
+    It goes on by itself, also while a cell runs and when another training begins, until the cluster is stopped or
+    `close()` ends it. `str()` of it and its SVG picture are for where no widgets are. Raises ClusterError without a
+    cluster, UsageError without the run.
     """
 
     def __init__(self, of: Cluster | str | Path | None = None) -> None:
@@ -90,15 +93,23 @@ class Dashboard:
             content, buffers = {**content, "points": [values[i : i + 7] for i in range(0, len(values), 7)]}, []
         self.widget.send(content, buffers)
 
-    def __repr__(self) -> str:
+    def still(self) -> dict[str, Any]:
+        """What it shows, as text and as an SVG picture: a MIME bundle that needs no kernel."""
         found = self.snapshot()
-        return plain(lines_of(found)) if found else "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"
+        if not found:
+            return {"text/plain": "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"}
+        text, picture = plain(lines_of(found)), svg_of(found)
+        return {"text/plain": text} | ({"image/svg+xml": picture} if picture else {})
+
+    def __repr__(self) -> str:
+        return str(self.still()["text/plain"])
 
     def _ipython_display_(self) -> None:
-        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
+        before_stop = self._cluster.before_stop if self._cluster is not None else None
+        display_until_stopped(self, before_stop, lost_words(**here()) if self.widget is not None else "")
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return text_and_widget(repr(self), self.widget, **options)
+        return with_widget(self.still(), self.widget, **options)
 
 
 def _always(folder: str | Path) -> Callable[[], Path]:

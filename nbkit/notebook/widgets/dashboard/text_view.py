@@ -13,7 +13,7 @@ from nbkit.notebook.run.run_timeline import PARTS
 
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
-_NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
+PART_NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
 _RANKS_AT_MOST = 8
 _UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
@@ -98,14 +98,27 @@ def failure(event: dict[str, Any]) -> str:
     return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
 
 
+def ranks_shown(step: dict[str, Any]) -> list[list[float]]:
+    """The rows of the ranks that have a bar where room is short: the late one, then those that compute longest."""
+    rows: list[list[float]] = step["ranks"]
+    if len(rows) <= _RANKS_AT_MOST:
+        return rows
+    late = step.get("late")
+    slow = [row for row in rows if late and row[0] == late["rank"]]
+    rest = sorted((row for row in rows if row not in slow), key=lambda row: -row[2])
+    return [*slow, *rest[: _RANKS_AT_MOST - len(slow)]]
+
+
+def bars_title(step: dict[str, Any]) -> str:
+    """Which steps and which ranks the bars are of."""
+    shown, there = len(ranks_shown(step)), len(step["ranks"])
+    some = f" ({shown} of {there} ranks: the late one, then those that compute longest)" if shown < there else ""
+    return f"Step {step['step']}, measured{some}"
+
+
 def _ranks(step: dict[str, Any], width: int) -> list[Line]:
-    rows, late = step["ranks"], step.get("late")
-    title = f"Step {step['step']}, measured, one bar per rank"
-    if len(rows) > _RANKS_AT_MOST:
-        slow = [row for row in rows if late and row[0] == late["rank"]]
-        rest = sorted((row for row in rows if row not in slow), key=lambda row: -row[2])
-        rows = [*slow, *rest[: _RANKS_AT_MOST - len(slow)]]
-        title += f" ({len(rows)} of {len(step['ranks'])}: the late one, then those that compute longest)"
+    rows, late = ranks_shown(step), step.get("late")
+    title = f"{bars_title(step)}, one bar per rank"
     room = max(width - 22, 20)
     top = max(row[1] for row in rows) or 1.0
     lines: list[Line] = [(Piece(title, "strong"),), (Piece(" " * 9), *_legend(rows))]
@@ -125,7 +138,7 @@ def _legend(rows: Sequence[Sequence[float]]) -> list[Piece]:
     total = sum(row[1] for row in rows) or 1.0
     shares = {part: sum(row[2 + i] for row in rows) / total for i, part in enumerate(PARTS)}
     return [
-        Piece(f"{_BARS[part]} {_NAMES.get(part, part)} {share:.0%}  ", part)
+        Piece(f"{_BARS[part]} {PART_NAMES.get(part, part)} {share:.0%}  ", part)
         for part, share in shares.items()
         if share >= 0.005
     ]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster.cluster import Cluster, current
-from nbkit.notebook.widgets.kernel_support import (
-    display_with_words,
-    hear_always,
-    here,
-    lost_words,
-    note_words,
-    text_and_widget,
-)
+from nbkit.notebook.widgets.kernel_support import hear_always, here, lost_words, note_words
 from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
+from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
 
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10
@@ -35,6 +30,7 @@ class StrategyPanel:
         cluster.training.look_well(PATIENCE_SECONDS)
         self.controller = controller_of(cluster)
         self.controller.look()
+        self._before_stop = cluster.before_stop
         self.widget = _widget(self.controller)
 
     def close(self) -> None:
@@ -42,14 +38,20 @@ class StrategyPanel:
         if self.widget is not None:
             self.widget.close()
 
+    def still(self) -> dict[str, Any]:
+        """What it shows, as text: a MIME bundle that needs no kernel."""
+        text = repr(self)
+        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+
     def __repr__(self) -> str:
         return text_of(self.controller.state)
 
     def _ipython_display_(self) -> None:
-        display_with_words(self, lost_words(**here()) if self.widget is not None else "")
+        words = lost_words(**here()) if self.widget is not None else ""
+        display_until_stopped(self, self._before_stop, words)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return text_and_widget(repr(self), self.widget, **options)
+        return with_widget(self.still(), self.widget, **options)
 
 
 def _widget(controller: PanelController) -> Any:
