@@ -199,5 +199,5 @@ def _curve(values: Sequence[float]) -> str:
     line = " ".join(f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(means))
     return (
         f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='loss'>"
-        f"<polyline points='{line}' fill='none' stroke='#4e79a7' stroke-width='1.8'/></svg>"
+        f"<polyline points='{line}' fill='none' stroke='#68717d' stroke-width='1.8'/></svg>"
     )

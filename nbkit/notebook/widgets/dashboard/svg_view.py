@@ -14,15 +14,15 @@ from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, f
 
 # As board/plugin/static/paint.js has them.
 COLOURS = {
-    "compute": "#4e79a7",
+    "compute": "#4d718f",
     "exposed": "#e15759",
     "waiting": "#f2a33c",
-    "bubble": "#c9b8a0",
-    "data": "#59a89c",
-    "optimizer": "#9467bd",
-    "other": "#8d99a6",
+    "bubble": "#d6c5aa",
+    "data": "#55a190",
+    "optimizer": "#9d6cd9",
+    "other": "#9cafc9",
 }
-_INK, _FAINT, _RULE = "#23272e", "#68717d", "#dfe3e8"
+_INK, _FAINT, _RULE, _ALARM = "#23272e", "#68717d", "#dfe3e8", "#c3393f"
 _WIDTH, _LEFT, _RIGHT = 900, 70, 20
 _CURVE_HEIGHT, _BAR = 170, 22
 _POINTS = 600  # of the curve: more cannot be told apart
@@ -90,7 +90,7 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
         drawn += [_text(16, bottom + 20, "step", bold=True)]
         drawn += _switches(events, across, top + 10, bottom)
         line = " ".join(f"{across(step):.1f},{down(loss):.1f}" for step, loss in known)
-        drawn += [f"<polyline points='{line}' fill='none' stroke='{COLOURS['compute']}' stroke-width='2'/>"]
+        drawn += [f"<polyline points='{line}' fill='none' stroke='{_INK}' stroke-width='2'/>"]
     return drawn
 
 
@@ -98,13 +98,13 @@ def _switches(events: Iterable[dict[str, Any]], across: Any, top: float, bottom:
     drawn, free = [], 0.0
     for event in (event for event in events if event["kind"] == "switch"):
         x, name = across(event["step"]), f"⇄ {event.get('new', '')}"
-        drawn.append(_line(x, top, x, bottom, COLOURS["optimizer"], dashes="3 3"))
-        wide = 6.6 * len(name)
+        drawn.append(_line(x, top, x, bottom, _INK, dashes="3 3"))
+        wide = 7.0 * len(name)
         left = x + wide > _WIDTH
         start = x - wide if left else x
         if start >= free:
             side, anchor = (-3, "end") if left else (3, "start")
-            drawn.append(_text(x + side, top, name, colour=COLOURS["optimizer"], anchor=anchor))
+            drawn.append(_text(x + side, top, name, bold=True, anchor=anchor))
             free = start + wide
     return drawn
 
@@ -123,7 +123,7 @@ def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
     y = top + 34
     for row in rows:
         slow = late is not None and late["rank"] == row[0]
-        colour = COLOURS["exposed"] if slow else _FAINT
+        colour = _ALARM if slow else _FAINT
         drawn.append(_text(_LEFT - 8, y + 14, f"rank {row[0]}", colour=colour, anchor="end", bold=slow))
         at = float(_LEFT)
         for part, value in zip(PARTS, row[2:], strict=True):

@@ -1,11 +1,10 @@
 // The loss of a run over its steps, its tokens or its time, and below it the tokens a second.
 
-import { COLOURS, bytes, dark, ink, number, rule, seconds } from "./paint.js";
+import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } from "./paint.js";
 
 const LEFT = 58;
 const RIGHT = 12;
-const STRIPS = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
-const SIGNS = { checkpoint: ["▾", COLOURS.data], failure: ["✕", COLOURS.exposed], repair: ["✚", COLOURS.data], lr_changed: ["lr", "#c9a227"] };
+const SIGNS = { checkpoint: "▾", failure: "✕", repair: "✚", lr_changed: "lr" };
 
 // Columns of a point, as nbkit.notebook.widgets.loss_curve has them.
 export const STEP = 0;
@@ -71,7 +70,7 @@ function drawRow(picture, points, row, x, column, gaps, smooth) {
   pen.beginPath();
   pen.rect(LEFT, row.y0 - 3, picture.width - LEFT - RIGHT + 2, row.y1 - row.y0 + 6);
   pen.clip();
-  const colour = row.floor ? COLOURS.data : COLOURS.compute;
+  const colour = row.floor ? faint() : ink();
   stroke(pen, points, values, x, y, column, gaps, colour, 1, dark() ? 0.6 : 0.4);
   stroke(pen, points, bold, x, y, column, gaps, colour, 2.2, 1);
   pen.restore();
@@ -175,7 +174,7 @@ function drawStrip(picture, points, strategies, column, x, gaps, y) {
     const to = x(points[i - 1][column]);
     const name = strategies[own];
     if (name) {
-      picture.box(from, y, Math.max(to - from, 1.5), 14, STRIPS[own % STRIPS.length]);
+      picture.box(from, y, Math.max(to - from, 1.5), 14, STRATEGIES[own % STRATEGIES.length]);
       picture.pen.font = "600 11px system-ui, sans-serif";
       const fits = [name, brieflyNamed(name)].find((words) => picture.pen.measureText(words).width < to - from - 8);
       if (fits) picture.words(fits, from + 4, y + 7.5, { colour: "#16181c", bold: true });
@@ -197,16 +196,16 @@ function drawGaps(picture, switches, gaps, x, loss, rate) {
     const w = Math.max(to - from, 1.5);
     for (const row of [loss, rate]) {
       picture.pen.globalAlpha = 0.85;
-      picture.box(from, row.y0 - 3, w, row.y1 - row.y0 + 6, w > 3 ? rule() : COLOURS.optimizer);
+      picture.box(from, row.y0 - 3, w, row.y1 - row.y0 + 6, w > 3 ? rule() : ink());
       picture.pen.globalAlpha = 1;
-      if (w > 3) picture.frame(from, row.y0 - 3, w, row.y1 - row.y0 + 6, COLOURS.optimizer, [3, 3]);
+      if (w > 3) picture.frame(from, row.y0 - 3, w, row.y1 - row.y0 + 6, ink(), [3, 3]);
     }
     const words = `⇄ ${brieflyNamed(event.new)}`;
     picture.pen.font = "600 11px system-ui, sans-serif";
     const wide = picture.pen.measureText(words).width;
     const at = Math.max(LEFT, Math.min(from, picture.width - RIGHT - wide - 60));
     if (at > free) {
-      picture.words(words, at, 12, { colour: dark() ? "#b794d8" : COLOURS.optimizer, bold: true });
+      picture.words(words, at, 12, { colour: ink(), bold: true });
       free = at + wide + 6;
     }
     const text = () => [
@@ -225,8 +224,9 @@ function drawEvents(picture, events, points, column, x, loss, rate) {
     if (!sign) continue;
     const near = points.findLast((point) => point[STEP] <= event.step) || points[0];
     const at = x(near[column]);
-    picture.line(at, loss.y0, at, rate.y1, sign[1], { dash: [2, 4] });
-    picture.words(sign[0], at, loss.y1 - 6, { colour: sign[1], align: "center", bold: true });
+    const colour = event.kind === "failure" ? alarm() : ink();
+    picture.line(at, loss.y0, at, rate.y1, colour, { dash: [2, 4] });
+    picture.words(sign, at, loss.y1 - 6, { colour, align: "center", bold: true });
     const failed = event.kind === "failure" ? [Number.isInteger(event.rank) ? `rank ${event.rank}` : "", event.error, event.what].filter(Boolean).join(": ") : "";
     const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${failed || event.path || (event.new ?? "")}`;
     picture.late = picture.late || [];

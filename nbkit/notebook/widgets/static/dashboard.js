@@ -6,12 +6,13 @@
 import { drawBars, drawMemory } from "./charts.js";
 import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, Picture, SPOKEN, dark, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, dark, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
 const COLUMNS = 7;
 const DRAW_MS = 50;
+const NARROW = 760;
 const UNHEARD_MS = 3000;
 const UNHEARD = "The kernel has not heard this: a cell keeps it. What trains with %%distributed --detach can be traced at once.";
 
@@ -115,6 +116,7 @@ export function view(el, story, ask) {
   function draw() {
     if (!root.isConnected || root.clientWidth === 0) return;
     root.classList.toggle("dark", dark());
+    root.classList.toggle("narrow", root.clientWidth < NARROW); // of the pane, not of the window
     const { state, points, step } = story;
     const last = points[points.length - 1];
     $("run").textContent = state?.run || "";
@@ -149,7 +151,7 @@ export function view(el, story, ask) {
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
       $("whatnote").textContent = `step ${step.moments.step}`;
-      $("whatlegend").innerHTML = swatches({ F: "#4e79a7", B: "#f28e2b", W: "#59a89c" }, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
+      $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {
       $("what").textContent = "Who sends to whom";

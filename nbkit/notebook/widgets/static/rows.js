@@ -1,9 +1,8 @@
 // One bar per rank, of many ranks the slowest, the one in the middle and the rest; and the bytes of each axis.
 
-import { COLOURS, PARTS, SPOKEN, bytes, ink, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, PARTS, SPOKEN, alarm, bytes, faint, ink, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const MANY = 16;
-const AXIS = { dp: "#4e79a7", shard: "#59a89c", replicate: "#9467bd", tp: "#f2a33c", pp: "#b07aa1", cp: "#86bcb6", world: "#8d99a6" };
 
 // ranks: [rank, seconds, ...parts] of all. Returns rows {name, values, ranks} to draw: all of them, or three.
 export function folded(ranks, late) {
@@ -41,7 +40,7 @@ export function drawRanks(picture, ranks, late, unfold) {
   rows.forEach((row, i) => {
     const y = i * height + 4;
     const slow = late !== null && late !== undefined && row.ranks.length === 1 && row.ranks[0] === late.rank;
-    picture.words(row.name, left - 6, y + height / 2 - 2, { align: "right", colour: slow ? COLOURS.exposed : ink(), bold: slow });
+    picture.words(row.name, left - 6, y + height / 2 - 2, { align: "right", colour: slow ? alarm() : ink(), bold: slow });
     let at = 0;
     PARTS.forEach((part, p) => {
       picture.box(x(at), y, x(at + row.values[1 + p]) - x(at), height - 6, COLOURS[part]);
@@ -81,7 +80,7 @@ export function drawAxes(picture, table) {
   rows.forEach(([axis, own], i) => {
     const y = i * height + 4;
     picture.words(axis, left - 8, y + 11, { align: "right", colour: ink(), bold: true });
-    picture.box(left, y, Math.max(x(own.bytes) - left, 1), 20, AXIS[axis] || AXIS.world);
+    picture.box(left, y, Math.max(x(own.bytes) - left, 1), 20, faint());
     picture.words(bytes(own.bytes), Math.max(x(own.bytes), own.formula === null ? 0 : x(own.formula)) + 6, y + 11);
     if (own.formula !== null) {
       picture.line(x(own.formula), y - 4, x(own.formula), y + 24, paper(), { width: 5 });

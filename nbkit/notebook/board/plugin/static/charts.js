@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, PARTS, SPOKEN, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -78,8 +78,6 @@ function drawOther(picture, points, x, y) {
   }
 }
 
-const STRIPS = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
-
 // A strip below, coloured by strategy.
 function drawChanges(picture, shown, x, y1) {
   const names = [...new Set(shown.map((p) => p[p.length - 1]))];
@@ -90,7 +88,7 @@ function drawChanges(picture, shown, x, y1) {
     if (i < shown.length && shown[i][shown[i].length - 1] === name) continue;
     const [x0, x1] = [x(shown[start][0] - shown[start][1]), x(shown[i - 1][0])];
     if (name) {
-      picture.box(x0, y1 + 3, x1 - x0, 4, STRIPS[names.indexOf(name) % STRIPS.length]);
+      picture.box(x0, y1 + 3, x1 - x0, 4, STRATEGIES[names.indexOf(name) % STRATEGIES.length]);
       const [from, to] = [shown[start][0] - shown[start][1] + 1, shown[i - 1][0]];
       picture.spot(x0, y1, x1 - x0, 10, () => `${name}\nsteps ${from} to ${to}`);
     }
@@ -98,10 +96,7 @@ function drawChanges(picture, shown, x, y1) {
   }
 }
 
-const MARKS = {
-  switch: ["⇄", "#9467bd"], checkpoint: ["▾", "#59a89c"], failure: ["✕", "#e15759"], repair: ["✚", "#59a89c"],
-  run_started: ["▸", "#8d99a6"], run_stopped: ["■", "#8d99a6"], lr_changed: ["lr", "#c9a227"],
-};
+const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", repair: "✚", run_started: "▸", run_stopped: "■", lr_changed: "lr" };
 
 const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in" };
 
@@ -109,7 +104,7 @@ function drawEvents(picture, events, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
   for (const event of events) {
-    const [sign, colour] = MARKS[event.kind] || ["•", faint()];
+    const [sign, colour] = [SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
     const at = Math.max(x(event.step), LEFT + 2);
     picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
     const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n` + Object.entries(event)
@@ -147,7 +142,7 @@ export function drawBars(picture, ranks, late) {
     const y = i * row + 4;
     const slow = late && late.rank === rank;
     if (!many || i % 8 === 0 || slow) {
-      picture.words(`rank ${rank}`, LEFT - 6, y + row / 2, { align: "right", colour: slow ? COLOURS.exposed : faint(), bold: slow });
+      picture.words(`rank ${rank}`, LEFT - 6, y + row / 2, { align: "right", colour: slow ? alarm() : faint(), bold: slow });
     }
     let at = 0;
     PARTS.forEach((part, p) => {
@@ -155,7 +150,7 @@ export function drawBars(picture, ranks, late) {
       at += values[2 + p];
     });
     if (!many) picture.words(seconds(total), x(total) + 6, y + row / 2);
-    if (slow) picture.words(many ? "◀ late" : "", x(total) + 6, y + row / 2, { colour: COLOURS.exposed, bold: true });
+    if (slow) picture.words(many ? "◀ late" : "", x(total) + 6, y + row / 2, { colour: alarm(), bold: true });
     const text = () => [
       `rank ${rank}: ${seconds(total)}`,
       ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),

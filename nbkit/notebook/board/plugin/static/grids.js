@@ -1,6 +1,6 @@
 // The pictures of two dimensions: who sends what to whom, and the inside of a step.
 
-import { COLOURS, bytes, faint, ink, paper, percent, rule, seconds, shade, ticks } from "./paint.js";
+import { COLOURS, PASSES, bytes, faint, ink, paper, percent, rule, seconds, shade, ticks } from "./paint.js";
 
 // traffic: {world, sent, modelled} with [from, to, bytes]; hosts: of each rank, for the borders of nodes.
 export function drawTraffic(picture, traffic, hosts) {
@@ -55,7 +55,7 @@ function brief(size) {
   return `${value.length > 4 ? Math.round(Number(value)) : value}${unit[0]}`;
 }
 
-const KINDS = { F: "#4e79a7", B: "#f28e2b", I: "#f28e2b", W: "#59a89c" };
+const KINDS = { ...PASSES, I: PASSES.B };
 const NAMES = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights" };
 
 function drawRows(picture, rows, ranks, span, top, height, colour, text, label) {
@@ -71,7 +71,7 @@ function drawRows(picture, rows, ranks, span, top, height, colour, text, label) 
       picture.box(x0, y, Math.max(x1 - x0 - gap, 0.6), height - 1, colour(one));
       const name = label(one);
       if (name && x1 - x0 > name.length * 6.5 + 2 && height > 11) {
-        picture.words(name, (x0 + x1) / 2, y + height / 2, { align: "center", size: 10, colour: "#ffffff" });
+        picture.words(name, (x0 + x1) / 2, y + height / 2, { align: "center", size: 10, colour: one[0] === "F" ? "#ffffff" : "#16181c" });
       }
       picture.spot(x0, y, Math.max(x1 - x0, 1), height, () => text(one, ranks[i]));
     }
@@ -124,8 +124,8 @@ export function drawMoments(picture, moments) {
 }
 
 function lapColour(state) {
-  if (state === "forward") return "#4e79a7";
-  if (state === "backward") return "#7ba3cc";
+  if (state === "forward") return PASSES.F;
+  if (state === "backward") return PASSES.B;
   if (state.startsWith("wait ")) return COLOURS.exposed;
   return COLOURS[state] || COLOURS.other;
 }

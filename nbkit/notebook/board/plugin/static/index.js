@@ -3,7 +3,7 @@
 import { drawBars, drawMemory, drawTimeline } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, MEMORY, Picture, SPOKEN, percent, seconds } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, percent, seconds } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -235,8 +235,8 @@ function drawInside(step) {
     $("momentshead").append(" ", select);
   }
   $("momentslegend").innerHTML = moments?.kind === "pipeline"
-    ? swatches({ F: "#4e79a7", B: "#f28e2b", W: "#59a89c" }, { F: "forward", B: "backward", W: "weight gradients" }) + " · the number is the micro-batch"
-    : swatches({ f: "#4e79a7", b: "#7ba3cc", w: COLOURS.exposed, u: COLOURS.bubble, d: COLOURS.data, o: COLOURS.optimizer, x: COLOURS.other },
+    ? swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + " · the number is the micro-batch"
+    : swatches({ f: PASSES.F, b: PASSES.B, w: COLOURS.exposed, u: COLOURS.bubble, d: COLOURS.data, o: COLOURS.optimizer, x: COLOURS.other },
       { f: "forward", b: "backward", w: "standing in a collective", u: "pipeline bubble", d: "data", o: "optimizer", x: "other" });
   drawMoments(pictures.moments, moments || { kind: "laps", ranks: [] });
 }

@@ -5,17 +5,23 @@ export const SPOKEN = {
   compute: "compute", exposed: "exposed communication", waiting: "waiting for peers", bubble: "pipeline bubble",
   data: "data", optimizer: "optimizer", other: "other",
 };
-// Told apart also without red and green; "other" and "bubble" recede.
+// One meaning for each colour; all in a set are told apart by readers with each kind of colour blindness, on light and
+// dark ground (tests/notebook/widgets/test_colours.py).
 export const COLOURS = {
-  compute: "#4e79a7", exposed: "#e15759", waiting: "#f2a33c", bubble: "#c9b8a0", data: "#59a89c",
-  optimizer: "#9467bd", other: "#8d99a6",
+  compute: "#4d718f", exposed: "#e15759", waiting: "#f2a33c", bubble: "#d6c5aa", data: "#55a190",
+  optimizer: "#9d6cd9", other: "#9cafc9",
 };
-export const MEMORY = { parameters: "#4e79a7", gradients: "#e15759", optimizer: "#9467bd", buffers: "#59a89c", rest: "#8d99a6" };
+// The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
+export const PASSES = { F: "#4d718f", B: "#86aed1", W: "#b6e1b1" };
+export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", rest: "#cbbdb7" };
+// One after the other, along a run.
+export const STRATEGIES = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
 
 export const dark = () => document.body.classList.contains("dark");
 export const ink = () => (dark() ? "#e3e6ea" : "#23272e");
 export const faint = () => (dark() ? "#9aa3ae" : "#68717d");
 export const rule = () => (dark() ? "#3c434d" : "#dfe3e8");
+export const alarm = () => (dark() ? "#ff8a8a" : "#c3393f"); // a failure, a late rank
 export const paper = () => (dark() ? "#23272e" : "#ffffff");
 
 export function seconds(value) {
