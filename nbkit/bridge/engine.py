@@ -112,11 +112,11 @@ def _draw_own_numbers() -> None:
 
 def _verify_device(pinned: str, device: str) -> None:
     """The GPU that torch uses must be the one this rank was given, by UUID (MIG instances go by other names)."""
-    if device != "cuda" or not pinned.startswith("GPU-"):
+    if device == "cpu" or not pinned.startswith("GPU-"):
         return
-    import torch
+    from nbkit.rank.device import accelerator
 
-    used = f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}"
+    used = accelerator().uuid(accelerator().device(device))
     if not used.startswith(pinned):
         raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
 

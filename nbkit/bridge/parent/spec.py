@@ -48,7 +48,7 @@ class Spec:
             world_size=len(self.pins),
             # One GPU is visible to each rank, as cuda:0, and code written for torchrun goes to cuda:LOCAL_RANK.
             # torchrun has the same way of pinning: --virtual-local-rank.
-            local_rank=0 if self.device == "cuda" else rank,
+            local_rank=rank if self.device == "cpu" else 0,
             local_world_size=len(self.pins),
             device=self.device,
             backend=self.backend,

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.gloo_reduce_scatter import method
 from nbkit.rank.comm.operations import COLLECTIVES, SILENT, first_of, num_bytes
+from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives
 
 FOREVER = timedelta(days=365)
@@ -135,7 +136,7 @@ class DelegatingGroup(ProcessGroup):
         self._batching = False
         if collectives.mode() != "time":
             return self.inner._end_coalescing(device)
-        call = collectives.begin(collectives.BATCH, self.seen, None, self.count, 0, cuda=device.type == "cuda")
+        call = collectives.begin(collectives.BATCH, self.seen, None, self.count, 0, cuda=accelerator().holds(device))
         return collectives.follow(call, self.inner._end_coalescing(device))
 
     def split_group(  # type: ignore[override]
@@ -164,7 +165,7 @@ class DelegatingGroup(ProcessGroup):
             return issue(tensors, *how)
         other = self.members[peer] if isinstance(peer, int) else collectives.ANYONE
         timed = not self._batching
-        cuda = timed and self._nccl and tensors[0].is_cuda
+        cuda = timed and self._nccl and accelerator().holds(tensors[0])
         call = collectives.begin(operation, self.seen, other, number, num_bytes(tensors), cuda=cuda)
         work = issue(tensors, *how)
         return collectives.follow(call, work) if timed else work
@@ -185,7 +186,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         if collectives.mode() == "off":
             return method(self.inner, name)(*args, **kwargs)
         timed = not self._batching
-        cuda = timed and self._nccl and getattr(first_of(given), "is_cuda", False)
+        cuda = timed and self._nccl and accelerator().holds(_tensor(given))
         call = collectives.begin(spoken, self.seen, None, number, moved, cuda=cuda)
         work = method(self.inner, name)(*args, **kwargs)
         # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
@@ -197,6 +198,11 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
 
     issue.__name__ = name
     return issue
+
+
+def _tensor(payload: Any) -> torch.Tensor | None:
+    first = first_of(payload)
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def _silent(name: str) -> Callable[..., Any]:

@@ -195,10 +195,10 @@ def _delegated(backend: Any) -> bool:
 
 def nccl_backend(group: DelegatingGroup) -> Any:
     """The nccl backend of a group, or None when it has none."""
-    if isinstance(group.inner, Broken) or torch.device("cuda") not in group.inner._device_types:
+    if isinstance(group.inner, Broken):
         return None
-    backend = group.inner._get_backend(torch.device("cuda"))
-    return backend if backend.name() == "nccl" else None
+    backends = [group.inner._get_backend(torch.device(kind)) for kind in group.inner._device_types]
+    return next((backend for backend in backends if backend.name() == "nccl"), None)
 
 
 def shut_all() -> int:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.planner.link_speed import Link, Way
+from nbkit.rank.device import accelerator
 
-_SMALL, _LARGE = 4 << 10, {"cpu": 2 << 20, "cuda": 32 << 20}
+_SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank hands over, of each of the others' parts together."""
 _TIMES = 3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,14 +41,14 @@ def link_of(device: torch.device) -> Link | None:
     if not all(knows for knows, _, _ in told):
         hosts = [host for _, host, _ in told]
         names = list(dict.fromkeys(hosts))
-        crowded = _crowded(hosts, [units for _, _, units in told], each=1 if device.type == "cuda" else 2)
+        crowded = _crowded(hosts, [units for _, _, units in told], each=1 if accelerator().holds(device) else 2)
         _known = _measured(device, tuple(names.index(host) for host in hosts), crowded)
     return _known
 
 
 def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> Link:
     rank, ranks = dist.get_rank(), len(node_of)
-    large = _LARGE.get(device.type, _LARGE["cpu"])
+    large = _LARGE_ON_DEVICES if accelerator().holds(device) else _LARGE
     everyone = [1.0] * ranks
     ways = {
         "all_to_all": _way(lambda size: _all_to_all(size, everyone, device), large, (ranks - 1) / ranks, device),
@@ -96,8 +97,8 @@ def _timed(act: Callable[[], object], device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    if accelerator().holds(device):
+        accelerator().wait_for_all(device)
 
 
 def _all_to_all(
@@ -148,8 +149,8 @@ def _most(share: float, device: torch.device) -> float:
 
 def _computes_on(device: torch.device) -> tuple[object, ...] | None:
     """The GPU of this rank, or its cores; None where nobody says."""
-    if device.type == "cuda":
-        return (str(getattr(torch.cuda.get_device_properties(device), "uuid", device)),)
+    if accelerator().holds(device):
+        return (accelerator().uuid(device) or str(device),)
     try:
         return tuple(os.sched_getaffinity(0))
     except AttributeError:  # macOS

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import bounds
 
 __all__ = [
@@ -142,7 +143,7 @@ def shard_of(batch: Any, *, ranks: int, rank: int) -> Shard:
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch on `device`; the copy to a GPU does not wait for it."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return accelerator().send(batch, device)
     if isinstance(batch, Mapping):
         return {key: on_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):

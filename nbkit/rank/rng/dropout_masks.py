@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.rng.shard_offsets import KINDS, place_of
 
 _WORD = (1 << 64) - 1
@@ -116,7 +117,7 @@ def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
         lines = _mix(lines[:, None] ^ place).flatten()
     last = salted[-1]
     made = torch.empty(lines.shape[0], last.shape[0], dtype=dtype, device=last.device)
-    step = max(1, (_CHUNK if last.device.type == "cpu" else _CHUNK << 6) // max(1, last.shape[0]))
+    step = max(1, (_CHUNK << 6 if accelerator().holds(last) else _CHUNK) // max(1, last.shape[0]))
     starts = range(0, lines.shape[0], step)
     return made, ((lines[start : start + step, None] ^ last, made[start : start + step]) for start in starts)
 

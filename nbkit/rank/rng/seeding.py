@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
@@ -34,8 +35,7 @@ def set_seed(value: int) -> None:
     torch.manual_seed takes a traceback for each kind of device that is not: milliseconds, in every trial of a model.
     """
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(value)
+    accelerator().seed(value)
 
 
 def mixed(seed: int, step: int, rank: int) -> int:
@@ -45,7 +45,7 @@ def mixed(seed: int, step: int, rank: int) -> int:
 
 def seeded(device: torch.device) -> AbstractContextManager[None]:
     """Inside, torch may be seeded at will; after it, its generators are as before."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    return accelerator().generators_kept([device])
 
 
 @dataclass(frozen=True)

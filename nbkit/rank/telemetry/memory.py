@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from nbkit.rank.device import accelerator
 from nbkit.records.records import MemoryRecord
 
 
@@ -62,16 +63,16 @@ def memory_of(
 
 def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
     """(bytes now, bytes at the peak, "cuda": of the allocator of `device`, or "rss": of this process)."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), "cuda"
+    if device is not None and accelerator().holds(device):
+        return *accelerator().memory(device), "cuda"
     now = psutil.Process().memory_info().rss
     return now, max(now, _peak_rss()), "rss"
 
 
 def reset_peak(device: torch.device | None = None) -> None:
     """The peak counts from here on (on the CPU where the kernel allows it)."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device is not None and accelerator().holds(device):
+        accelerator().reset_peak(device)
         return
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import perf_counter_ns as now
 from typing import Any
 
-import torch
+from nbkit.rank.device import accelerator
 
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
@@ -70,7 +70,7 @@ class StepClock:
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
         self._thread, self._cuda, self._lent = threading.get_ident(), cuda, False
-        self._stamp = mark if cuda else now
+        self._stamp = accelerator().stamp if cuda else now
         self.state = OTHER
         self._open(self._stamp())
 
@@ -158,10 +158,3 @@ class phase:
 
     def __exit__(self, *error: object) -> None:
         clock.back(self._outer)
-
-
-def mark() -> torch.cuda.Event:
-    """When the current stream comes to here, once it has."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

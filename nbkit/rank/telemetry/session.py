@@ -19,6 +19,7 @@ from time import perf_counter_ns as now
 
 import torch
 
+from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.background import Background
 from nbkit.rank.telemetry.collectives import own_ns, ring
 from nbkit.rank.telemetry.health import Health
@@ -61,7 +62,7 @@ class Session:
         first_of_host: bool = True,
     ) -> None:
         self.path = record_path(run_dir, rank)
-        self._cuda = device is not None and device.type == "cuda"
+        self._cuda = accelerator().holds(device)
         self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
@@ -87,7 +88,9 @@ class Session:
         self._writing = Background(writer.take, writer.close, name="nbkit-records", idle_s=_IDLE_S)
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
-        self._health = Health(self._writing.put, gpu=_uuid(device), first=first_of_host)
+        self._health = Health(
+            self._writing.put, gpu="" if device is None else accelerator().uuid(device), first=first_of_host
+        )
         weakref.finalize(self, self._health.end)
 
     def __call__(self, event: Event) -> None:
@@ -165,10 +168,3 @@ class Session:
     def _look(self) -> None:
         """As closely as the step deserves that begins."""
         clock.listening = self._in_detail or self._next % LISTEN_EVERY == 0
-
-
-def _uuid(device: torch.device | None) -> str:
-    """As nvidia-smi names the GPU; "" for a CPU."""
-    if device is None or device.type != "cuda":
-        return ""
-    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

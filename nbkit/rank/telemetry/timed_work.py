@@ -11,10 +11,10 @@ from contextlib import suppress
 from time import perf_counter_ns as now
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nbkit.rank.telemetry.phases import clock, mark
+from nbkit.rank.device import Event, accelerator
+from nbkit.rank.telemetry.phases import clock
 
 _AT_ONCE_NS = 50_000
 """A wait for a message that took less found it over: nobody knows for how long."""
@@ -29,20 +29,20 @@ class CudaCall:
         self.seconds: float | None = None
         self.stalled: float | None = None
         self._work: Any = None
-        self._first = mark()
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._first = accelerator().stamp()
+        self._stalls: list[tuple[Event, Event]] = []
 
     def ended_in_stream(self) -> None:
         """It was enqueued on the current stream itself, which therefore stands still from begin to end."""
-        self._stalls.append((self._first, mark()))
+        self._stalls.append((self._first, accelerator().stamp()))
 
     def under_way(self, work: Any) -> None:
         """It runs on a stream of NCCL's, which measures it."""
         self._work = work
 
-    def stall(self, first: torch.cuda.Event) -> None:
+    def stall(self, first: Event) -> None:
         """The current stream was made to wait for it, from `first` on."""
-        self._stalls.append((first, mark()))
+        self._stalls.append((first, accelerator().stamp()))
 
     def resolve(self) -> bool:
         """Read what has passed; whether that is everything. For the writing thread."""
@@ -88,7 +88,7 @@ class Timed(dist.Work):
     def wait(self, *timeout: Any) -> Any:
         call = self.call
         if call.cuda is not None:
-            first = mark()
+            first = accelerator().stamp()
             outer = clock.switch(self.state)
             try:
                 return self.inner.wait(*timeout)

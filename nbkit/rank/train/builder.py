@@ -20,6 +20,7 @@ from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.batch import Shard, call, on_device, pair, pick, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
+from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.models.pretrained import Pretrained, Shell
@@ -75,7 +76,7 @@ class Builder:
         """Collective. Raises TrainingError when a rank built another model than rank 0."""
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
         self.offload = config.offload is not None
-        if self.offload and device.type == "cpu":
+        if self.offload and not accelerator().holds(device):
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
         self.shells: list[Shell] = []
         if isinstance(model, Pretrained):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_position import Feed
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint
@@ -41,8 +42,7 @@ class Training:
         place = World.join_from_env().place
         self.rank, self.world_size = place.rank, place.world_size
         chosen = Strategy.parse(strategy, self.world_size)
-        cuda = place.device == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = accelerator().device(place.device)
         self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
         self.config, self.seed = config, config.seed
         self.builder = Builder(model, optimizer, config, rank=self.rank, world_size=self.world_size, device=self.device)

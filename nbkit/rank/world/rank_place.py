@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nbkit.errors import UsageError
+from nbkit.rank.device import BACKENDS, accelerator
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Place:
                 "A rank must lie within its world.",
                 numbers=f"rank {self.rank} of {self.world_size}, local {self.local_rank} of {self.local_world_size}",
             )
-        if self.device not in ("cpu", "cuda") or self.backend not in ("gloo", "nccl"):
+        if self.device not in ("cpu", *BACKENDS) or self.backend not in ("gloo", *BACKENDS.values()):
             raise UsageError(
                 "The device is cpu or cuda, the backend gloo or nccl.", numbers=f"got {self.device}, {self.backend}"
             )
-        if self.backend == "nccl" and self.device != "cuda":
+        if self.backend not in ("gloo", BACKENDS.get(self.device)):
             raise UsageError("nccl moves CUDA tensors only.", numbers=f"device {self.device}", hint='backend="gloo"')
 
     @classmethod
@@ -45,9 +46,9 @@ class Place:
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator().kind
         # nccl refuses two ranks on one GPU.
-        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= local_size else "gloo"
+        backend = BACKENDS[device] if device != "cpu" and accelerator().count() >= local_size else "gloo"
         return cls(rank, size, local_rank, local_size, device, backend)
 
     def gpu(self, *, num_gpus: int, bound: torch.device | None = None, current: int = 0) -> int:
@@ -62,7 +63,7 @@ class Place:
 
     def warn_of_gloo(self, *, num_gpus: int) -> None:
         """Say so when gloo was chosen because this process sees fewer GPUs than there are ranks on its host."""
-        if self.device == "cuda" and self.backend == "gloo" and self.local_rank == 0:
+        if self.device != "cpu" and self.backend == "gloo" and self.local_rank == 0:
             warnings.warn(
                 f"gloo, not nccl: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}. If every rank has a GPU of its own: "
@@ -73,7 +74,7 @@ class Place:
     @property
     def torch_backend(self) -> str:
         """What torch is asked for: with nccl, CPU tensors go over gloo."""
-        return "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+        return self.backend if self.backend == "gloo" else f"cpu:gloo,{self.device}:{self.backend}"
 
 
 def open_listener(address: str = "127.0.0.1") -> socket.socket:

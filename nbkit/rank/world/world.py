@@ -27,6 +27,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.comm.group_creation import install, reform_group, release
+from nbkit.rank.device import accelerator
 from nbkit.rank.world import init_process_group
 from nbkit.rank.world.broken_step import clear_broken_steps
 from nbkit.rank.world.rank_place import Place, keep_local, open_listener
@@ -92,15 +93,15 @@ class World:
         install()
         if not dist.is_initialized():
             keep_local(os.environ.get("MASTER_ADDR", ""))
-            if place.device == "cuda":
-                torch.cuda.set_device(place.gpu(num_gpus=torch.cuda.device_count()))
-                place.warn_of_gloo(num_gpus=torch.cuda.device_count())
+            if place.device != "cpu":
+                accelerator().choose(place.gpu(num_gpus=accelerator().count()))
+                place.warn_of_gloo(num_gpus=accelerator().count())
             dist.init_process_group(place.torch_backend)
         else:
-            if place.device == "cuda":
+            if place.device != "cpu":
                 bound = c10d._get_default_group().bound_device_id
-                num, current = torch.cuda.device_count(), torch.cuda.current_device()
-                torch.cuda.set_device(place.gpu(num_gpus=num, bound=bound, current=current))
+                num, current = accelerator().count(), accelerator().chosen()
+                accelerator().choose(place.gpu(num_gpus=num, bound=bound, current=current))
             place = Place(
                 dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, place.device,
                 "nccl" if "nccl" in dist.get_backend() else "gloo",
@@ -255,7 +256,7 @@ class World:
         return self._store
 
     def _check(self) -> None:
-        one = torch.ones(1, device="cuda" if self.place.backend == "nccl" else "cpu")
+        one = torch.ones(1, device=accelerator().device("cpu" if self.place.backend == "gloo" else self.place.device))
         work = dist.all_reduce(one, async_op=True)
         # Polled, because a wait in C++ could be neither interrupted nor limited without limiting the group for life.
         while not work.is_completed():

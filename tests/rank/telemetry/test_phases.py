@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
+from nbkit.rank.device import Accelerator
 from nbkit.rank.telemetry import phases
 from nbkit.rank.telemetry.collectives import Call, Seen
 from nbkit.rank.telemetry.phases import clock, phase
@@ -27,19 +27,16 @@ class Device:
         cls.ms += ms
 
 
-class Event:
-    """As torch.cuda.Event."""
+class Stamp:
+    """As torch.Event."""
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
+    def __init__(self) -> None:
         self.ms = Device.ms
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: Stamp) -> float:
         return later.ms - self.ms
 
 
@@ -53,7 +50,7 @@ class Slow:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.Step]]:
     """The steps that this thread makes, as if on a GPU."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Accelerator, "stamp", lambda self: Stamp())
     monkeypatch.setattr(Device, "ms", 0.0)
     steps: list[phases.Step] = []
     monkeypatch.setattr(clock, "listeners", [steps.append])

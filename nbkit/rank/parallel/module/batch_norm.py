@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
 
 
@@ -35,7 +36,7 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
             hint="microbatches=1; or nn.GroupNorm or nn.LayerNorm; or module.eval() on it: that freezes its statistics",
         )
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model, axes.group("dp"))
-    if device.type == "cpu":
+    if not accelerator().holds(device):
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = CpuSyncBatchNorm

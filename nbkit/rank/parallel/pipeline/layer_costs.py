@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import tensors_in
@@ -61,8 +62,8 @@ def _run(
     end = 0.0
 
     def now() -> float:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        if accelerator().holds(device):
+            accelerator().wait_for_all(device)
         return time.perf_counter()
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from nbkit.rank.device import accelerator
+
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
@@ -22,8 +24,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
-    devices = sorted({p.device.index for p, _, _ in params if p.device.type == "cuda" and p.device.index is not None})
-    with torch.random.fork_rng(devices=devices), plain_attention():
+    with accelerator().generators_kept([p.device for p, _, _ in params]), plain_attention():
         for config in configs.values():
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves, held, uncovered
+from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import Box, Layout, bounds
 
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
@@ -91,7 +92,7 @@ def sums(
             spread = tuple([known.get(id(theirs.get(key)), 0) for theirs in layouts_by_rank])
             tensor = state[key][0]
             alike.setdefault((spread, tensor.element_size(), tensor.device), []).append(place)
-    home = max((device for _, _, device in alike), key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+    home = max((device for _, _, device in alike), key=accelerator().holds, default=torch.device("cpu"))
     found, hasher = torch.zeros(len(keys), dtype=torch.int64, device=home), _Hasher()
     for places in alike.values():
         layouts = [theirs.get(keys[places[0]]) for theirs in layouts_by_rank]
@@ -203,7 +204,7 @@ def _places(part: Box, shape: Sequence[int], of: _Hash, device: torch.device) ->
 
 
 def _chunk(device: torch.device) -> int:
-    return _CPU_CHUNK if device.type == "cpu" else _CHUNK
+    return _CHUNK if accelerator().holds(device) else _CPU_CHUNK
 
 
 def _signed(number: int, width: int) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NotFinite, TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
 
@@ -117,10 +118,10 @@ def _spoken(error: BaseException) -> str:
 
 def _unfit(device: torch.device) -> str:
     """Why the device of this rank cannot go on, as after an assert in a kernel; "" where it can."""
-    if device.type != "cuda":
+    if not accelerator().holds(device):
         return ""
     try:
-        torch.cuda.synchronize(device)
+        accelerator().wait_for_all(device)
     except Exception as error:
         return _spoken(error)
     return ""

@@ -18,6 +18,7 @@ import torch
 
 from nbkit.errors import UsageError
 from nbkit.planner.switch_cost import fits
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.builder import Builder
@@ -69,7 +70,7 @@ def _of_state(kinds: Mapping[str, int]) -> int:
 
 def trim(device: torch.device) -> None:
     """Have the C library give free memory back to the kernel: small tensors lie in its heap, and it keeps that."""
-    if device.type == "cpu" and _malloc_trim is not None:
+    if not accelerator().holds(device) and _malloc_trim is not None:
         _malloc_trim(0)
 
 
@@ -79,9 +80,8 @@ def left(device: torch.device, *, ranks: int) -> int | None:
     Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
     """
     found = [_own_limit(device)]
-    if device.type == "cuda":
-        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        found.append(torch.cuda.mem_get_info(device)[0] + reserve)
+    if accelerator().holds(device):
+        found.append(accelerator().free_memory(device))
     else:
         shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
         found += [free // max(ranks, 1) for free in shared]

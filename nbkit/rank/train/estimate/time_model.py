@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nbkit.planner.reshard.placement import orders
 from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -98,5 +99,5 @@ def _parts(job: Job) -> Mapping[str, float]:
         return {}
     parts = {part: statistics.median(one.parts.get(part, 0.0) for one in records) for part in _PARTS}
     cpu = statistics.median(one.cpu_seconds for one in records)
-    alone = job.device.type != "cpu" or cpu >= _OWN_CORES * (parts["compute"] + parts["optimizer"])
+    alone = accelerator().holds(job.device) or cpu >= _OWN_CORES * (parts["compute"] + parts["optimizer"])
     return parts if alone else {}

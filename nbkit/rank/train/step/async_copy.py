@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from nbkit.rank.device import Event, accelerator
 
 
 class Underway:
@@ -11,12 +12,9 @@ class Underway:
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
-        self._copied: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._copied: Event | None = None
+        if accelerator().holds(tensor):
+            self._host, self._copied = accelerator().fetch(tensor)
 
     def read(self) -> Tensor:
         """The tensor on the host; waits until it is there."""
@@ -27,7 +25,7 @@ class Underway:
 
 def sent(number: float | Tensor) -> float | Underway:
     """`number` as it is now, whatever is written over it later; one on a GPU is not waited for."""
-    if isinstance(number, Tensor) and number.device.type == "cuda":
+    if isinstance(number, Tensor) and accelerator().holds(number):
         return Underway(number.detach())
     return float(number)
 

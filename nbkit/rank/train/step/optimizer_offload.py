@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 
 PART_BYTES = 64 << 20
 """Parameters that are updated at once."""
@@ -80,18 +81,18 @@ def _fetch(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[tuple[str,
     state = optimizer.state[p] if p in optimizer.state else {}
     resting = [(key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim]
     for key, value in resting:
-        state[key] = value.to(p.device, non_blocking=True)
+        state[key] = accelerator().send(value, p.device)
     return resting
 
 
 def _put_back(optimizer: torch.optim.Optimizer, p: nn.Parameter, hosts: dict[tuple[int, str], Tensor]) -> None:
     state = optimizer.state[p] if p in optimizer.state else {}
     for key, value in list(state.items()):
-        if not isinstance(value, Tensor) or not value.ndim or value.device.type == "cpu":
+        if not isinstance(value, Tensor) or not value.ndim or not accelerator().holds(value):
             continue
         host = hosts.get((id(p), key))
-        if host is None or host.device.type != "cpu" or host.shape != value.shape or host.dtype != value.dtype:
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        if host is None or accelerator().holds(host) or host.shape != value.shape or host.dtype != value.dtype:
+            host = accelerator().pinned(value.shape, value.dtype)
         # Waited for: what reads the state next, a checkpoint or a switch, may do so on the host.
         host.copy_(value)
         state[key] = host

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.step.async_copy import Underway
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,11 +53,10 @@ class Precision:
             )
 
     def _warn_of_emulation(self) -> None:
-        if self.dtype != torch.bfloat16 or self.device.type != "cuda":
+        if self.dtype != torch.bfloat16 or not accelerator().holds(self.device):
             return
-        # Without the argument torch says yes to GPUs before Ampere too.
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(self.device)
+        if accelerator().emulates_bf16(self.device):
+            name = accelerator().name(self.device)
             warnings.warn(
                 f"precision='bf16' is slow here: {name} has no bf16 and computes it by way of float32. "
                 "precision='fp16' is what this GPU is made for",

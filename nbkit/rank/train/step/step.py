@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, on_device, pair, shapes_of, shard_of, take, tokens_of
+from nbkit.rank.device import accelerator
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.row_weights import Weighed, weigh
 from nbkit.rank.parallel.grad_norm import clip
@@ -184,7 +185,7 @@ class TrainingStep:
             grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
             # A 0-dimensional factor changes no gradient's dtype, and is rounded to none.
             factor = reduction.per_weight(1 if counted is None else expected)
-            if self.device.type != "cpu" or factor != 1:
+            if accelerator().holds(self.device) or factor != 1:
                 torch._foreach_mul_(grads, factor)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
@@ -193,7 +194,7 @@ class TrainingStep:
         self.reduced = True
         strategy, lr = sharded_model.strategy, sent(self.optimizer.param_groups[0]["lr"])
         pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, strategy.mesh, str(strategy))
-        if self.device.type == "cpu":
+        if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)
         return StepResult(reduction)

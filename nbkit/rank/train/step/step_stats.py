@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
 from nbkit.rank.train.step.async_copy import Underway
@@ -72,8 +73,7 @@ class StepReduction:
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + 3 * self.rank
         slots[at], slots[at + 2] = seconds, fingerprint
-        vector = torch.tensor(slots, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-        vector = vector.to(self.device, non_blocking=True)
+        vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
         vector[_LOSS] = loss_sum
         vector[_WEIGHT] = weight
         vector[at + 1] = ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT])

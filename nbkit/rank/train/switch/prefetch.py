@@ -16,6 +16,7 @@ import torch
 
 from nbkit.errors import NbkitError
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.control import step_boundary
@@ -43,7 +44,7 @@ class Ahead(step_boundary.Preparation):
         """Groups."""
         if self._groups is not None:
             return self._groups.is_alive()
-        if self._new is None or self._job.device.type != "cpu":
+        if self._new is None or accelerator().holds(self._job.device):
             return False
         return not self._job.builder.connected(self._new)
 
@@ -75,8 +76,8 @@ def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
 
 def make_ready(job: Training, text: str) -> Strategy:
     """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)  # a thread begins with the first one
+    if accelerator().holds(job.device):
+        accelerator().choose(job.device.index or 0)  # a thread begins with the first one
     builder = job.builder
     new = job.cost_model().placed(Strategy.parse(text, job.world_size), now=job.strategy)
     builder.make_ready(job.strategy, new, builder.plans.kinds(_expected(job)))

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import SwitchError, TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.reshard.state_digest import digest
 from nbkit.rank.rng.seeding import Drawn
@@ -254,9 +255,9 @@ class Switchable(Training):
         pending = self.pending
         if pending is None or pending.comparison is None:
             return True
-        if self.device.type == "cuda":
+        if accelerator().holds(self.device):
             # The host is ahead of it: what is left of the step would count as time of the proof, and not of the step.
-            torch.cuda.current_stream(self.device).synchronize()
+            accelerator().wait_for_stream(self.device)
         began = time.perf_counter()
         with self.ledger.clock.stopped():
             identical = pending.comparison.identical()

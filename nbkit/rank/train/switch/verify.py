@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from nbkit.planner.reshard.exchange import Plan
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.state_digest import sums
 from nbkit.rank.train.checkpoint.job_state import JobState
 
@@ -29,11 +29,11 @@ class Comparison:
         self._sums = torch.zeros(2, len(self._keys), dtype=torch.int64)
         # Running statistics are buffers, and change with every forward pass.
         kept = {key: (tensor.clone() if _changes(key) else tensor, layout) for key, (tensor, layout) in new.items()}
-        begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        begun = accelerator().event(device) if accelerator().holds(device) else None
 
         def run() -> None:
             try:
-                with _on_own_stream(device, after=begun):
+                with nullcontext() if begun is None else accelerator().beside(device, after=begun):
                     for row, (state, holdings) in enumerate(((old, plan.old), (kept, plan.new))):
                         self._sums[row] = sums(state, holdings, self._keys, rank=rank).cpu()
             except Exception as error:
@@ -60,15 +60,3 @@ class Comparison:
 
 def _changes(key: str) -> bool:
     return key.startswith("buffer/")
-
-
-@contextmanager
-def _on_own_stream(device: torch.device, *, after: torch.cuda.Event | None) -> Iterator[None]:
-    """On a GPU: what is enqueued inside waits for `after` alone, and nothing that trains waits for it."""
-    if after is None:
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        yield

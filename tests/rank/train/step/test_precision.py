@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import Accelerator
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.trainer import Trainer
 
@@ -180,7 +181,7 @@ def test_bf16_on_a_gpu_that_emulates_it_is_warned_of(monkeypatch: pytest.MonkeyP
     """As torch answers on a T4: bf16 is supported, emulation included."""
     t4, model = torch.device("cuda", 0), nn.Linear(2, 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(Accelerator, "name", lambda self, device: "Tesla T4")
 
     with pytest.warns(UserWarning, match=r"Tesla T4 has no bf16 .* precision='fp16'"):
         Precision("bf16", device=t4, world_size=1).check(model)

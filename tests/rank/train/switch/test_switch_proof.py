@@ -18,6 +18,7 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.bridge.training_requests import Control, Controls
+from nbkit.rank.device import Accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
 from nbkit.rank.telemetry.phases import clock
@@ -354,7 +355,7 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, job = Behind(), MagicMock(device=torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Accelerator, "wait_for_stream", lambda self, device: stream.synchronize())
 
     def identical() -> bool:
         stream.synchronize()  # as reading a number does

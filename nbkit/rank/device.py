@@ -1,0 +1,148 @@
+"""What differs between kinds of devices, asked in this one place: nobody else in the rank wing asks for cuda.
+
+Built on torch.accelerator, so that ROCm, which torch calls cuda too, comes with CUDA. A further kind of device is a
+line in `BACKENDS`, and what torch.accelerator does not have for it (names, bf16) a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = {"cuda": "nccl"}
+"""Kind of device -> the backend between devices of that kind. What is not here trains on the CPU."""
+
+Event = Any
+"""A place in a stream: query(), synchronize(); a stamp also elapsed_time(later), in ms."""
+
+_CPU = torch.device("cpu")
+
+
+class Accelerator:
+    """The devices of this process, as torch has them. Without any, `holds` is False of everything.
+
+    Making one touches no device, so that a process which has imported this can be forked.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What torch calls the devices of this machine that ranks can compute on, "cpu" without one."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found.type if found is not None and found.type in BACKENDS else "cpu"
+
+    def count(self) -> int:
+        """Devices that this process sees."""
+        return torch.accelerator.device_count() if self.kind != "cpu" else 0
+
+    def choose(self, index: int) -> None:
+        """This thread computes on device `index`."""
+        torch.accelerator.set_device_index(index)
+
+    def chosen(self) -> int:
+        """The device that this thread computes on."""
+        return torch.accelerator.current_device_index()
+
+    def device(self, kind: str) -> torch.device:
+        """Where the tensors of a rank lie whose place says `kind`: on the chosen device, or on the CPU."""
+        return _CPU if kind == "cpu" else torch.device(kind, self.chosen())
+
+    def holds(self, what: Tensor | torch.device | None) -> bool:
+        """Whether a tensor lies on a device, and the host is only told of what becomes of it; or: whether it is one."""
+        return what is not None and getattr(what, "device", what).type in BACKENDS
+
+    def stamp(self) -> Event:
+        """When the current stream comes to here, once it has: with elapsed_time."""
+        event = torch.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def event(self, device: torch.device) -> Event:
+        """What is in the current stream of `device` so far."""
+        return torch.accelerator.current_stream(device).record_event()
+
+    @contextmanager
+    def beside(self, device: torch.device, *, after: Event) -> Iterator[None]:
+        """What is enqueued inside goes to a stream of its own, waits for `after` alone, and nobody waits for it."""
+        stream = torch.Stream(device)
+        stream.wait_event(after)
+        with stream:
+            yield
+
+    def wait_for_stream(self, device: torch.device) -> None:
+        """Until what is in the current stream of `device` has been computed."""
+        torch.accelerator.current_stream(device).synchronize()
+
+    def wait_for_all(self, device: torch.device) -> None:
+        """Until `device` has nothing to do. Raises RuntimeError when it does not compute any more."""
+        torch.accelerator.synchronize(device)
+
+    def fetch(self, tensor: Tensor) -> tuple[Tensor, Event]:
+        """(memory of the host, the event after which it holds the numbers of `tensor`). Waits for nothing."""
+        host = self.pinned(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.event(tensor.device)
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """`tensor` of the host on `device`. On a device it is copied while the host goes on, from pinned memory."""
+        if not self.holds(device) or self.holds(tensor):
+            return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def pinned(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that a device can write to, and read, by itself."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that tensors take on `device`: (now, at the peak)."""
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+    def reset_peak(self, device: torch.device) -> None:
+        """The peak counts from here on."""
+        torch.accelerator.reset_peak_memory_stats(device)
+
+    def free_memory(self, device: torch.device) -> int:
+        """Bytes that tensors can still take: free on `device`, or in reserve of torch's allocator."""
+        reserve = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return torch.accelerator.get_memory_info(device)[0] + reserve
+
+    def seed(self, value: int) -> None:
+        """Seed the generator of the chosen device, if this process has used one."""
+        if (found := torch.accelerator.current_accelerator()) is None:
+            return
+        module = torch.get_device_module(found)
+        if module.is_initialized():
+            module.manual_seed(value)
+
+    def generators_kept(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        """After it, torch's generator of the CPU and those of `devices` are as before."""
+        held = sorted({d.index for d in devices if self.holds(d) and d.index is not None})
+        kind = next((d.type for d in devices if self.holds(d)), "cuda")
+        return torch.random.fork_rng(devices=held, device_type=kind)
+
+    def name(self, device: torch.device) -> str:
+        """As its maker calls it: "Tesla T4"."""
+        return str(torch.get_device_module(device).get_device_name(device))
+
+    def uuid(self, device: torch.device) -> str:
+        """As nvidia-smi writes it: "GPU-..."; "" where torch does not know it, and of the CPU."""
+        if not self.holds(device):
+            return ""
+        found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", "")
+        return f"GPU-{str(found).removeprefix('GPU-')}" if found else ""
+
+    def emulates_bf16(self, device: torch.device) -> bool:
+        """Whether `device` computes bf16 by way of float32."""
+        # Without the argument torch says yes to GPUs before Ampere too.
+        return not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+
+
+_accelerator = Accelerator()
+
+
+def accelerator() -> Accelerator:
+    """Of this process."""
+    return _accelerator

@@ -1,0 +1,81 @@
+"""One module knows what differs between kinds of devices, and on a CPU it changes nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import nbkit
+from nbkit.rank.device import Accelerator, accelerator
+
+_PACKAGE = Path(nbkit.__file__).parent
+_CPU = torch.device("cpu")
+
+
+def asks(tree: ast.AST) -> Iterator[str]:
+    """What in `tree` asks for a kind of device, or uses what only some have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if (owner == "torch" and node.attr in ("cuda", "accelerator", "Event", "Stream")) or node.attr == "is_cuda":
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', '') or ''}.{alias.name}".strip(".") for alias in node.names]
+            yield from (f"{node.lineno}: {n}" for n in names if n.startswith(("torch.cuda", "torch.accelerator")))
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Constant) and side.value == "cuda" for side in sides):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
+            yield f"{node.value.lineno}: pin_memory={ast.unparse(node.value)}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
+            if any(isinstance(each, ast.Constant) and "cuda" in str(each.value) for each in node.args):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_one_module_of_the_ranks_asks_for_cuda() -> None:
+    found = []
+    for wing in ("rank", "bridge"):
+        for file in sorted((_PACKAGE / wing).rglob("*.py")):
+            if file != _PACKAGE / "rank" / "device.py":
+                found += [f"{file.relative_to(_PACKAGE)}:{ask}" for ask in asks(ast.parse(file.read_text()))]
+
+    assert not found, "ask nbkit.rank.device.accelerator() instead"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "x.is_cuda",
+        "x.device.type == 'cuda'",
+        "d != 'cuda'",
+        "torch.empty(2, pin_memory=True)",
+        "import torch.cuda",
+        "from torch.cuda import Event",
+        "torch.accelerator.synchronize()",
+        "torch.device('cuda:0')",
+        "torch.Stream()",
+    ],
+)
+def test_each_way_of_asking_is_seen(line: str) -> None:
+    assert list(asks(ast.parse(line)))
+
+
+def test_on_a_cpu_nothing_is_on_a_device_and_nothing_is_copied() -> None:
+    here, tensor = accelerator(), torch.ones(2)
+
+    assert type(here) is Accelerator
+    assert (here.kind, here.count(), here.device("cpu"), here.uuid(_CPU)) == ("cpu", 0, _CPU, "")
+    assert not any(here.holds(what) for what in (tensor, _CPU, None, torch.device("meta")))
+    assert here.holds(torch.device("cuda", 1))
+    assert here.send(tensor, _CPU) is tensor
+    here.seed(1)
+    before = torch.get_rng_state()
+    with here.generators_kept([_CPU]):
+        torch.rand(2)
+    assert torch.equal(before, torch.get_rng_state())
