@@ -26,7 +26,7 @@ def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> 
         paths = {path for path in entry.carried if path not in entry.kept}
         leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
         shapes = [tuple(leaf.shape) for key, leaf in leaves if pytree.keystr(key) in paths]
-        seen.add(shapes[0] if len(shapes) == 1 else ())
+        seen.add(shapes[0] if len(shapes) == 1 and not entry.skips else ())
 
     with unchanged(module), watched(module, enter, names=chain.blocks[1:]), torch.no_grad():
         call()

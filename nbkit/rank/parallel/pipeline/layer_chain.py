@@ -1,7 +1,8 @@
 """The blocks of an unmodified model as a chain that can be cut: found by running it, proven by running it cut.
 
 The model runs on an example while `Flow` watches, once in evaluation and once as it trains. A cut at the entry of a
-block is right when everything that hangs on parameters and is used behind it goes in through the block's arguments.
+block is right when everything that hangs on parameters and is used behind it goes in through the block's arguments, or
+is what modules before it gave: that is sent along.
 Then the model runs once more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage
 runs the user's own forward.
 """
@@ -9,6 +10,7 @@ runs the user's own forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -93,22 +95,52 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
         blocks = ["", *single] if stages is not None else single
         if len(blocks) < 2:
             raise _no_chain(module, refused)
-        flow = Flow(module, blocks)
-        with torch.no_grad():
-            flow.run(call)
-        if any(mode for _, mode in modes):
-            _watch_training(flow, modes, call)
-        refused += [(blocks[i], why) for i, why in sorted(flow.around.items())]
-        if len(flow.around) == len(blocks) - 1 or (stages is not None and flow.around):
-            raise _no_chain(module, refused)
-        chain = _chain(flow, [name for name in calls if name in found], refused)
-        _prove(module, chain, call)
+        units = [name for name in calls if name in found]
+        flow = _watch(module, blocks, (), modes, call)
+        chain = None
+        if flow.around:
+            skipped = tuple(_skipped(flow, module, "", blocks, until=len(blocks)))
+            with suppress(StrategyError):  # without them, some cuts may be left
+                chain = _proven(_watch(module, blocks, skipped, modes, call), units, refused, call, stages is not None)
+        if chain is None:
+            chain = _proven(flow, units, refused, call, stages is not None)
         for part, mode in modes:
             part.training = mode
         return _with_recomputation(module, chain, call)
 
 
-def _watch_training(flow: Flow, modes: Sequence[tuple[nn.Module, bool]], call: Callable[[], Any]) -> None:
+def _watch(
+    module: nn.Module,
+    blocks: Sequence[str],
+    skipped: Sequence[str],
+    modes: Sequence[tuple[nn.Module, bool]],
+    call: Callable[[], Any],
+) -> Flow:
+    """What flows in evaluation and in `modes`. The modules are in evaluation before."""
+    flow = Flow(module, blocks, skipped)
+    with torch.no_grad():
+        flow.run(call)
+    if any(mode for _, mode in modes):
+        _watch_training(flow, modes, skipped, call)
+        module.eval()
+    return flow
+
+
+def _proven(
+    flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]], call: Callable[[], Any], every: bool
+) -> Chain:
+    """The chain that `flow` shows. every: all cuts have to be right."""
+    refused = [*refused, *((flow.blocks[i], why) for i, why in sorted(flow.around.items()))]
+    if len(flow.around) == len(flow.blocks) - 1 or (every and flow.around):
+        raise _no_chain(flow.module, refused)
+    chain = _chain(flow, units, refused)
+    _prove(flow.module, chain, call)
+    return chain
+
+
+def _watch_training(
+    flow: Flow, modes: Sequence[tuple[nn.Module, bool]], skipped: Sequence[str], call: Callable[[], Any]
+) -> None:
     """Run the model in `modes`, too: a penalty or a noise that is there in training alone may go around a cut."""
     for part, mode in modes:
         part.training = mode
@@ -117,7 +149,7 @@ def _watch_training(flow: Flow, modes: Sequence[tuple[nn.Module, bool]], call: C
         blocks = [name for name in flow.blocks if name]
         if [name for name in calls if name in set(blocks)] != blocks or any(calls[name] > 1 for name in blocks):
             raise _no_chain(flow.module, [(blocks[0], "in training the model calls its blocks otherwise")])
-        training = Flow(flow.module, flow.blocks)
+        training = Flow(flow.module, flow.blocks, skipped)
         training.run(call)
     flow.join(training)
 
@@ -189,7 +221,7 @@ def _entry(entries: Sequence[Entry], kept: Sequence[int], number: int) -> Entry:
     sources = dict(entry.kept)
     for i in range(number - 1, before, -1):
         sources = {path: entries[i].kept[at] for path, at in sources.items() if at in entries[i].kept}
-    return Entry(entry.carried, sources, entry.written)
+    return Entry(entry.carried, sources, entry.written, entry.skips)
 
 
 def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:

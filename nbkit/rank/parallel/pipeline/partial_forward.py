@@ -1,9 +1,10 @@
 """A part of a model runs inside the user's own forward: gates at its modules skip, exchange and break off.
 
 A stage that holds the blocks `lo` to `hi` of a chain calls the whole model on the real input. Until block `lo` is
-called, modules with parameters are skipped: they give zeros of the shapes that they would give. What goes into block
-`lo` is exchanged for what the stage before has sent; the call of block `hi` ends the forward, and what goes into it is
-sent on. Masks, position ids and rotary tables, which hang on no parameter, are computed by every stage for itself.
+called, modules with parameters are skipped: they give zeros of the shapes that they would give, or what the stage
+before has sent of their outputs (Entry.skips). What goes into block `lo` is exchanged for what the stage before has
+sent; the call of block `hi` ends the forward, and what goes into it is sent on. Masks, position ids and rotary tables,
+which hang on no parameter, are computed by every stage for itself.
 
 A gate is the outermost thing at its module, so that hooks (of other strategies, of the user) run only when the module
 does. It is put there by changing the module's class: names, attributes and isinstance stay as they are.
@@ -11,6 +12,7 @@ does. It is put there by changing the module's class: names, attributes and isin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +28,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.argument_paths import look, put
 from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.module.meta_module import copied
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
+from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
 
@@ -72,11 +74,16 @@ class Gates:
         self._received: tuple[Tensor, ...] = ()
         self._sent: tuple[Tensor, ...] | None = None
         self._given: dict[str, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._skips: dict[Skip, Tensor] = {}
+        self._followed: dict[tuple[str, int], list[Skip]] = {}
+        for skip in dict.fromkeys(skip for entry in entries for skip in entry.skips):
+            self._followed.setdefault((skip.module, skip.call), []).append(skip)
         numbers = {name: i for i, name in enumerate(blocks) if i}
         for name in dict.fromkeys([*numbers, *skipped]):
             part = module.get_submodule(name)
             shapes = _Shapes(part) if name in skipped else None
-            vars(part)["_gate"] = partial(self._pass_by, numbers.get(name), shapes)
+            vars(part)["_gate"] = partial(self._pass_by, name, numbers.get(name), shapes)
             self._kinds.append((part, type(part)))
             part.__class__ = subclass(type(part), _Gated)
 
@@ -93,14 +100,17 @@ class Gates:
         Raises StrategyError when the model's forward does not come by the blocks at which the part begins and ends.
         """
         self._lo, self._hi, self._at = lo, hi, 0
-        self._received, self._sent, self._given, self._running = tuple(received), None, {}, True
+        carried = len(self.entries[lo].carried) if lo else 0
+        self._received, self._sent, self._given, self._running = tuple(received[:carried]), None, {}, True
+        self._calls.clear()
+        self._skips = dict(zip(self.entries[lo].skips, received[carried:], strict=True)) if lo else {}
         try:
             with plain_attention():
                 output = call()
         except _Reached:
             return self._sent
         finally:
-            self._running, self._received, self._sent, self._given = False, (), None, {}
+            self._running, self._received, self._sent, self._given, self._skips = False, (), None, {}, {}
         if self._at < min(hi, len(self.blocks) - 1):
             raise self._missed(self._at + 1)
         return output
@@ -109,7 +119,9 @@ class Gates:
         """Whether the forward is on its way to its first block: what it computes from weights is not used."""
         return self._running and self._at < self._lo
 
-    def _pass_by(self, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any) -> Any:
+    def _pass_by(
+        self, name: str, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any
+    ) -> Any:
         """A gated module is called: skip it, or change what goes into it, or end the forward.
 
         number: of the block that it is, None for others. shapes: None of what is never skipped.
@@ -129,15 +141,27 @@ class Gates:
                 raise self._missed(self._at + 1)
             self._at = number
         if number == self._hi:
-            arrived = self._arrived(number, args, kwargs)
-            self._sent = tuple(sendable(arrived[path]) for path in self.entries[number].carried)
+            arrived, entry = self._arrived(number, args, kwargs), self.entries[number]
+            sent = [*(arrived[path] for path in entry.carried), *(self._skips[skip] for skip in entry.skips)]
+            self._sent = tuple(map(sendable, sent))
             raise _Reached
-        if self.idle():
-            return proceed(*args, **kwargs) if shapes is None else shapes.zeros(args, kwargs)
-        if number is None:
-            return proceed(*args, **kwargs)
-        args, kwargs = self._exchange(number, args, kwargs)
-        return proceed(*args, **kwargs)
+        if self.idle() and shapes is not None:
+            return self._around(name, shapes.zeros(args, kwargs))
+        if number is not None and not self.idle():
+            args, kwargs = self._exchange(number, args, kwargs)
+        return self._around(name, proceed(*args, **kwargs))
+
+    def _around(self, name: str, output: Any) -> Any:
+        """The output of a call, with what the stage before has sent of it; what later stages need of it is kept."""
+        call = self._calls[name]
+        self._calls[name] += 1
+        for skip in self._followed.get((name, call), ()):
+            own = look((output,), skip.path)
+            if (received := self._skips.get(skip)) is not None:
+                own = completed(received, own.shape, self.team)
+                (output,) = put((output,), skip.path, own)
+            self._skips[skip] = own
+        return output
 
     def _missed(self, number: int) -> StrategyError:
         name = self.blocks[number] if number < len(self.blocks) else "the end"

@@ -3,14 +3,19 @@
 A run is divided at the entries of the blocks: segment 0 lies before block 0, segment i + 1 begins with block i, and the
 last one follows the last block. Every operation is seen (TorchDispatchMode), and memory is followed instead of Python
 objects. At each entry the tensors that hang on parameters are exchanged for copies. What is used afterwards and is no
-such copy went around the cut, through a variable of the caller: a stage that begins there would not have it.
+such copy went around the cut, through a variable of the caller: a skip of a U-Net, the first of two towers.
+
+The forward of a stage runs from the top, and the modules of earlier stages give zeros there. Where such a module gives
+what an earlier stage has sent, all that the caller makes of it without parameters is right again. So what goes around
+travels from stage to stage as outputs of those modules (Entry.skips), unless it was made or changed by other means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,34 +25,50 @@ from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in, written_by
 
 
+class Skip(NamedTuple):
+    """The tensor at `path` of what a call of `module` gives, in a tuple of one. call: which of its calls, from 0."""
+
+    module: str
+    call: int
+    path: str
+
+
+_LOST = Skip("", 0, "")
+"""Stands for what no module gave: made from a parameter by the caller itself."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What goes into a block. carried: where a tensor hangs on parameters, as a path into (args, kwargs).
 
     kept: of these, the ones that the caller gives to consecutive blocks again -> where the block before got it.
-    written: of these, the ones that are changed in place afterwards.
+    written: of these, the ones that are changed in place afterwards. skips: what goes around the cut.
     """
 
     carried: tuple[str, ...]
     kept: dict[str, str]
     written: frozenset[str]
+    skips: tuple[Skip, ...] = ()
 
 
 class Flow(TorchDispatchMode):
     """Follows one run of `module`; `blocks` are called once each, in this order ("" first: the run begins with it).
 
+    skipped: modules of which a later stage can be given the outputs. None of them is in another.
     uses: parameter name (each one's first) -> the segments that use it. entries(): what goes into each block.
     around: number of a block -> who goes around the cut at its entry. opaque: names of the modules that give out a
     value that does not hang on parameters, or none at all. callers: name -> segments that call the module.
     """
 
-    def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[str], skipped: Collection[str] = ()) -> None:
         super().__init__()
         self.module, self.blocks = module, list(blocks)
         self.segment = 1 if self.blocks[0] == "" else 0
         self._carried: list[list[str]] = [[] for _ in self.blocks]
         self._kept: list[dict[str, str]] = [{} for _ in self.blocks]
         self._written: list[set[str]] = [set() for _ in self.blocks]
+        self._skips: list[dict[Skip, str]] = [{} for _ in self.blocks]
+        self._origins = _Origins(skipped)
         self.uses: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
         self.around: dict[int, str] = {}
         self.opaque: set[str] = set()
@@ -56,7 +77,7 @@ class Flow(TorchDispatchMode):
         for name, param in module.named_parameters():
             self._names.setdefault(memory_of(param), []).append(name)
         self._born: dict[Memory, tuple[int, str]] = {}
-        self._copies: dict[Memory, tuple[int, str]] = {}
+        self._copies: dict[Memory, tuple[int, str, Memory]] = {}
         self._given: dict[int, tuple[str, Tensor]] = {}
         self._alive: list[Tensor] = []
         self._inside: list[str] = []
@@ -68,29 +89,39 @@ class Flow(TorchDispatchMode):
             output = call()
         for tensor in tensors_in(output):
             self._use(tensor, "the output of the model")
+        for number, skips in enumerate(self._skips):
+            if _LOST in skips or skips.keys() & self._origins.changed:
+                self.around.setdefault(number, next(iter(skips.values())))
         return output
 
     def entries(self) -> list[Entry]:
         """What goes into each block."""
-        seen = zip(self._carried, self._kept, self._written, strict=True)
-        return [Entry(tuple(carried), kept, frozenset(written)) for carried, kept, written in seen]
+        seen = zip(self._carried, self._kept, self._written, self._skips, strict=True)
+        return [
+            Entry(tuple(carried), kept, frozenset(written), tuple(sorted(skips)))
+            for carried, kept, written, skips in seen
+        ]
 
     def join(self, other: Flow) -> None:
         """What `other`, a run in another mode, has shown holds as well: a cut has to be right in both."""
         for name, segments in other.uses.items():
             self.uses[name] |= segments
         for number, block in enumerate(self.blocks):
-            if number and (self._carried[number], self._kept[number]) != (other._carried[number], other._kept[number]):
-                self.around.setdefault(number, f"what goes into {block} in training is not what does in evaluation")
             if number in other.around:
                 self.around.setdefault(number, f"in training, {other.around[number]}")
+            elif number and self._crossing(number) != other._crossing(number):
+                self.around.setdefault(number, f"what goes into {block} in training is not what does in evaluation")
             self._written[number] |= other._written[number]
         self.opaque |= other.opaque
         for name, segments in other.callers.items():
             self.callers.setdefault(name, set()).update(segments)
 
+    def _crossing(self, number: int) -> tuple[Any, ...]:
+        return self._carried[number], self._kept[number], sorted(self._skips[number])
+
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._inside.append(name)
+        self._origins.enter(name)
         given = self._exchanged(self.blocks.index(name), args, kwargs) if name in self.blocks and name else None
         self.callers.setdefault(name, set()).add(self.segment)
         return given
@@ -100,6 +131,7 @@ class Flow(TorchDispatchMode):
         if not found or not all(self._hangs(tensor) for tensor in found):
             self.opaque.add(name)
         self._inside.pop()
+        self._origins.leave(name, output)
         if name and name == self.blocks[-1]:
             self.segment = len(self.blocks) + 1
 
@@ -132,7 +164,7 @@ class Flow(TorchDispatchMode):
         self._paused = True
         copy = source.clone()
         self._paused = False
-        self._copies[memory_of(copy)] = (number, path)
+        self._copies[memory_of(copy)] = (number, path, memory_of(source))
         return copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,10 +178,12 @@ class Flow(TorchDispatchMode):
         for tensor in written:
             if (copied := self._copies.get(memory_of(tensor))) is not None:
                 self._written[copied[0]].add(copied[1])
+                self._origins.change(copied[2])
         if any(hangs):
-            for tensor in (*tensors_in(result), *written):
-                if (memory := memory_of(tensor)) not in self._names:
-                    self._born.setdefault(memory, (self.segment, self._inside[-1] if self._inside else ""))
+            made = [t for t in (*tensors_in(result), *written) if memory_of(t) not in self._names]
+            for tensor in made:
+                self._born.setdefault(memory_of(tensor), (self.segment, self._inside[-1] if self._inside else ""))
+            self._origins.combine((t for t, one in zip(given, hangs, strict=True) if one), made, written)
         return result
 
     def _hangs(self, tensor: Tensor) -> bool:
@@ -168,8 +202,63 @@ class Flow(TorchDispatchMode):
         born, origin = self._born[memory]
         for number in range(max(born, 1), min(self.segment, len(self.blocks))):
             user = by or self._named(self._inside[-1] if self._inside else "")
-            self.around.setdefault(number, f"what {self._named(origin)} computes before it is used after it, by {user}")
+            why = f"what {self._named(origin)} computes before it is used after it, by {user}"
+            for skip in sorted(self._origins.of(memory)):
+                self._skips[number].setdefault(skip, why)
         return True
 
     def _named(self, name: str) -> str:
         return name or f"{type(self.module).__name__}.forward"
+
+
+class _Origins:
+    """From the outputs of which calls of `modules` each value was made, by operations between those modules.
+
+    A later stage repeats these operations. changed: what is changed in place after it was given, so that it can
+    neither be sent nor made again.
+    """
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = frozenset(modules)
+        self.changed: set[Skip] = set()
+        self._calls: Counter[str] = Counter()
+        self._made: dict[Memory, frozenset[Skip]] = {}
+        self._within = 0
+
+    def enter(self, module: str) -> None:
+        """A module is called."""
+        self._within += module in self.modules
+
+    def leave(self, module: str, output: Any) -> None:
+        """It has given `output`."""
+        if module not in self.modules:
+            return
+        self._within -= 1
+        call = self._calls[module]
+        self._calls[module] += 1
+        flat = pytree.tree_flatten_with_path((output,))[0]
+        given = {id(leaf): Skip(module, call, pytree.keystr(key)) for key, leaf in flat if isinstance(leaf, Tensor)}
+        for tensor in tensors_in(output):
+            # Of an argument that it hands on, both are needed.
+            self._add(tensor, {given.get(id(tensor), _LOST)})
+
+    def combine(self, sources: Iterable[Tensor], results: Iterable[Tensor], written: Collection[Tensor]) -> None:
+        """An operation has made `results` from `sources`, what hangs on parameters, and has changed `written`."""
+        for tensor in written:
+            self.change(memory_of(tensor))
+        if not self._within:
+            found = frozenset[Skip]().union(*(self.of(memory_of(tensor)) for tensor in sources))
+            for tensor in results:
+                self._add(tensor, found)
+
+    def change(self, memory: Memory) -> None:
+        """What is at `memory` is changed in place."""
+        self.changed |= self._made.get(memory, frozenset())
+
+    def of(self, memory: Memory) -> frozenset[Skip]:
+        """What the value at `memory` was made from."""
+        return self._made.get(memory, frozenset({_LOST}))
+
+    def _add(self, tensor: Tensor, skips: Collection[Skip]) -> None:
+        memory = memory_of(tensor)
+        self._made[memory] = self._made.get(memory, frozenset()).union(skips)

@@ -217,15 +217,51 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
     value, target = specimen.batch(3, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         chain = find_chain(model, lambda: model(value))
-        assert chain.blocks == ("blocks.0", "blocks.3", "blocks.4", "blocks.5")
-        assert chain.entries[1].carried == ("[0][0]", "[0][1]")
+        assert len(chain) == 6 and [len(entry.skips) for entry in chain.entries] == [0, 1, 1, 0, 0, 0]
+        assert chain.entries[3].carried == ("[0][0]", "[0][1]")
         assert "front" not in chain.skipped and "front.tokens" in chain.skipped
-        parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(5), 2)}
+        parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(7), 2)}
         # As for every rank: casts that autocast has kept are not shared with what runs before.
         torch.clear_autocast_cache()
         whole = specimen.gradients(model, value, target)
-        for ranges in (r for num in (2, 3, 4) for r in partitions(4, num)):
+        for ranges in (r for num in (2, 3, 6) for r in partitions(6, num)):
             found = chained([(parts[r], 0) for r in ranges], specimen, value, target)
             if not autocast:
                 assert_equal(found, whole)
             assert torch.equal(found[0], whole[0]) and found[1].keys() == whole[1].keys()
+
+
+class Towers(nn.Module):
+    """Two towers from one table, of which the first is used behind the second; and a skip between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.first, self.second = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        query, document = self.tokens(ids), self.tokens(ids.flip(1))
+        for layer in self.first:
+            query = layer(query).tanh()
+        skip = document.sin() + query.mean(1, keepdim=True)
+        for layer in self.second:
+            document = layer(document).tanh()
+        return self.head(document * query + skip.cos())
+
+
+def test_towers_travel_beside_each_other_and_so_do_their_gradients() -> None:
+    specimen = Specimen(Towers, next_tokens, cross_entropy, ())
+    model = specimen.build(torch.float64)
+    value, target = specimen.batch(3, dtype=torch.float64)
+    chain = find_chain(model, lambda: model(value))
+    assert [{skip.module: skip.call for skip in entry.skips} for entry in chain.entries] == [
+        {},
+        {"tokens": 1},
+        {"first.1": 0, "tokens": 1},
+        {"first.1": 0, "tokens": 1},
+    ]
+    whole = specimen.gradients(copy.deepcopy(model), value, target)
+    for ranges in (r for num in (2, 3, 4) for r in partitions(4, num)):
+        stages = [(staged(model, chain, [r]), 0) for r in ranges]
+        assert_equal(chained(stages, specimen, value, target), whole)
