@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbkit.mesh import AXES, Mesh
 from nbkit.rank.comm.background_creation import forming
+
+MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None]
+"""See `group_of`."""
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -81,10 +85,10 @@ class Axes:
     _groups: dict[str, dist.ProcessGroup | None]
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, *, shard: int | None = None) -> Axes:
+    def of(cls, mesh: Mesh, rank: int, *, shard: int | None = None, make: MakeGroup | None = None) -> Axes:
         """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp)."""
-        shard = mesh.dp if shard is None else shard
-        groups = {axis: group_of(axis, every, rank) for axis, every in groups_along(mesh, shard).items()}
+        shard, make = mesh.dp if shard is None else shard, make or group_of
+        groups = {axis: make(axis, every, rank) for axis, every in groups_along(mesh, shard).items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
         return cls(mesh, rank, shard, groups)

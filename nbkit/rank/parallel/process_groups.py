@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from nbkit.rank.parallel.device_mesh import Axes, all_made, group_of, groups_along
+from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.parallel.device_mesh import Axes, MakeGroup, all_made, group_of, groups_along
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
@@ -19,26 +20,36 @@ class Connections:
     """axes: groups of the mesh. edges: of a pipeline's channels, where the backend needs them.
 
     ties: (group, names) of the parameters that several stages hold. replication: name -> ranks of the world that hold
-    the same elements of what the optimizer updates.
+    the same elements of what the optimizer updates. world: the group of all ranks, None for torch's own.
     """
 
     axes: Axes
     edges: Edges
     ties: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
     replication: Mapping[str, int]
+    world: dist.ProcessGroup | None = None
 
 
 def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int) -> Connections:
     """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is."""
-    mesh = strategy.mesh
-    axes = Axes.of(mesh, rank, shard=strategy.shard)
-    ties = []
-    for every, names in _tied(strategy, rank_layouts):
-        group = group_of("pp", every, rank)
-        own = tuple(name for name in names if name in rank_layouts.held[rank])
-        if group is not None and own:
-            ties.append((group, own))
-    return Connections(axes, edge_groups(mesh.groups("pp"), rank), tuple(ties), _replication(rank_layouts))
+    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard)
+    ties = _ties(strategy, rank_layouts, rank, group_of)
+    return Connections(axes, edge_groups(strategy.mesh.groups("pp"), rank), ties, _replication(rank_layouts))
+
+
+def connect_threads(
+    strategy: Strategy, rank_layouts: RankLayouts, rank: int, meetings: Callable[[str, tuple[int, ...]], Meeting]
+) -> Connections:
+    """Those of a rank that is a thread of this process. meetings: of an axis and the ranks of a group along it."""
+
+    def make(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+        ranks = next((ranks for ranks in every if rank in ranks and len(ranks) > 1), None)
+        return None if ranks is None else meetings(axis, ranks).group_of(rank)
+
+    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, make=make)
+    world = make("world", [tuple(range(strategy.mesh.size))], rank)
+    ties = _ties(strategy, rank_layouts, rank, lambda _, every, rank: make("ties", every, rank))
+    return Connections(axes, {}, ties, _replication(rank_layouts), world)
 
 
 def served(strategy: Strategy, rank_layouts: RankLayouts) -> bool:
@@ -48,6 +59,18 @@ def served(strategy: Strategy, rank_layouts: RankLayouts) -> bool:
     tied = (every for every, _ in _tied(strategy, rank_layouts))
     along = groups_along(strategy.mesh, strategy.shard)
     return all(all_made(every, axis) for axis, every in along.items()) and all(all_made(every, "pp") for every in tied)
+
+
+def _ties(
+    strategy: Strategy, rank_layouts: RankLayouts, rank: int, make: MakeGroup
+) -> tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]:
+    found = []
+    for every, names in _tied(strategy, rank_layouts):
+        group = make("pp", every, rank)
+        own = tuple(name for name in names if name in rank_layouts.held[rank])
+        if group is not None and own:
+            found.append((group, own))
+    return tuple(found)
 
 
 def _tied(strategy: Strategy, rank_layouts: RankLayouts) -> list[tuple[list[tuple[int, ...]], list[str]]]:

@@ -165,7 +165,7 @@ class ShardedModel:
         # Where every rank holds every gradient there is nothing to ask the others.
         size = 1 if self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero else self.strategy.mesh.size
         copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
-        return grad_norm(self.held, copies, device=device, world_size=size)
+        return grad_norm(self.held, copies, device=device, group=self.connections.world, world_size=size)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class _Bucket(Bucket):
     def send(self) -> None:
         self.adopt()
         self.used.fill_(1)
-        if dist.get_rank(self.group) > 1:
+        if (dist.get_rank() if self.group is None else self.group.rank()) > 1:
             self.used[-1] = 0
         self.unused = [i for i, p in enumerate(self.params) if p.grad is None]
         for i in self.unused:

@@ -9,6 +9,8 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.device_mesh import Axes
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
+
 
 def watched(model: nn.Module) -> list[str]:
     """Names of the buffers to compare: floating ones that a checkpoint holds. Others are scratch by declaration."""
@@ -28,9 +30,8 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
     held = dict(model.named_buffers())
     none = torch.zeros((), device=device)
     sums = torch.stack([held.get(name, none).to(torch.float64).sum() for name in names])
-    gathered = [torch.empty_like(sums) for _ in range(axes.size("dp"))]
-    dist.all_gather(gathered, sums, group=group)
-    everyone = torch.stack(gathered)
+    everyone = sums.new_empty(axes.size("dp"), len(names))
+    _all_gather(everyone.view(-1), sums, group=group)
     same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
     drifted = [name for name, equal in zip(names, same, strict=True) if not equal]
     if drifted:

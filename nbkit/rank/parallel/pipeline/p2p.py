@@ -225,6 +225,8 @@ class Channels:
 
 def _ends(group: dist.ProcessGroup, edges: Edges) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
     """For each direction and peer of `group`, the group to use and the peer's rank in it."""
+    if not edges:
+        return {(direction, peer): (group, peer) for peer in range(group.size()) for direction in ("to", "from")}
     members, me = dist.get_process_group_ranks(group), dist.get_rank()
     ends = {}
     for peer, other in enumerate(members):

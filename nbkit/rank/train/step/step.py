@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, bounds, on_device, pair, shapes_of, shard_of, take, tokens_of
+from nbkit.rank.data.batch import Shard, shapes_of, shard_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.counted_targets import Counted, CountedTargets
-from nbkit.rank.loss.row_weights import Weighed, weigh
 from nbkit.rank.parallel.grad_norm import clip
+from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
@@ -44,15 +43,6 @@ from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step_stats import StepReduction, StepResult
-
-
-@dataclass(frozen=True)
-class Micro:
-    """A micro-batch: its data, how many rows, and which of the global batch the first one is."""
-
-    data: Any
-    rows: int
-    first: int
 
 
 @dataclass
@@ -81,10 +71,10 @@ class TrainingStep:
     ) -> None:
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
-        self.loss, self.inputs = builder.config.loss, builder.config.inputs
         self.microbatch_size = builder.config.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
+        self._forward = ForwardPass(sharded_model, builder.config.loss, builder.config.inputs, self.device)
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
@@ -112,23 +102,12 @@ class TrainingStep:
         seed_step(self.seed, self.ledger.step, rank)
         return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank)
 
-    def cut(self, shard: Shard) -> list[Micro]:
-        """A shard in micro-batches: `strategy.microbatches` of them in a pipeline, else of `microbatch_size` rows."""
-        first, _ = bounds(shard.total, self.sharded_model.axes.size("dp"), self.sharded_model.axes.index("dp"))
-        rows = shard.rows
-        if (count := self.sharded_model.strategy.microbatches) is not None:
-            cuts = [bounds(rows, min(count, rows), i) for i in range(min(count, rows))]
-        else:
-            size = self.microbatch_size or max(rows, 1)
-            cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-        return [Micro(take(shard.data, start, stop, rows=rows), stop - start, first + start) for start, stop in cuts]
-
     def backward(self, shard: Shard) -> StepResult:
         """Fill every parameter's gradient; the step's numbers are under way in what is returned.
 
         Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
         """
-        sharded_model, micros, ledger, step = self.sharded_model, self.cut(shard), self.ledger, self.ledger.step
+        sharded_model, micros, ledger, step = self.sharded_model, self._cut(shard), self.ledger, self.ledger.step
         request = step_boundary.inbox.acted + 1
         self.builder.look_at_first(sharded_model, shard, step)
         options = self.builder.options
@@ -137,7 +116,7 @@ class TrainingStep:
         expected = shard.total * (counted.per_row if counted is not None else 1)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
-        sharded_model.data.reset(passes=self._passes(shard))
+        sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
         if self._coupled:
             check_level(shard.total, ranks=sharded_model.axes.size("dp"), microbatch_size=self.microbatch_size)
 
@@ -156,7 +135,7 @@ class TrainingStep:
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self._computing(micro, step):
-                output, part, tokens = self._forward(micro, stage, received, counted)
+                output, part, tokens = self._forward.run(micro, stage, received, counted)
             if part is None:
                 return output  # type: ignore[no-any-return]
             if not part.value.requires_grad:
@@ -235,50 +214,28 @@ class TrainingStep:
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:
         """(summed loss, weight) of this rank's rows, zeros where another rank's count. The module is in eval mode."""
-        micros = self.cut(shard)
+        micros = self._cut(shard)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self.precision.autocast():
-                output, part, _ = self._forward(micro, stage, received, self.builder.options.counted)
+                output, part, _ = self._forward.run(micro, stage, received, self.builder.options.counted)
             if part is None:
                 return output  # type: ignore[no-any-return]
             both = [part.total, torch.as_tensor(part.weight, device=self.device)]
             return (torch.stack([number.double() for number in both]),)
 
         found = self.sharded_model.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
-        for _ in range(self._passes(shard) - len(micros)):
+        for _ in range(most_passes(shard, self.sharded_model, self.microbatch_size) - len(micros)):
             self.sharded_model.data.absent()
         if self.sharded_model.counts:
             for both in found:
                 sums += both
         return sums
 
-    def _forward(
-        self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None
-    ) -> tuple[Any, Weighed | None, int]:
-        """(what the stage gives, what the loss weighs, tokens); the last two only of the stage that ends the model."""
-        model = self.sharded_model
-        value, target = pair(on_device(micro.data, self.device), self.inputs)
-        if stage != model.last_stage:
-            return model.stage(stage, value, received), None, 0
-        targets = CountedTargets() if counted is not None else None
-        inside = counted is not None and counted.where == "model"
-        with targets.inside() if targets is not None and inside else nullcontext():
-            output = model.stage(stage, value, received)
-        with targets or nullcontext():
-            result = self.loss(output, target)
-        if targets is not None:
-            targets.check()
-        return output, weigh(result, micro.rows, targets), tokens_of(value, micro.rows)
-
-    def _passes(self, shard: Shard) -> int:
-        """Micro-batches of the rank that has most."""
-        _, most = bounds(shard.total, self.sharded_model.axes.size("dp"), 0)
-        if (count := self.sharded_model.strategy.microbatches) is not None:
-            return min(count, most)
-        return -(-most // (self.microbatch_size or max(most, 1)))
+    def _cut(self, shard: Shard) -> list[Micro]:
+        return micro_batches(shard, self.sharded_model, self.microbatch_size)
 
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:

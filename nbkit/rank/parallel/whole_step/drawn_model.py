@@ -1,0 +1,39 @@
+"""A model with drawn weights, made of its shapes: none is zero, which would hide what is behind it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.parallel.data_parallel.base import fresh
+from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+
+_PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
+
+
+def drawn_model(skeleton: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
+
+    Draws from a generator of its own: another thread may be training.
+    """
+    model = skeleton_of(skeleton)
+    numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0), dtype=torch.float64).repeat(2)
+    start = 0
+    for name, places in homes(model).items():
+        old: nn.Parameter = getattr(*places[0])
+        kind = dtype if old.is_floating_point() else old.dtype
+        replace(places, fresh(_drawn(old, name, numbers[start:]).to(kind), old))
+        start = (start + old.numel()) % _PERIOD
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to("cpu", dtype) if buffer.is_floating_point() else buffer.cpu()
+    return model
+
+
+def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
+    size = old.numel()
+    noise = (numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1))[:size].view(old.shape)
+    if old.ndim > 1:
+        return noise * (size // old.shape[0]) ** -0.5  # sums of as many products stay as large as what goes in
+    return 0.2 * noise + (0 if name.endswith("bias") else 1)

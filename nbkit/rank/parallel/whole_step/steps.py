@@ -1,0 +1,131 @@
+"""One step of a model by one process, as torch makes it, and by ranks that are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.comm.thread_ranks import ThreadRanks
+from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes
+from nbkit.rank.parallel.module.buffers import check_buffers, watched
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.options import Options, parts_rows
+from nbkit.rank.parallel.parallelize import cut
+from nbkit.rank.parallel.process_groups import connect_threads
+from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is made on. rows: of data. microbatch_size: as of the Trainer."""
+
+    data: Any
+    rows: int
+    loss: Loss
+    inputs: Sequence[str] | None
+    microbatch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step computed. gradients: by name, what a rank holds of each; None where it has none."""
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, tuple[Tensor | None, Layout]]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's: total and weight of the loss of its rows, 0 where another rank's count; and as Stepped."""
+
+    total: float
+    weight: float
+    norm: float
+    gradients: dict[str, tuple[Tensor | None, Layout]]
+
+
+def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
+    """By one process. Leaves the gradients in `model`."""
+    draws = KeyedDropout(model, 0, options.draws)
+    try:
+        value, target = pair(batch.data, batch.inputs)
+        with draws.step(0, range(batch.rows)), torch.enable_grad():
+            weighed = weigh(batch.loss(call(model, value), target), batch.rows)
+        mean = weighed.value / weighed.weight if weighed.summed else weighed.value
+        mean.backward()
+    finally:
+        draws.release()
+    gradients = {name: (p.grad, Layout.whole(p.shape)) for name, p in model.named_parameters()}
+    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
+    return Stepped(float(mean.detach()), float(torch.stack(norms).norm()), gradients)
+
+
+def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: Options) -> list[Stepped]:
+    """By the ranks of `strategy`, as each sees it. model: whole, whose weights they take.
+
+    Raises what a rank raises, and StrategyError for what cannot be split.
+    """
+    skeleton = skeleton_of(model)
+    rank_layouts = ShardLayouts(skeleton, options).of(strategy)
+    ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
+    meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
+
+    def meeting(axis: str, members: tuple[int, ...]) -> Meeting:
+        return meetings.setdefault((axis, members), Meeting(ranks, members))
+
+    def of_rank(rank: int) -> _Rank:
+        connections = connect_threads(strategy, rank_layouts, rank, meeting)
+        sharded_model = cut(skeleton, strategy, connections, options=options, device=_CPU).build(_CPU)
+        fill_weights(sharded_model, model)
+        axes, held = sharded_model.axes, sharded_model.held
+        shard = shard_of(batch.data, ranks=axes.size("dp"), rank=axes.index("dp"))
+        micros = micro_batches(shard, sharded_model, batch.microbatch_size)
+        counted = options.counted if parts_rows(options, strategy) else None
+        expected = batch.rows * (counted.per_row if counted is not None else 1)
+        forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs, _CPU)
+        draws, sums, summed = KeyedDropout(sharded_model.module, 0, options.draws), [0.0, 0.0], False
+
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            nonlocal summed
+            micro = micros[number]
+            with draws.step(0, range(micro.first, micro.first + micro.rows)):
+                output, part, _ = forward_pass.run(micro, stage, received, counted)
+            if part is None:
+                return output  # type: ignore[no-any-return]
+            summed = part.summed
+            sums[0] += float(part.total.detach())
+            sums[1] += float(part.weight)
+            return (part.value if part.summed else part.value * (part.weight / expected),)
+
+        module = sharded_model.module
+        kept = watched(module)
+        sharded_model.data.reset(passes=most_passes(shard, sharded_model, batch.microbatch_size))
+        sharded_model.backward(len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=lambda: None)
+        check_buffers(module, kept, axes=axes, device=_CPU)
+        numbers = torch.tensor([*sums, float(summed)] if sharded_model.counts else [0.0] * 3, dtype=torch.float64)
+        if connections.world is not None:
+            torch.distributed.all_reduce(numbers, group=connections.world)
+        total, weight, is_sum = numbers.tolist()
+        factor = 1 / weight if is_sum else expected / weight if counted is not None else 1.0
+        for p in held.values():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+        norm = float(sharded_model.grad_norm(_CPU))
+        layouts = sharded_model.data.layouts
+        return _Rank(total, weight, norm, {name: (p.grad, layouts[name]) for name, p in held.items()})
+
+    return [Stepped(rank.total / rank.weight, rank.norm, rank.gradients) for rank in ranks.run(of_rank)]

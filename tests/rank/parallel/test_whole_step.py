@@ -1,0 +1,189 @@
+"""A tiny whole step of each composition, by ranks that are threads of one process, is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import ZOO
+from ranks import run_ranks
+from torch import nn
+
+import nbkit
+from nbkit.errors import NbkitError, StrategyError
+from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.comm.thread_ranks import ThreadRanks
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.whole_step.prove_step import refusal_of
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.train.job import prepare
+from nbkit.strategy import Strategy
+
+COMPOSED = {
+    "dp=2": 2,
+    "dp=2 zero=2": 2,
+    "dp=4 zero=3 shard=2": 4,
+    "dp=2 tp=2": 4,
+    "dp=2 pp=2 zero=1": 4,
+    "pp=2 schedule=dualpipev": 2,
+    "pp=2 tp=2": 4,
+    "cp=2 tp=2": 4,
+}
+
+
+class Facts:
+    """What a job finds out once about the tied GPT of the zoo, which drops."""
+
+    def __init__(self) -> None:
+        zoo = ZOO["gpt_tied"]
+        model = zoo.build().train()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.1
+        self.example, self.loss = zoo.batch(2), zoo.loss
+
+        def run() -> Any:
+            return call(model, self.example[0])
+
+        self.options = Options(chain=find_chain(model, run), proof=prove(model, run, [2]))
+        self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
+        self.skeleton = skeleton_of(model)
+
+    def refusal(self, text: str, loss: Any = None, **asked: Any) -> NbkitError | None:
+        strategy = Strategy.parse(text, COMPOSED[text])
+        found = refusal_of(
+            self.skeleton, strategy, self.options, self.example, loss=loss or self.loss, inputs=None, **asked
+        )
+        return found
+
+
+@pytest.fixture(scope="module")
+def facts() -> Iterator[Facts]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations: threads would wait for each other
+    yield Facts()
+    torch.set_num_threads(threads)
+
+
+def test_every_composition_makes_the_step_of_one_process(facts: Facts) -> None:
+    assert {text: found for text in COMPOSED if (found := facts.refusal(text)) is not None} == {}
+    assert facts.refusal("dp=2", microbatch_size=4) is None
+
+
+def unsummed(model: Any, names: Any, group: Any) -> None:
+    pass
+
+
+def counted_twice(held: Any, replication: Any, **how: Any) -> torch.Tensor:
+    return grad_norm.grad_norm(held, {}, **how)
+
+
+def doubled(output: Any, target: Any) -> torch.Tensor:
+    return ZOO["gpt_tied"].loss(output, target) * len(target)
+
+
+# what breaks around the blocks -> (where, name, by what, strategy, words)
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
+    "a tied weight whose gradients are not summed": (
+        sharded_model.ShardedModel, "_sum", unsummed, "dp=2 pp=2 zero=1", "gradient of 'tokens.weight'"),
+    "weights of which several ranks hold the same": (
+        sharded_model, "grad_norm", counted_twice, "dp=2 tp=2", "norm of the gradients"),
+    "stages that are tied to nobody": (
+        process_groups, "_ties", lambda *_: (), "pp=2 tp=2", "gradient of 'tokens.weight'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_breaks_around_the_blocks_is_refused_by_name(
+    name: str, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, attribute, broken, text, words = PLANTED[name]
+    monkeypatch.setattr(where, attribute, broken)
+    refused = facts.refusal(text)
+    assert isinstance(refused, StrategyError) and "as one process does" in refused.what, name
+    assert words in refused.numbers, refused.numbers
+
+
+def test_a_loss_that_is_no_mean_and_a_model_that_fails_in_parts_are_refused(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = facts.refusal("dp=2", doubled)
+    assert refused is not None and "loss" in refused.numbers
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("weight")
+
+    monkeypatch.setattr(sharded_model.ShardedModel, "stage", fails)
+    refused = facts.refusal("pp=2 tp=2")
+    assert refused is not None and "does not run this model" in refused.what and "KeyError" in refused.numbers
+
+
+def test_ranks_that_wait_for_each_other_and_other_collectives_end() -> None:
+    def waits(rank: int) -> None:
+        group, x = meeting.group_of(rank), torch.zeros(1)
+        if rank:
+            torch.distributed.all_reduce(x, group=group)
+        else:
+            group.recv([x], 1, 0).wait()
+
+    def differ(rank: int) -> None:
+        torch.distributed.all_reduce(torch.zeros(1 + rank), group=meeting.group_of(rank))
+
+    for body, words in ((waits, "wait for each other"), (differ, "other collectives")):
+        ranks: ThreadRanks[None] = ThreadRanks(2)
+        meeting = Meeting(ranks, (0, 1))
+        with pytest.raises(RuntimeError, match=words):
+            ranks.run(body)
+
+
+def asked_of_ranks(world: Any) -> list[str]:
+    process_groups._ties = lambda *_: ()  # a forked process of its own
+    zoo = ZOO["gpt_tied"]
+    batch, found = zoo.batch(8), []
+
+    def job(strategy: str) -> Any:
+        return prepare(
+            zoo.build(),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=zoo.loss,
+            strategy=strategy,
+            example=zoo.batch(2),
+            log_dir=None,
+        )
+
+    try:
+        job("pp")
+    except StrategyError as error:
+        found.append(str(error))
+    going = job("ddp")
+    for step, each in enumerate(going.batches([batch] * 3)):
+        going.backward(each)
+        going.optimizer.step()
+        going.optimizer.zero_grad()
+        if step == 0:
+            try:
+                going.switch("pp")
+            except NbkitError as error:
+                found.append(str(error))
+    return [*found, str(going.strategy), str(going.step)]
+
+
+def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in run_ranks(asked_of_ranks, 2):
+        assert len(found) == 4, found
+        assert all("gradient of 'tokens.weight'" in text for text in found[:2]), found
+        assert found[2:] == ["dp=2", "3"]
+    zoo = ZOO["gpt_tied"]
+    assert nbkit.check(zoo.build(), "pp", zoo.batch(8), 2, loss=zoo.loss).ok
+    monkeypatch.setattr(process_groups, "_ties", lambda *_: ())
+    said = nbkit.check(zoo.build(), "pp", zoo.batch(8), 2)
+    assert not said.ok and "gradient of 'tokens.weight'" in str(said)
