@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.follower import Run
@@ -15,6 +18,7 @@ from nbkit.notebook.run.step_picture import picture
 from nbkit.records.record_file import changed, check_format, rank_files
 
 _LIVE_S = 15.0
+_RECENT = 20  # steps
 
 
 def read_run(path: str | os.PathLike[str]) -> RunReader:
@@ -71,10 +75,11 @@ class RunReader:
             return self.step
 
     def state(self) -> dict[str, Any]:
-        """ "run" (name), "folder", "world" (ranks), "stands" ("running", "ended: WHY", or "quiet"), "goal".
+        """ "run" (name), "folder", "world" (ranks), "stands" ("running", "ended: WHY", or "quiet"), "goal", "left".
 
         quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
-        same run counted as they are in the curve; 0 when it is not known.
+        same run counted as they are in the curve; 0 when it is not known. left: the time to that step in words, if the
+        steps to come take as long as the newest 20 under this strategy did; "" where that cannot be told.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -86,12 +91,14 @@ class RunReader:
                 stands = f"ended: {event.get('what', '')}"  # this rank could not record its own end
             else:
                 stands = "quiet" if quiet else "running"
+            goal = _goal(self.curve.events)
             return {
                 "run": self.run_dir.name,
                 "folder": str(self.run_dir),
                 "world": self._run.world_size,
                 "stands": stands,
-                "goal": _goal(self.curve.events),
+                "goal": goal,
+                "left": _left(self.curve.points, goal) if stands == "running" else "",
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
@@ -113,6 +120,13 @@ class RunReader:
 def _ends(event: dict[str, Any]) -> bool:
     """Whether a training ends with it; it goes on after a switch that failed."""
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
+
+
+def _left(points: Sequence[Sequence[float]], goal: int) -> str:
+    newest = [point for point in points[-_RECENT - 1 :] if point[6] == points[-1][6]]
+    each = [(after[2] - before[2]) / after[1] for before, after in pairwise(newest)]
+    seconds = (goal - points[-1][0]) * median(each) if each else 0.0
+    return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 
 def _goal(events: Sequence[dict[str, Any]]) -> int:

@@ -172,7 +172,12 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
         if (seconds := last[2] - points[-_RECENT:][0][2]) > 0:  # one step alone jumps
             tokens = (last[3] - points[-_RECENT:][0][3]) / seconds
     mean = " on average" if ended else ""
-    figures = [steps, f"loss {loss}" if loss else "", f"{figure(tokens)} tokens/s{mean}" if figure(tokens) else ""]
+    figures = [
+        steps,
+        "" if ended else state.get("left", ""),
+        f"loss {loss}" if loss else "",
+        f"{figure(tokens)} tokens/s{mean}" if figure(tokens) else "",
+    ]
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")
     how = next((event.get("reason") for event in reversed(snapshot["events"]) if event["kind"] == "run_stopped"), "")

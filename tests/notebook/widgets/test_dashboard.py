@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from array import array
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,6 +18,7 @@ import pytest
 
 import nbkit
 from nbkit.commands import main
+from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import COLUMNS, Curve, packed
 from nbkit.notebook.run.reader import RunReader
@@ -335,6 +338,28 @@ def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     run.event("failure", rank=1, error="ValueError", what="odd")
     run.event("run_stopped", reason="ValueError")
     assert "ended by an error: rank 1: ValueError: odd" in card_text(reader.snapshot(), ended=True)
+
+
+def test_the_time_to_the_end_is_that_of_the_newest_steps_under_this_strategy(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "long", 2, "dp=2")
+    reader = RunReader(tmp_path / "long")
+    run.event("run_started", strategy="dp=2", arithmetic="", total=100_000)
+    for _ in range(3):
+        run.now += 10**9  # a second of compilation
+        run.step()
+    run.switch("zero3")
+    run.step()
+    assert reader.snapshot()["state"]["left"] == ""  # one step tells no time
+    for _ in range(5):
+        run.step()
+    seen = reader.snapshot()
+    newest = [after[2] - before[2] for before, after in pairwise(seen["points"][-6:])]
+
+    left = f"{text_of((100_000 - 9) * median(newest))} to go"
+    assert seen["state"]["left"] == left and re.match(r"[\d.]+ (min|h) to go", left)
+    assert all(f"step 9 of 100,000 · {left} · " in said for said in (card_text(seen), plain(lines_of(seen))))
+    run.event("run_stopped", reason="done")
+    assert reader.snapshot()["state"]["left"] == ""
 
 
 def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_it_ends_with(tmp_path: Path) -> None:

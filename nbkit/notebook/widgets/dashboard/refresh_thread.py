@@ -86,7 +86,7 @@ class RefreshThread:
         folder = self._where()
         if folder is None:
             if self.reader is None:
-                self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "goal": 0})
+                self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "goal": 0, "left": ""})
             return
         if self.reader is None or self.reader.run_dir != folder:
             self.reader = RunReader(folder)

@@ -41,6 +41,7 @@ def svg_of(snapshot: dict[str, Any]) -> str:
     strategy = snapshot["strategies"][int(last[6])] or state["run"]
     figures = [
         steps_of(last[0], state),
+        state.get("left", ""),
         f"loss {figure(last[4])}" if figure(last[4]) else "",
         f"{figure(last[5])} tokens/s" if figure(last[5]) else "",
     ]

@@ -41,7 +41,12 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
     last = points[-1]
     strategy = snapshot["strategies"][int(last[6])]
-    head = [steps_of(last[0], state), _number("loss", last[4]), _number("tokens/s", last[5], behind=True)]
+    head = [
+        steps_of(last[0], state),
+        state.get("left", ""),
+        _number("loss", last[4]),
+        _number("tokens/s", last[5], behind=True),
+    ]
     lines: list[Line] = [
         (
             Piece(strategy or state["run"], "strong"),

@@ -123,7 +123,7 @@ export function view(el, story, ask) {
     $("strategy").textContent = last ? story.strategies[last[STRATEGY]] || "" : step?.strategy || "";
     $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
     $("stands").classList.toggle("on", state?.stands === "running");
-    $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.goal ? ` of ${number(state.goal)}` : ""}`,
+    $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.goal ? ` of ${number(state.goal)}` : ""}`, state?.left,
       Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", Number.isFinite(last[RATE]) ? `${number(last[RATE])} tokens/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
