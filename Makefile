@@ -11,7 +11,7 @@ Z ?=
 L ?=
 SEEDS ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp check clean
+.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
 	@echo "make zoo     train 48 architectures under every strategy: equal to one process, or refused: about 10 minutes"
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
+	@echo "make plan-check measure what the planner foretells, memory and seconds: about 40 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -60,6 +61,10 @@ zoo: $(READY)
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
 fuzz-tp: $(READY)
 	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
+
+# Some of it:  make plan-check P="peak llama"
+plan-check: $(READY)
+	@$(BIN)/python -m bench.plan $(P)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -103,6 +103,11 @@ class Template:
                 hint="strategy='ddp', or an optimizer such as AdamW or SGD",
             )
 
+    def over(self, params: list[nn.Parameter]) -> Any:
+        """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
+        settings = self._made.param_groups[0]
+        return _clone(self._made, [{**settings, **{k: v for k, v in _ON_CPU.items() if k in settings}}], [params])
+
     def _tried(
         self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
     ) -> list[torch.Tensor]:

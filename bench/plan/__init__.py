@@ -1,0 +1,1 @@
+"""What the planner foretells, beside what is measured: `make plan-check`."""

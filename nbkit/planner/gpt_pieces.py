@@ -1,0 +1,132 @@
+"""The pieces of nbkit's GPT by formula, for plans where nothing can run: equal to what trace.py measures of it.
+
+T positions, D width, V vocabulary, over t tensor and c context ranks. In elements of a row, a block keeps for backward:
+
+    whole                 the inputs of the maps behind both norms                 2 T D / c
+    over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
+                          keys and values of all positions in place of its own     2 T D (1 - 1/c) / t
+                          the inner layer, before and behind its activation        8 T D / (t c)
+    statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
+
+The count of Korthikanti et al. 2022 (section 4) without dropout masks and with an attention that keeps no scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nbkit.planner.activations import Line, Piece
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.peak import Weights
+
+_FP32 = 4
+
+
+class Sizes(Protocol):
+    """What of a GPTConfig is used."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class GPTPieces:
+    """Of a GPT. element: bytes of what is computed (2 in bf16). parameter: of a weight. recompute: of the blocks."""
+
+    config: Sizes
+    element: int = 4
+    parameter: int = 4
+    recompute: bool = False
+
+    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
+        """One for each block, on a rank of these axes."""
+        of, element = self.config, self.element
+        hidden, numbers = of.block * of.width * element, of.block * of.vocab
+        part = hidden / (tp * cp)
+        keys = 2 * hidden * (1 - 1 / cp) / tp
+        statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
+        kept = 2 * hidden / cp + 14 * part + keys + statistics
+        # Under tp what the outer maps give and take is whole for a moment.
+        wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
+        top = kept + (2 * hidden / cp if tp > 1 else part)
+        # Behind the activation, the inner map, attention's maps; and at the end, with all gradients of the block.
+        backward = (
+            Line(4 * square, kept + wide),
+            Line(8 * square, kept - 3 * hidden / cp),
+            Line(12 * square, 5 * hidden / cp),
+        )
+        if self.recompute:
+            again = tuple(Line(line.fixed, line.row + part) for line in backward)
+            block = Piece((Line(0, top),), Line(0, part), again, Line(0, part))
+        else:
+            block = Piece((Line(0, top),), Line(0, kept), backward, Line(0, part))
+        logits = numbers / tp
+        ends = hidden if cp > 1 else 0
+        first = Piece(
+            (Line(0, block.forward[0].row + part + ends),),
+            Line(0, block.kept.row + part),
+            tuple(Line(line.fixed, line.row + part) for line in block.backward),
+            block.carried,
+        )
+        joined = hidden - part if cp > 1 else 0
+        behind = block.kept.row + hidden + joined + _FP32 * logits + 2 * _FP32 * of.block
+        last = Piece(
+            (Line(0, max(block.forward[0].row, behind + element * logits)),),
+            Line(0, behind),
+            (Line(0, behind + 2 * _FP32 * logits), *_after(block.backward, self.parameter * of.vocab * of.width / tp)),
+            Line(0, 0),
+        )
+        if of.layers == 1:
+            return (Piece((*first.forward, *last.forward), last.kept, last.backward, last.carried),)
+        return (first, *(block,) * (of.layers - 2), last)
+
+    def weights(self, tp: int, cp: int) -> list[Weights]:
+        """Bytes of the parameters of each piece on a rank."""
+        of, size = self.config, self.parameter
+        square = size * of.width**2 // tp
+        vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
+        inside = (square,) * 4 + (4 * square,) * 2 + vectors
+        partial = sum(inside) if cp > 1 else 6 * size * of.width if tp > 1 else 0
+        block = Weights(inside, (), partial)
+        table, places = size * of.vocab * of.width // tp, size * of.block * of.width
+        ends = (table, places), (2 * size * of.width, table)
+        if of.layers == 1:
+            return [Weights(inside, (*ends[0], *ends[1]), partial)]
+        return [Weights(inside, ends[0], partial), *(block,) * (of.layers - 2), Weights(inside, ends[1], partial)]
+
+    def facts(self, batch: int) -> Facts:
+        """For what is checked of a strategy."""
+        of = self.config
+        return Facts(
+            heads=of.heads,
+            kv_heads=of.heads,
+            width=of.width,
+            vocab=of.vocab,
+            blocks=of.layers,
+            sequence=of.block,
+            batch=batch,
+        )
+
+    def parameters(self) -> int:
+        """Of the whole model."""
+        of = self.config
+        return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
+
+    def flops(self) -> float:
+        """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked."""
+        of = self.config
+        maps = of.layers * 12 * of.width**2 + of.vocab * of.width
+        return 2.0 * of.block * (maps + of.layers * of.block * of.width)
+
+
+def _after(lines: tuple[Line, ...], more: float) -> tuple[Line, ...]:
+    return tuple(Line(line.fixed + more, line.row) for line in lines)

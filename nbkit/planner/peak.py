@@ -1,0 +1,312 @@
+"""Bytes that a rank holds at the peak of a step, with activations: the sum that panel, plan and switch share.
+
+What is there all the time (memory.py), and on top of it, at each moment of a step, what the pieces keep and take
+(activations.py) and what the data axis has under way:
+
+    zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
+    zero 1, 2   of up to two buckets, the copy that is being reduced; after the update, of two, what is gathered
+    zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
+    a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
+                hidden states that arrive for the next operations. With zero 3 all its units are whole throughout
+
+Left out: the batch itself, what kernels and communication libraries take for themselves, and an allocator's gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from nbkit.planner.activations import Piece, Updating, most
+from nbkit.planner.memory import Rest
+from nbkit.planner.stage_partition import ranks_of_stages
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+_POSTED = 2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the parameters of a piece on a rank, whole along the data axis, one by one in the order of their use.
+
+    inside: of the piece's block. outside: of what is before the first or behind the last one, trained or not. partial:
+    bytes of those whose gradients are sums over tp or cp.
+    """
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...] = ()
+    partial: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return sum(self.inside) + sum(self.outside)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank at its highest moment, by what they are for.
+
+    activations: what forward keeps for backward. working: everything else that is there for a moment: what computing
+    and updating take, gradients on their way, parameters that are gathered. moment: "forward", "backward", "sum",
+    "update" or "gather".
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class _Moment:
+    name: str
+    kept: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        return self.kept + self.working
+
+
+def peak(
+    strategy: Strategy,
+    place: int,
+    pieces: Sequence[Piece],
+    weights: Sequence[Weights],
+    ranges: Sequence[tuple[int, int]],
+    rest: Rest,
+    *,
+    rows: float,
+    micros: int = 1,
+    updating: Updating | None = None,
+    buffers: int = 0,
+) -> Peak:
+    """Of the rank at `place` along pp.
+
+    pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
+    rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
+    micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers.
+    """
+    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating())
+    alone = strategy.dp == 1
+    highest = max(step.moments(), key=lambda moment: moment.total)
+    # On one data rank a gradient is there from when backward has made it.
+    gradients = rest.gradients if not alone or highest.name in ("update", "sum") else 0
+    return Peak(
+        rest.parameters + buffers,
+        gradients,
+        rest.optimizer,
+        round(highest.kept),
+        round(highest.working - (gradients if alone else 0)),
+        highest.name,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    strategy: Strategy
+    place: int
+    pieces: Sequence[Piece]
+    weights: Sequence[Weights]
+    ranges: Sequence[tuple[int, int]]
+    rest: Rest
+    rows: float
+    micros: int
+    updating: Updating
+
+    def moments(self) -> Iterator[_Moment]:
+        """Above parameters, optimizer state and, on several data ranks, the buffers of gradients."""
+        if self.strategy.pp > 1:
+            yield from self._pipeline()
+        else:
+            yield from self._passes()
+        yield from self._after()
+
+    @property
+    def _own(self) -> list[int]:
+        return [i for start, stop in self.ranges for i in range(start, stop)]
+
+    @property
+    def _gradients(self) -> float:
+        """Of all that this rank computes with, whole along the data axis."""
+        return float(sum(self.weights[i].total for i in self._own))
+
+    def _after(self) -> Iterator[_Moment]:
+        alone = float(self.rest.gradients) if self.strategy.dp == 1 else 0.0
+        share = self.strategy.shard if self.strategy.zero else 1
+        own = [size for i in self._own for size in (*self.weights[i].inside, *self.weights[i].outside)]
+        if partial := sum(self.weights[i].partial for i in self._own):
+            yield _Moment("sum", 0.0, alone + partial / share)
+        of = self.updating
+        yield _Moment("update", 0.0, alone + (of.largest * max(own, default=0) + of.all * sum(own)) / share)
+        if self.strategy.zero in (1, 2):
+            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1])), reverse=True)[:2]
+            yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
+
+    def _passes(self) -> Iterator[_Moment]:
+        """Forward and backward without a pipeline."""
+        rows, count = self.rows, len(self.pieces)
+        kept = [0.0, *accumulate(piece.kept.at(rows) for piece in self.pieces)]
+        # With several micro-batches, the gradients of those before are there.
+        before = self._gradients if self.micros > 1 and self.strategy.dp == 1 else 0.0
+        for i, piece in enumerate(self.pieces):
+            yield _Moment("forward", kept[i], before + self._gathered(i) + most(piece.forward, rows))
+        fresh, under_way = before, [0.0, 0.0]
+        for i in reversed(range(count)):
+            sizes, own = self.weights[i], self.pieces[i].kept.at(rows)
+            top = most(self.pieces[i].backward, rows)
+            yield _Moment(
+                "backward",
+                kept[i] + min(own, top),
+                fresh + max(top - own, 0.0) + self._gathered(i, backward=True) + sum(under_way),
+            )
+            if not before:
+                fresh += sizes.total
+            if self.strategy.zero == 3:
+                inside = float(sum(sizes.inside))
+                yield _Moment("backward", kept[i], fresh + self._root + inside + under_way[1])
+                fresh, under_way = fresh - inside, [under_way[1], inside]
+            elif self.strategy.dp > 1:
+                for bucket in self._complete(i):
+                    if self.strategy.zero:
+                        copied = fresh if self.strategy.zero == 2 else fresh - bucket
+                        yield _Moment("backward", kept[i], copied + bucket + under_way[1])
+                        under_way = [under_way[1], bucket]
+                    fresh -= bucket
+        if self.strategy.zero == 3:
+            yield _Moment("backward", 0.0, 2 * fresh + self._root + under_way[1])
+
+    @property
+    def _root(self) -> float:
+        return float(sum(sum(self.weights[i].outside) for i in self._own))
+
+    def _gathered(self, i: int, *, backward: bool = False) -> float:
+        """Whole parameters beside the shards while piece i computes, and those that arrive for the next one."""
+        if self.strategy.zero < 3:
+            return 0.0
+        beside = i - 1 if backward else i + 1
+        arriving = sum(self.weights[beside].inside) if 0 <= beside < len(self.weights) else 0
+        return self._root + sum(self.weights[i].inside) + arriving
+
+    def _complete(self, i: int) -> list[float]:
+        """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
+        order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
+        found, at = [], 0
+        for bucket in _buckets([size for size, _ in order]):
+            at += len(bucket)
+            if order[at - 1][1] == i:
+                found.append(float(sum(bucket)))
+        return found
+
+    def _pipeline(self) -> Iterator[_Moment]:
+        """The operations of this rank, with what its stages keep."""
+        rows, total = self.rows, self._gradients
+        stages = [_stage(self.pieces, self.weights, lo, hi, rows) for lo, hi in self.ranges]
+        schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
+        homes = ranks_of_stages(self.strategy)
+        numbers = [stage for stage, rank in enumerate(homes) if rank == self.place]
+        whole = total if self.strategy.zero == 3 else 0.0
+        kept, made = 0.0, False
+        ops = schedule.ops[self.place]
+        for index, (kind, number, _) in enumerate(ops):
+            stage = stages[numbers.index(number)]
+            coming = sum(
+                self._arrives(homes, ops[at].kind, ops[at].stage) for at in range(index + 1, index + 1 + _POSTED)
+                if at < len(ops)
+            )  # fmt: skip
+            extra = whole + coming + (total if made else 0.0)
+            if kind == "F":
+                yield _Moment("forward", kept, extra + stage.received + stage.forward)
+                kept += stage.kept
+            elif kind == "W":
+                kept -= stage.kept
+            else:
+                top = stage.again if made else stage.backward
+                yield _Moment("backward", kept, extra + stage.handed + max(top + stage.received - stage.kept, 0.0))
+                made = True
+                if kind == "B":
+                    kept -= stage.kept
+        if self.strategy.zero in (1, 2):
+            own = [size for i in self._own for size in _all(self.weights[i])]
+            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1])), reverse=True)[:2]
+            yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + sum(sizes))
+        elif self.strategy.zero == 3:
+            yield _Moment("backward", 0.0, 2 * total + max(sum(self.weights[i].inside) for i in self._own))
+
+    def _arrives(self, homes: Sequence[int], kind: str, stage: int) -> float:
+        """Bytes of what another rank sends for an operation."""
+        if kind == "F" and stage and homes[stage - 1] != self.place:
+            return self._edge(stage)
+        if kind in "BI" and stage + 1 < len(homes) and homes[stage + 1] != self.place:
+            return self._edge(stage + 1)
+        return 0.0
+
+    def _edge(self, stage: int) -> float:
+        homes = ranks_of_stages(self.strategy)
+        if homes[stage] == self.place:
+            start = self.ranges[[s for s, rank in enumerate(homes) if rank == self.place].index(stage)][0]
+        else:
+            start = self.ranges[[s for s, rank in enumerate(homes) if rank == self.place].index(stage - 1)][1]
+        return self.pieces[start - 1].carried.at(self.rows)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """forward, backward: at the highest moment, above what was there before its forward. again: of a backward that
+    adds to gradients. received, handed: what comes from the stage before, and from the one behind it."""
+
+    forward: float
+    kept: float
+    backward: float
+    again: float
+    received: float
+    handed: float
+
+
+def _stage(pieces: Sequence[Piece], weights: Sequence[Weights], lo: int, hi: int, rows: float) -> _Stage:
+    kept = [0.0, *accumulate(pieces[i].kept.at(rows) for i in range(lo, hi))]
+    received = pieces[lo - 1].carried.at(rows) if lo else 0.0
+    handed = pieces[hi - 1].carried.at(rows) if hi < len(pieces) else 0.0
+    backward = again = made = 0.0
+    for i in reversed(range(lo, hi)):
+        top = kept[i - lo] + most(pieces[i].backward, rows)
+        backward = max(backward, top + made)
+        again = max(again, top - weights[i].total + max(_all(weights[i]), default=0))
+        made += weights[i].total
+    forward = max(kept[i - lo] + most(pieces[i].forward, rows) for i in range(lo, hi))
+    return _Stage(forward, kept[-1] + received - handed, backward, again, received, handed)
+
+
+def _all(weights: Weights) -> tuple[int, ...]:
+    return (*weights.inside, *weights.outside)
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, ranks: int, micros: int) -> Schedule:
+    # What is under way grows no more once the pipeline is full.
+    return Schedule.of(name, ranks, micros if name == "gpipe" else min(micros, 4 * ranks))
+
+
+def _buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """As the data axis cuts them: see gradient_buckets.chunks."""
+    bucket: list[int] = []
+    limit = _FIRST_BUCKET
+    for size in sizes:
+        if bucket and sum(bucket) >= limit:
+            yield bucket
+            bucket, limit = [], _BUCKET
+        bucket.append(size)
+    if bucket:
+        yield bucket

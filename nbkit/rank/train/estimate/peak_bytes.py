@@ -1,0 +1,121 @@
+"""The peak of a step on each rank of a job under any strategy: nbkit.planner.peak, with what its model really takes.
+
+A model is measured once for each pair of tensor and context axes; see trace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from nbkit.errors import NbkitError
+from nbkit.planner.activations import Updating
+from nbkit.planner.peak import Peak, Weights, peak
+from nbkit.planner.stage_partition import place
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.estimate.state_bytes import Census
+from nbkit.rank.train.estimate.trace import Traced, trace, updating
+from nbkit.strategy import Strategy
+from nbkit.tensor_layout import bounds
+
+
+class PeakBytes:
+    """Of one model and optimizer. real: a model that shapes alone do not run is run in earnest, with drawn weights."""
+
+    def __init__(self, builder: Builder, census: Census, *, real: bool = False) -> None:
+        self.builder, self.census, self.real = builder, census, real
+        self._traced: dict[tuple[int, int], Traced | None] = {}
+        self._updating: Updating | None = None
+
+    def of(self, strategy: Strategy, batch: int) -> list[Peak]:
+        """For each place along pp, the fullest rank's; [] where the model could not be measured.
+
+        batch: rows of the global batch. Raises StrategyError for what cannot be split.
+        """
+        traced = self.traced(strategy.tp, strategy.cp)
+        # What waits between the two halves of a split backward is not measured.
+        split = strategy.schedule in ("zb", "zbv", "dualpipev")
+        if traced is None or split or (strategy.pp > 1 and self.builder.options.chain is None):
+            return []
+        pieces = traced.pieces
+        costs = self.builder.options.costs or (1.0,) * len(pieces)
+        ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
+        rows = bounds(batch, strategy.dp, 0)[1]
+        micros = min(strategy.microbatches or -(-rows // (self.builder.config.microbatch_size or rows)), rows)
+        rest = self.census.at_rest(strategy)
+        ranks = strategy.mesh.ranks("pp", 0)
+        return [
+            peak(
+                strategy,
+                number,
+                pieces,
+                self._weights(strategy, own, traced.partial),
+                own,
+                rest[rank],
+                rows=-(-rows // micros),
+                micros=micros,
+                updating=self.updating,
+                buffers=self._buffers(strategy, number),
+            )
+            for number, (rank, own) in enumerate(zip(ranks, ranges, strict=True))
+        ]
+
+    def traced(self, tp: int, cp: int) -> Traced | None:
+        """As measured; None where the model did not run."""
+        if (tp, cp) not in self._traced:
+            builder = self.builder
+            found = None
+            for real in (False, True) if self.real else (False,):
+                try:
+                    found = trace(builder.skeleton, builder.options, builder.config, tp=tp, cp=cp, real=real)
+                except NbkitError:
+                    raise
+                except Exception:  # whatever a model does that shapes alone cannot answer
+                    continue
+                break
+            self._traced[tp, cp] = found
+        return self._traced[tp, cp]
+
+    @property
+    def updating(self) -> Updating:
+        """Of the job's optimizer."""
+        if self._updating is None:
+            self._updating = updating(lambda params: self.builder.template.over(params))
+        return self._updating
+
+    def _buffers(self, strategy: Strategy, number: int) -> int:
+        stages = self.builder.shard_layouts.stages(strategy)
+        here = dict(self.builder.skeleton.named_buffers())
+        return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number][1])
+
+    def _weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
+        """Of every piece, as the rank that runs `own` holds it: a tied weight belongs to the last of its pieces."""
+        skeleton, chain, layouts = self.builder.skeleton, self.builder.options.chain, self.builder.shard_layouts
+        params = dict(skeleton.named_parameters())
+        local = layouts.split(strategy.tp, 0)
+        sizes = {name: local[name].numel * p.element_size() for name, p in params.items()}
+        gathers = self.builder.options.gathers
+        units = gathers.units if gathers is not None else chain.units if chain is not None else ()
+        rooted = gathers.rooted if gathers is not None else ()
+        count = len(chain) if chain is not None else 1
+        here = [i for start, stop in own for i in range(start, stop)]
+        home = dict.fromkeys(params, 0)
+        if chain is not None:
+            home = {name: i for i in here for name in chain.parameters[i]}
+        found = []
+        for i in range(count):
+            names = [name for name in params if home.get(name) == i]
+            inside = [n for n in names if n not in rooted and any(n.startswith(f"{unit}.") for unit in units)]
+            outside = [n for n in names if n not in set(inside)]
+            found.append(
+                Weights(
+                    tuple(sizes[n] for n in inside),
+                    tuple(sizes[n] for n in outside),
+                    sum(sizes[n] for n in names if n in partial),
+                )
+            )
+        return found
+
+
+def largest(peaks: Sequence[Peak]) -> Peak | None:
+    """Of the fullest place along pp; None of none."""
+    return max(peaks, key=lambda one: one.total, default=None)

@@ -1,0 +1,203 @@
+"""Measures what computing a model takes in memory, piece by piece, by running it on shapes: no number is computed.
+
+The module is cut as a strategy's tensor and context axes cut it, on tensors without memory (torch's fake tensors), once
+with few rows and once with twice as many. A model whose shapes hang on its numbers, such as a mixture of experts, has
+to be run in earnest: `real`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from nbkit.planner.activations import Line, Piece, Updating, upper
+from nbkit.rank.data.batch import call, pair, pick, rows_of
+from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.parallel.data_parallel.base import fresh
+from nbkit.rank.parallel.module.backward_hooks import in_backward, marked
+from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.parallelize import Cut, cut
+from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.unchanged import plain_attention
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.estimate.live_bytes import LiveBytes
+from nbkit.rank.train.estimate.lone_group import lone_connections
+from nbkit.rank.train.step.precision import Precision
+from nbkit.strategy import Strategy
+
+FEW = 2
+"""Rows of the smaller of the two runs. One row is a case of its own in some models."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """partial: names of the parameters whose gradients are sums over the tensor or the context axis."""
+
+    pieces: tuple[Piece, ...]
+    partial: frozenset[str]
+
+
+def trace(
+    skeleton: nn.Module,
+    options: Options,
+    config: TrainConfig,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    rows: int = FEW,
+    real: bool = False,
+) -> Traced:
+    """The pieces of the model's chain, the whole model where there is none, on a rank of these axes.
+
+    config.example: a batch, of any number of rows. rows: of the smaller run; the larger has twice as many. real:
+    compute, on the CPU, with weights that are drawn. Raises what the model raises; StrategyError for what cannot be
+    split.
+    """
+    runs = []
+    for count in (rows, 2 * rows):
+        plain = replaced(options, compile=False)
+        made = cut(
+            skeleton, Strategy(tp=tp, cp=cp), lone_connections(tp, cp), options=plain, device=torch.device("cpu")
+        )
+        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), plain_attention():
+            module = _filled(made, real=real)
+            held = rows_of(config.example)
+            batch = pick(config.example, [i % held for i in range(count)], rows=held)
+            batch = tree_map_only(Tensor, lambda t: t.clone() if real else torch.empty_like(t), batch)
+            runs.append(_Run(module, options, config, batch, count))
+    first, second = runs
+    return Traced(
+        tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)), frozenset(made.partial)
+    )
+
+
+class _Segment:
+    """Levels within a piece, and at its ends, above the level at which its forward began."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.kept = self.carried = 0
+
+
+class _Run:
+    """One forward and backward of `module`, which it uses up."""
+
+    def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
+        chain = options.chain
+        names = chain.blocks[1:] if chain is not None else ()
+        self.segments = [_Segment() for _ in range(1 + len(names))]
+        params = list(module.parameters())
+        value, target = pair(batch, config.inputs)
+        with _without_cache(module):
+            self._live = LiveBytes([*params, *module.buffers(), *tensors_in(batch)], counted=False)
+            precision = Precision(config.precision, device=torch.device("cpu"), world_size=1)
+            ends, starts, grads = [0], [0], 0
+            marks: dict[int, tuple[int, int]] = {}
+
+            def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+                number = names.index(name) + 1
+                if in_backward() or len(starts) != number:
+                    return None  # computed again, or called again: part of the piece that is on
+                starts.append(len(self._live.levels))
+                ends.append(self._live.now)
+                given = [t for t in tensors_in((args, kwargs)) if t.requires_grad][:1]
+                self.segments[number - 1].carried = sum((t.part if isinstance(t, InParts) else t).nbytes for t in given)
+                return marked(args, kwargs, lambda: marks.setdefault(number, self._mark(params)))
+
+            with watched(module, enter, names=names), self._live, precision.autocast():
+                output = call(module, value)
+                loss = weigh(config.loss(output, target), rows).value
+                del output
+            turn = len(self._live.levels)
+            ends.append(self._live.now)
+            starts.append(turn)
+            with self._live:
+                loss.backward()
+        del loss
+        levels = self._live.levels
+        for number, segment in enumerate(self.segments):
+            base = ends[number]
+            segment.forward = [level - base for level in levels[starts[number] : starts[number + 1]]]
+            segment.kept = ends[number + 1] - base
+        start, grads = turn, 0
+        for number in reversed(range(len(self.segments))):
+            stop, made = marks.get(number, (len(levels), 0))
+            own = [level - ends[number] - grads for level in levels[start:stop]]
+            self.segments[number].backward = own or [self.segments[number].kept]
+            start, grads = stop, made
+
+    def _mark(self, params: list[nn.Parameter]) -> tuple[int, int]:
+        """(operations so far, bytes of gradients so far)."""
+        return len(self._live.levels), sum(p.grad.nbytes for p in params if p.grad is not None)
+
+
+def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
+    def line(a: float, b: float) -> Line:
+        return Line.through((rows, a), (2 * rows, b))
+
+    def peak(a: list[int], b: list[int]) -> tuple[Line, ...]:
+        # Operation by operation; where the two runs did not do the same, by their highest moments.
+        pairs = zip(a, b, strict=True) if len(a) == len(b) else [(max(a), max(b))]
+        return upper(line(*two) for two in pairs)
+
+    return Piece(
+        peak(few.forward, many.forward),
+        line(few.kept, many.kept),
+        peak(few.backward, many.backward),
+        line(few.carried, many.carried),
+    )
+
+
+def _filled(made: Cut, *, real: bool) -> nn.Module:
+    for name, places in homes(made.module).items():
+        old = getattr(*places[0])
+        memory = torch.empty(made.layouts[name].local, dtype=old.dtype)
+        if real:
+            nn.init.normal_(memory, std=0.02)
+        replace(places, fresh(memory, old))
+    return made.module.train()
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Of keys and values, which HF models hand on while they generate, and only then."""
+    configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True  # type: ignore[union-attr]
+
+
+def updating(make: Any) -> Updating:
+    """What a step of the optimizer that `make` gives over some parameters takes for a moment."""
+    found = []
+    for count in (2, 4):
+        params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]
+        optimizer = make(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            state = [value for held in optimizer.state.values() for value in held.values()]
+            with LiveBytes(
+                [*params, *(p.grad for p in params), *filter(torch.is_tensor, state)], counted=False
+            ) as live:
+                optimizer.step()
+        found.append((live.peak, params[0].nbytes))
+    two, four = (peak / size for peak, size in found)
+    every = max(four - two, 0.0) / 2
+    return Updating(max(two - 2 * every, 0.0), every)

@@ -1,0 +1,57 @@
+"""The sum of a step's peak on small numbers, each of which can be followed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbkit.planner.activations import Line, Piece, Updating, most, upper
+from nbkit.planner.memory import Rest
+from nbkit.planner.peak import Peak, Weights, peak
+from nbkit.planner.stage_partition import place
+from nbkit.strategy import Strategy
+
+PIECE = Piece((Line(0, 12),), Line(0, 10), (Line(100, 14),), Line(0, 2))
+PIECES, WEIGHTS = (PIECE,) * 4, (Weights((100,)),) * 4
+REST = Rest(400, 400, 800)
+
+
+def of(text: str, *, ranks: int = 1, number: int = 0, rows: float = 10, micros: int = 1, rest: Rest = REST) -> Peak:
+    strategy = Strategy.parse(text, ranks)
+    ranges = place([1.0] * 4, strategy)[number] if strategy.pp > 1 else [(0, 4)]
+    return peak(strategy, number, PIECES, WEIGHTS, ranges, rest, rows=rows, micros=micros)
+
+
+def test_the_highest_of_several_lines_is_kept_and_no_other() -> None:
+    lines = [Line(5, 1), Line(0, 2), Line(2, 1), Line(1, 1.5), Line(4, 1.5)]
+    assert all(most(upper(lines), rows) == max(line.at(rows) for line in lines) for rows in (0, 1, 2, 3, 5, 100))
+    assert upper([Line(5, 1), Line(1, 1)]) == (Line(5, 1),)
+
+
+def test_one_rank_is_highest_where_its_backward_begins() -> None:
+    found = of("ddp", rows=20)
+    # Four pieces keep 200 each, and the backward of the last takes 280 + 100 in place of its own 200.
+    assert (found.moment, found.activations, found.working, found.total) == ("backward", 800, 180, 400 + 800 + 980)
+
+
+def test_with_few_rows_the_update_is_highest() -> None:
+    assert (of("ddp", rows=0).moment, of("ddp", rows=0).total) == ("update", 1600 + 200)
+
+
+def test_zero3_holds_two_gathered_blocks_and_gradients_under_way_beside_its_shards() -> None:
+    found = of("zero3", ranks=4, rest=Rest(100, 100, 200))
+    # The last piece: its 100 are whole, those of the one before it arrive.
+    assert found.total == 400 + 400 + 140 + 200
+
+
+@pytest.mark.parametrize(("schedule", "first", "last"), [("gpipe", 8, 8), ("1f1b", 4, 1)])
+def test_a_pipeline_keeps_as_many_micro_batches_as_are_under_way(schedule: str, first: int, last: int) -> None:
+    """The first stage keeps 10,000 of each less the 2,000 that it hands on, the last 2,000 more, which it received."""
+    for number, each, under_way in ((0, 8000, first), (3, 12000, last)):
+        rest, text = Rest(100, 100, 200), f"pp schedule={schedule} microbatches=8"
+        assert of(text, ranks=4, number=number, rows=1000, micros=8, rest=rest).activations == each * under_way
+
+
+def test_an_optimizer_that_works_on_all_at_once_takes_more_for_a_moment() -> None:
+    strategy, ranges = Strategy.parse("ddp", 1), [(0, 4)]
+    one = peak(strategy, 0, PIECES, WEIGHTS, ranges, REST, rows=0, updating=Updating(0, 3.0))
+    assert (one.moment, one.total) == ("update", 1600 + 3 * 400)
