@@ -291,17 +291,15 @@ class Trainer:
 
     def _save_now(self) -> None:
         path = self._save_path or (self.run_dir or Path()) / "checkpoint"
-        if not self._saves_if_detached:
-            self.save(path)
-            return
         try:
             self.save(path)
             said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
-        except NbkitError as error:  # on every rank alike; nobody has asked for it, so it ends no training
-            self._told_of_saving, self._unsaved_s, said = False, 0.0, f"not saved: {error.what} {error.numbers}"
-        if not self._told_of_saving and self.job.rank == 0:
+            told, self._told_of_saving = self._told_of_saving or not self._saves_if_detached, True
+        except NbkitError as error:  # on every rank alike; what is trained is worth more than that it is saved
+            self._unsaved_s, told = 0.0, False
+            said = f"not saved at step {self.step}, training goes on: {error.what} {error.numbers}"
+        if not told and self.job.rank == 0:
             print(f"\r{said:<80}", flush=True)
-        self._told_of_saving = True
 
     def _update(self) -> None:
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset

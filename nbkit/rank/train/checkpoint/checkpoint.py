@@ -7,6 +7,7 @@ it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,14 @@ def save(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
         failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
         if isinstance(own := failures.get(rank), KeyboardInterrupt):
             raise own from None
-        raise failed_on(what, [(rank, f"{type(e).__name__}: {e}") for rank, e in failures.items()]) from None
+        # Torch says "unexpected pos 704 vs 598" of a disk that is full.
+        room = f"   ({_free_bytes(Path(path)) / 1e6:,.0f} MB are free there)"
+        raise failed_on(what, [(rank, f"{type(e).__name__}: {e}{room}") for rank, e in failures.items()]) from None
+
+
+def _free_bytes(path: Path) -> int:
+    absolute = path.absolute()
+    return shutil.disk_usage(next(folder for folder in (absolute, *absolute.parents) if folder.exists())).free
 
 
 def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,32 @@ def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) 
         # Set when the factor of the second step, 1/2, stood.
         assert found[3] == pytest.approx(0.05 * 2 / 8)
         assert found[4] == [".metadata", "0_0.distcp", "1_0.distcp"]
+
+
+def on_a_full_disk(world: Any, folder: Path) -> list[Any]:
+    trainer = quiet(save_every=2, save_path=folder / "kept")
+    printed = io.StringIO()
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.redirect_stdout(printed):
+        trainer.fit(3)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a write beyond it fails, as on a disk that is full
+        try:
+            trainer.fit(2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        before = quiet()
+        before.load(folder / "kept")
+        trainer.fit(2)
+    return [trainer.step, before.step, printed.getvalue()]
+
+
+def test_a_save_that_fails_ends_no_training_and_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
+    first, second = run_ranks(on_a_full_disk, 2, tmp_path, timeout=120)
+    step, before, said = first
+
+    assert (step, before) == (7, 2) and second == [7, 2, ""]
+    assert said.startswith("\rnot saved at step 4, training goes on: The checkpoint ")
+    assert "could not be written. rank 0: " in said and "MB are free there)" in said and said.count("\n") == 1
 
 
 def wider() -> torch.nn.Module:
