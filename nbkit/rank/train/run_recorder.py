@@ -191,7 +191,7 @@ def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | Non
     while True:
         path = Path(log_dir) / (stem if number == 1 else f"{stem}-{number}")
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode=0o700, parents=True)  # losses and texts of errors are nobody else's business
         except FileExistsError:
             number += 1
             continue

@@ -237,6 +237,7 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
         r"\rnot saved at step \d+, training goes on: The folder of runs is full: no checkpoint is written\. ", failed
     )
     assert [each[2] for each in [*silent, *second]] == [""] * 9
+    assert Path(run).stat().st_mode & 0o077 == 0  # no other user reads it
     assert (Path(run) / "checkpoint" / ".metadata").exists() and (tmp_path / "kept" / ".metadata").exists()
 
 
