@@ -93,8 +93,8 @@ class ThreadGroup(dist.ProcessGroup):
         )
 
     # As torch before 2.13 calls them.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         message = self._message(self._me, peer, tag, "sent")

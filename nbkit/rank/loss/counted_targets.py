@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
+from nbkit.rank.loss.target_counts import Labels, Share
 
 _FUNCTIONS: tuple[Any, ...] = F.cross_entropy, F.nll_loss
 
@@ -33,21 +34,26 @@ class Counted:
 
     where: "loss" where the loss function computes the cross entropy, "model" where the model does. per_row: what a row
     weighs in which all count; gradients are scaled by it as soon as they are made, and need no more where all rows do.
+    labels: of each cross entropy, where several count unequal targets, or something else is added: counted beforehand.
     """
 
     where: Literal["loss", "model"]
     per_row: float
+    labels: tuple[Labels, ...] = ()
 
 
 class CountedTargets(TorchFunctionMode):
     """Around a loss function: notes what each mean cross entropy in it divides by. Around a model: `inside`.
 
-    A mean over no target at all is 0 here, and has gradients of 0, where torch gives NaN.
+    A mean over no target at all is 0 here, and has gradients of 0, where torch gives NaN. share: of a part of a batch;
+    then each cross entropy is divided by its targets in the whole batch, so that the loss is a mean over rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share | None = None) -> None:
         super().__init__()
         self.weights: list[Tensor | float] = []
+        self.targets: list[tuple[Tensor, int] | None] = []
+        self._share = share
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FUNCTIONS:
@@ -75,7 +81,7 @@ class CountedTargets(TorchFunctionMode):
 
         Raises TrainingError where several were, over unequal numbers.
         """
-        if not self.weights:
+        if not self.weights or self._share is not None:
             return None
         first, *others = self.weights
         if any(bool(other != first) for other in others):
@@ -88,6 +94,8 @@ class CountedTargets(TorchFunctionMode):
 
     def check(self) -> None:
         """Raises TrainingError where none was computed, though the loss was proven to weigh by it."""
+        if self._share is not None and len(self.weights) != len(self._share.own):
+            raise _other_labels(f"{len(self.weights)} cross entropies, and {len(self._share.own)} before")
         if not self.weights:
             raise TrainingError(
                 "The loss has computed no mean cross entropy in this forward pass, and did so before.",
@@ -119,6 +127,10 @@ class CountedTargets(TorchFunctionMode):
             ids = target if weight is None else target.where(counts, 0)
             total = counts.sum() if weight is None else weight[ids].where(counts, 0).sum()
             divisor = total.where(total != 0, 1)
+        known = weight is None and not target.is_floating_point()
+        self.targets.append((target.detach(), ignore_index) if known else None)
+        if self._share is not None:
+            divisor = self._whole(total if known else None)
         # In float64 where it weighs the loss; there it is no factor of the model's arithmetic, and rounds nothing.
         self.weights.append(total.double() if isinstance(total, Tensor) else total)
         # In float16 a sum over the targets of a batch would overflow.
@@ -127,6 +139,25 @@ class CountedTargets(TorchFunctionMode):
             input, target, weight, None, ignore_index, None, reduction="none" if narrow else "sum", **smoothing
         )
         return (losses.float().sum() / divisor).to(losses.dtype) if narrow else losses / divisor
+
+    def _whole(self, total: Tensor | float | None) -> float:
+        """What a cross entropy of so many targets is divided by, in a part of a batch."""
+        share, number = self._share, len(self.weights)
+        assert share is not None
+        if number >= len(share.own) or total is None or float(total) != share.own[number]:
+            raise _other_labels(
+                f"cross entropy {number + 1} counts {'weighted' if total is None else f'{float(total):g}'} targets, "
+                f"the labels of the batch give {', '.join(f'{own:g}' for own in share.own)}"
+            )
+        return (share.whole[number] or 1.0) * share.rows
+
+
+def _other_labels(numbers: str) -> TrainingError:
+    return TrainingError(
+        "The loss has taken its targets from the labels of the batch, and does not any more.",
+        numbers=numbers,
+        hint="one form for all batches",
+    )
 
 
 _noting: ContextVar[CountedTargets | None] = ContextVar("noting", default=None)

@@ -34,7 +34,7 @@ from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, coarsest, loss_alo
 from nbkit.rank.loss.output_tensors import leaves
 from nbkit.rank.loss.row_pair import RowPair, apart, far
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
-from nbkit.rank.loss.row_trial import Measured, RowTrial, disturbed, kept
+from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, disturbed, kept
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
@@ -44,6 +44,8 @@ from nbkit.rank.rng.draw_plan import DrawPlan
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
 
 # In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.
+_COUNTINGS: tuple[Counting, ...] = ("one", "each", "no")
+
 _WAYS = ((True, True), (True, False), (False, True), (False, False))
 
 
@@ -90,8 +92,8 @@ def examine(
                 around.enter_context(kept(module, training=training))
                 around.enter_context(disturbed(module) if moved else nullcontext())
                 last = (training, moved) == _WAYS[-1]
-                for counting in (True, False) if loss is not None else (False,):
-                    trial = RowTrial(module, run, loss or _linear, inputs, training, whole, counting, draws)
+                for how in _COUNTINGS if loss is not None else _COUNTINGS[-1:]:
+                    trial = RowTrial(module, run, loss or _linear, inputs, training, whole, how, draws)
                     seen = _verdict(trial, sample, loss is None, last)
                     if seen is None:
                         continue
@@ -183,7 +185,11 @@ class _Look:
             repeats = isclose(again.value, whole.value, rel_tol=8 * seen.eps)
             try:
                 half = len(cut[0])
-                parts = [self._measured(cut[0], range(half)), self._measured(cut[1], range(half, 2 * half))]
+                of = self.sample.part(together, self._device), 2 * half
+                parts = [
+                    self._measured(cut[0], range(half), of=of),
+                    self._measured(cut[1], range(half, 2 * half), of=of),
+                ]
             except Exception:
                 continue
             return RowPair(together, whole, parts, seen.eps, repeats)
@@ -202,9 +208,8 @@ class _Look:
         chosen = first.numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
         batch = self.sample.part(chosen, self._device)
         trial = self.trial
-        return loss_alone(
-            trial.loss, first.whole.output, first.lengths, batch, len(chosen), trial.inputs, trial.counting
-        )
+        notes = partial(counting, trial.counting, trial.counted)
+        return loss_alone(trial.loss, first.whole.output, first.lengths, batch, len(chosen), trial.inputs, notes)
 
     def _noise(self, seen: RowPair) -> float:
         """By how much the gradients differ, relatively, of a loss that adds up over rows by its making."""

@@ -6,7 +6,7 @@ numbers, and a term of small weight shows. The outputs of two rows stand for tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isclose, isfinite
@@ -73,11 +73,12 @@ def loss_alone(
     batch: Any,
     rows: int,
     inputs: Sequence[str] | None,
-    counted: bool,
+    counting: Callable[[Any, int, tuple[Any, int] | None], CountedTargets | None],
 ) -> LossAlone | None:
     """What of `loss` depends on which rows come together; None where that cannot be told.
 
-    counted: mean cross entropies in it weigh the targets that count.
+    counting: (part of a batch, its rows, the batch and its rows) -> what notes the targets that count; None where rows
+    weigh.
 
     output: of the model, for a few rows. lengths: name -> how many entries along dim 0 a row has, of those of its
     tensors that hold rows. batch: of `rows` rows.
@@ -85,7 +86,7 @@ def loss_alone(
     elements = sum(t.numel() // t.shape[0] * lengths[name] for name, t in leaves(output).items() if name in lengths)
     places = range(min(rows, max(2, _ELEMENTS // max(elements, 1))))
     for dtype in (torch.float64, torch.float32):
-        trial = _Trial(loss, output, lengths, batch, rows, inputs, counted, dtype)
+        trial = _Trial(loss, output, lengths, batch, rows, inputs, counting, dtype)
         try:
             with coarsest() as seen:
                 whole = trial.run(places)
@@ -108,11 +109,11 @@ class _Trial:
     batch: Any
     rows: int
     inputs: Sequence[str] | None
-    counted: bool
+    counting: Callable[[Any, int, tuple[Any, int] | None], CountedTargets | None]
     dtype: torch.dtype
 
-    def run(self, places: Sequence[int]) -> _Run:
-        """Of the rows at `places`."""
+    def run(self, places: Sequence[int], among: Sequence[int] | None = None) -> _Run:
+        """Of the rows at `places`, a part of those at `among` if it is one."""
         floats: dict[str, Tensor] = {}
 
         def of(name: str, tensor: Tensor) -> Tensor:
@@ -126,8 +127,10 @@ class _Trial:
             return tensor
 
         output = with_leaves(self.output, of)
-        _, target = pair(pick(self.batch, places, rows=self.rows), self.inputs)
-        targets = CountedTargets() if self.counted else None
+        part = pick(self.batch, places, rows=self.rows)
+        _, target = pair(part, self.inputs)
+        whole = None if among is None else (pick(self.batch, among, rows=self.rows), len(among))
+        targets = self.counting(part, len(places), whole)
         with torch.enable_grad():
             with targets or nullcontext():
                 result = self.loss(output, target)
@@ -142,7 +145,7 @@ class _Trial:
         single = [range(place, place + 1) for place in range(rows)]
         for cut in (single, [range(rows // 2), range(rows // 2, rows)]):
             try:
-                return [self.run(part) for part in cut]
+                return [self.run(part, range(rows)) for part in cut]
             except Exception:
                 continue
         return []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from nbkit.rank.data.batch import pair
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.loss.target_counts import labels_of, share_of
 from nbkit.rank.models.pretrained import window
 from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.rng.draw_plan import DrawPlan
@@ -23,6 +24,8 @@ from nbkit.rank.rng.seeding import set_seed
 
 _AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
 _ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
+
+Counting = Literal["no", "one", "each"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,9 @@ class RowTrial:
     """run: model input -> output, of `module`. training: as it trains; else in evaluation. Draws are keyed by row.
 
     backward: gradients are compared too, of the smallest parameters. counting: mean cross entropies weigh the targets
-    that count; counted: how, once some were measured, None where the loss has none. draws: of the model, where they are
-    known. Let `kept` be around it.
+    that count ("one"), or each is divided by its own of the whole batch, which its labels give ("each"); counted: how,
+    once some were measured, None where the loss has none. draws: of the model, where they are known. Let `kept` be
+    around it.
     """
 
     module: nn.Module
@@ -65,7 +69,7 @@ class RowTrial:
     inputs: Sequence[str] | None
     training: bool
     backward: bool
-    counting: bool
+    counting: Counting
     draws: DrawPlan | None = None
     counted: Counted | None = None
 
@@ -76,20 +80,31 @@ class RowTrial:
                 self.params.append(param)
 
     def measure(
-        self, part: Any, rows: Sequence[int], *, loss: Loss | None = None, seed: int = 1, backward: bool = True
+        self,
+        part: Any,
+        rows: Sequence[int],
+        *,
+        of: tuple[Any, int] | None = None,
+        loss: Loss | None = None,
+        seed: int = 1,
+        backward: bool = True,
     ) -> Measured:
-        """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. loss: another one."""
+        """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. of: what it is a part of, and how
+        many rows that has; None where it is a whole. loss: another one.
+        """
         value, target = pair(part, self.inputs)
         set_seed(seed)
-        targets = CountedTargets() if self.counting else None
+        targets = counting(self.counting, self.counted, part, len(rows), of)
         with _keyed(self.module, rows, self.draws), torch.enable_grad():
             with targets.inside() if targets is not None else nullcontext():
                 output = self.run(value)
             inside = targets is not None and bool(targets.weights)
             with targets or nullcontext():
                 result = (loss or self.loss)(output, target)
-            weighed = weigh(result, len(rows), targets)
-            if targets is not None and targets.weights and loss is None and not weighed.summed:
+            weighed = weigh(result, len(rows), None if self.counting == "each" else targets)
+            if targets is not None and targets.weights and loss is None and self.counting == "each":
+                self.counted = self.counted or each_of(targets, "model" if inside else "loss", part)
+            elif targets is not None and targets.weights and loss is None and not weighed.summed:
                 most = self.counted.per_row if self.counted is not None else 1.0
                 self.counted = Counted("model" if inside else "loss", max(most, float(weighed.weight) / len(rows)))
             total = weighed.total
@@ -120,6 +135,25 @@ class RowTrial:
     def _grads(self, of: Tensor) -> tuple[Tensor, ...]:
         found = zip(self.params, gradients([of], self.params), strict=True)
         return tuple(torch.zeros_like(p) if grad is None else grad.detach() for p, grad in found)
+
+
+def counting(
+    how: Counting, counted: Counted | None, part: Any, rows: int, of: tuple[Any, int] | None
+) -> CountedTargets | None:
+    """What notes the targets of `part`; see RowTrial. of: what it is a part of, with its rows."""
+    if how == "no" or how == "one" or counted is None:
+        return None if how == "no" else CountedTargets()
+    batch, total = of or (part, rows)
+    whole = [labels.count(batch) for labels in counted.labels]
+    return CountedTargets(share_of(counted.labels, part, whole, rows / total))
+
+
+def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any) -> Counted:
+    """Where the cross entropies that were noted for `batch` have their targets from. Raises ValueError if unknown."""
+    labels = labels_of(targets.targets, batch)
+    if labels is None:
+        raise ValueError("the targets of a cross entropy are not in the batch")
+    return Counted(where, 1.0, labels)
 
 
 def _detached(output: Any) -> Any:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.rank.data.batch import Shard, bounds, on_device, pair, take, tokens_of
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.row_weights import Loss, Weighed, weigh
+from nbkit.rank.loss.target_counts import share_of
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 
@@ -45,8 +47,27 @@ def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A global batch. targets: that count, for each cross entropy, where they are counted beforehand."""
+
+    rows: int
+    targets: tuple[float, ...] = ()
+
+
+def whole_of(shard: Shard, counted: Counted | None, model: ShardedModel, device: torch.device) -> Whole:
+    """The batch that `shard` is of. Collective along dp where its targets are counted."""
+    if counted is None or not counted.labels:
+        return Whole(shard.total)
+    own = [labels.count(shard.data) if shard.rows else 0.0 for labels in counted.labels]
+    sums = torch.tensor(own, dtype=torch.float64, device=device)
+    if (group := model.axes.group("dp")) is not None:
+        dist.all_reduce(sums, group=group)
+    return Whole(shard.total, tuple(sums.tolist()))
+
+
+@dataclass(frozen=True)
 class ForwardPass:
-    """Of one stage, on micro-batches. counted: see Options; None where the loss weighs rows."""
+    """Of one stage, on micro-batches."""
 
     model: ShardedModel
     loss: Loss
@@ -54,14 +75,20 @@ class ForwardPass:
     device: torch.device
 
     def run(
-        self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None
+        self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None, whole: Whole
     ) -> tuple[Any, Weighed | None, int]:
-        """(what the stage gives, what the loss weighs, tokens); the last two only of the stage that ends the model."""
+        """(what the stage gives, what the loss weighs, tokens); the last two only of the stage that ends the model.
+
+        counted: see Options; None where the loss weighs rows.
+        """
         model = self.model
         value, target = pair(on_device(micro.data, self.device), self.inputs)
         if stage != model.last_stage:
             return model.stage(stage, value, received), None, 0
-        targets = CountedTargets() if counted is not None else None
+        targets = None
+        if counted is not None:
+            share = share_of(counted.labels, micro.data, whole.targets, micro.rows / whole.rows)
+            targets = CountedTargets(share if counted.labels else None)
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)

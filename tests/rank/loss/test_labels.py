@@ -18,6 +18,7 @@ import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.loss.counted_targets import CountedTargets
 from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.loss.target_counts import Share
 from nbkit.rank.train.trainer import Trainer
 
 VOCAB, LENGTH, ROWS, BATCH, STEPS = 96, 16, 24, 8, 3
@@ -250,5 +251,10 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
 
     with pytest.raises(TrainingError, match="do not count the same targets"):
         _ = targets.weight
+    # Of a part of a batch whose labels were counted: other targets than those are not divided by them.
+    share = Share((5.0, 3.0), (10.0, 8.0), 0.5)
+    with CountedTargets(share), pytest.raises(TrainingError, match="does not any more"):
+        for count in (5, 4):
+            F.cross_entropy(torch.zeros(count, 3), torch.zeros(count, dtype=torch.long))
     with pytest.raises(TrainingError, match="no mean cross entropy"):
         CountedTargets().check()

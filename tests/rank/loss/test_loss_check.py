@@ -91,6 +91,19 @@ class Inside(nn.Module):
         return {"loss": loss, "logits": logits, "aux_loss": balance}
 
 
+class Pretraining(nn.Module):
+    """As BERT begins: words to be found, where some are hidden, and a kind of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = Words(), nn.Linear(VOCAB, 2).double()
+
+    def forward(self, ids: Tensor, labels: Tensor, kind: Tensor) -> Any:
+        logits = self.words(ids)
+        summary = self.kinds(logits[:, 0])
+        return {"loss": tokens(logits, labels) + 0.5 * F.cross_entropy(summary, kind), "logits": logits}
+
+
 def points_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7)).double()
 
@@ -132,16 +145,16 @@ WITH_LABELS: dict[str, Any] = {
     "data": [{"ids": ids, "labels": labels} for ids, labels in texts()],
     "inputs": ["ids", "labels"],
 }
+WITH_KINDS: dict[str, Any] = {
+    "data": [{"ids": ids, "labels": labels, "kind": ids[0] % 2} for ids, labels in texts()],
+    "inputs": ["ids", "labels", "kind"],
+}
 PLAIN_LABELS = {**WITH_LABELS, "data": [{"ids": ids, "labels": ids} for ids, _ in texts()]}
 
 # name -> (what the Trainer gets, words of the message)
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ignored labels": ({"loss": by_hand}, ["no mean over rows", "(target != -100).sum()", "dp=2 computes parts"]),
     "a head of zeros": ({"model": lambda: Words(zero=True), "loss": by_hand}, ["(target != -100).sum()"]),
-    "a penalty of rows": (
-        {"loss": lambda o, t: tokens(o, t) + o.square().mean()},
-        ["no mean over rows", "mask.sum()"],
-    ),
     "a sum": ({"loss": lambda o, t: F.cross_entropy(o, t, reduction="sum"), **SEVEN}, ["loss.sum(), len(target)"]),
     "focal loss by its positives": ({"loss": focal, **SEVEN}, ["mask.sum()"]),
     "ctc by its letters": ({"loss": ctc, "data": padded()}, ["mask.sum()"]),
@@ -189,6 +202,14 @@ EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
     "a sum by its rows": (
         {"loss": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), **SEVEN},
         F.cross_entropy,
+    ),
+    "a penalty of rows": (
+        {"loss": lambda o, t: tokens(o, t) + o.square().mean()},
+        lambda o, t: tokens(o, t) + o.square().mean(),
+    ),
+    "hidden words and kinds of rows": (
+        {"model": Pretraining, "loss": lambda o, _: o["loss"], **WITH_KINDS},
+        lambda o, _: o["loss"],
     ),
     "labels inside, all kept": ({"loss": lambda o, _: o["loss"], **PLAIN_LABELS}, lambda o, _: o["loss"]),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,8 @@ def drawn_model(skeleton: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
     size = old.numel()
-    noise = (numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1))[:size].view(old.shape)
+    enough = numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1)
+    noise = enough[:size].view(old.shape)
     if old.ndim > 1:
-        return noise * (size // old.shape[0]) ** -0.5  # sums of as many products stay as large as what goes in
+        return noise / math.sqrt(size // old.shape[0])  # sums of as many products stay as large as what goes in
     return 0.2 * noise + (0 if name.endswith("bias") else 1)

@@ -13,7 +13,7 @@ from nbkit.rank.comm.thread_group import Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes
+from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, parts_rows
@@ -95,6 +95,7 @@ def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: 
         shard = shard_of(batch.data, ranks=axes.size("dp"), rank=axes.index("dp"))
         micros = micro_batches(shard, sharded_model, batch.microbatch_size)
         counted = options.counted if parts_rows(options, strategy) else None
+        whole = whole_of(shard, counted, sharded_model, _CPU)
         expected = batch.rows * (counted.per_row if counted is not None else 1)
         forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs, _CPU)
         draws, sums, summed = KeyedDropout(sharded_model.module, 0, options.draws), [0.0, 0.0], False
@@ -103,7 +104,7 @@ def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: 
             nonlocal summed
             micro = micros[number]
             with draws.step(0, range(micro.first, micro.first + micro.rows)):
-                output, part, _ = forward_pass.run(micro, stage, received, counted)
+                output, part, _ = forward_pass.run(micro, stage, received, counted, whole)
             if part is None:
                 return output  # type: ignore[no-any-return]
             summed = part.summed

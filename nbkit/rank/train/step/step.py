@@ -27,7 +27,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, shapes_of, shard_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.grad_norm import clip
-from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes
+from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
@@ -112,6 +112,7 @@ class TrainingStep:
         self.builder.look_at_first(sharded_model, shard, step)
         options = self.builder.options
         counted = options.counted if parts_rows(options, sharded_model.strategy) else None
+        whole = whole_of(shard, counted, sharded_model, self.device)
         # What a mean is divided by as far as that is known now: for rows, all there is.
         expected = shard.total * (counted.per_row if counted is not None else 1)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
@@ -135,7 +136,7 @@ class TrainingStep:
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self._computing(micro, step):
-                output, part, tokens = self._forward.run(micro, stage, received, counted)
+                output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
             if part is None:
                 return output  # type: ignore[no-any-return]
             if not part.value.requires_grad:
@@ -214,13 +215,14 @@ class TrainingStep:
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:
         """(summed loss, weight) of this rank's rows, zeros where another rank's count. The module is in eval mode."""
-        micros = self._cut(shard)
+        micros, counted = self._cut(shard), self.builder.options.counted
+        whole = whole_of(shard, counted, self.sharded_model, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
             with self.precision.autocast():
-                output, part, _ = self._forward.run(micro, stage, received, self.builder.options.counted)
+                output, part, _ = self._forward.run(micro, stage, received, counted, whole)
             if part is None:
                 return output  # type: ignore[no-any-return]
             both = [part.total, torch.as_tensor(part.weight, device=self.device)]
