@@ -1,4 +1,4 @@
-"""`%nbkit report`, `%nbkit trace` and `%nbkit export`: what is made of a training for elsewhere."""
+"""`%nbkit plan`, before a training; `report`, `trace` and `export`: what is made of one for elsewhere."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from magics.arguments import HelpShown, nbkit_parser, parse
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.export.export import Exported, export
+from nbkit.notebook.planning import planned
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.report import Written
+from nbkit.planner.choose.rows import Plan, Words
 
 
 @magics_class
@@ -17,12 +19,14 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """One line magic with commands."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Written | Traced | Exported | None:
+    def nbkit(self, line: str) -> Written | Traced | Exported | Plan | Words | None:
         try:
             options = vars(parse(nbkit_parser(), line))
         except HelpShown:
             return None
         command = options.pop("command")
+        if command == "plan":
+            return planned(self.shell.user_ns, **options)
         if command == "trace":
             return current().trace(**options)
         if command == "export":

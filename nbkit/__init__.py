@@ -20,10 +20,11 @@ _HOME = {
     "StrategyPanel": "nbkit.notebook.widgets.panel.panel",
     "Trainer": "nbkit.rank.train.trainer",
     "from_pretrained": "nbkit.rank.models.pretrained",
+    "plan": "nbkit.notebook.planning",
     "prepare": "nbkit.rank.train.job",
     "check": "nbkit.rank.parallel.check_model",
     "GPT": "nbkit.rank.models.gpt",
-    "GPTConfig": "nbkit.rank.models.gpt",
+    "GPTConfig": "nbkit.planner.gpt_config",
     "TextDataset": "nbkit.rank.models.text",
 }
 

@@ -28,12 +28,12 @@ STRATEGIES = (
     "tp=2 pp=2",
 )
 MEAN, WORST, REST = 0.03, 0.08, 0.005
-"""The bars: of the fullest rank at the peak, and of every rank at rest."""
+"""The bars: of the fullest rank, at the peak and at rest."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one cell. measured, predicted: bytes of the fullest rank. rest: the largest error at rest. refused: why."""
+    """Of one cell. measured, predicted: bytes of the fullest rank. rest: the error at rest. refused: why."""
 
     cell: str
     measured: int = 0
@@ -83,5 +83,5 @@ def _found(cell: str, said: Sequence[dict[str, Any]]) -> Found:
     if "refused" in said[0]:
         return Found(cell, refused=said[0]["refused"])
     full = max(said, key=lambda one: one["measured"])
-    rest = max((one["held"] / one["rest"] - 1 for one in said), key=abs)
+    rest = max(one["held"] for one in said) / max(one["rest"] for one in said) - 1
     return Found(cell, full["measured"], max(one["predicted"] for one in said), rest, full["moment"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.planner.activations import Line, Piece, Updating, most, upper
 from nbkit.planner.memory import Rest
-from nbkit.planner.peak import Peak, Weights, peak
+from nbkit.planner.peak.activations import Line, Piece, Updating, most, upper
+from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
 from nbkit.strategy import Strategy
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from nbkit.errors import NbkitError
-from nbkit.planner.activations import Updating
-from nbkit.planner.peak import Peak, Weights, peak
+from nbkit.planner.peak.activations import Updating
+from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
@@ -17,9 +17,17 @@ from nbkit.rank.train.estimate.trace import Traced, trace, updating
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
 
+_LARGEST_REAL = 2 << 30
+"""Bytes of parameters."""
+
 
 class PeakBytes:
-    """Of one model and optimizer. real: a model that shapes alone do not run is run in earnest, with drawn weights."""
+    """Of one model and optimizer.
+
+    real: the model is run in earnest, with drawn weights, unless it is very large. That draws numbers, so it is not for
+    a thread beside a training; and it is exact where libraries go other ways on shapes alone (HF's attention does), or
+    where shapes hang on numbers.
+    """
 
     def __init__(self, builder: Builder, census: Census, *, real: bool = False) -> None:
         self.builder, self.census, self.real = builder, census, real
@@ -64,7 +72,7 @@ class PeakBytes:
         if (tp, cp) not in self._traced:
             builder = self.builder
             found = None
-            for real in (False, True) if self.real else (False,):
+            for real in (True, False) if self.real and self._size <= _LARGEST_REAL else (False,):
                 try:
                     found = trace(builder.skeleton, builder.options, builder.config, tp=tp, cp=cp, real=real)
                 except NbkitError:
@@ -74,6 +82,10 @@ class PeakBytes:
                 break
             self._traced[tp, cp] = found
         return self._traced[tp, cp]
+
+    @property
+    def _size(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.builder.skeleton.parameters())
 
     @property
     def updating(self) -> Updating:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from nbkit.planner.activations import Line, Piece, Updating, upper
+from nbkit.planner.peak.activations import Line, Piece, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.data_parallel.base import fresh

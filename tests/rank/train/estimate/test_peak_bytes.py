@@ -12,8 +12,8 @@ import torch
 from ranks import run_ranks
 from torch.nn import functional as F
 
-from nbkit.planner.activations import most
-from nbkit.planner.gpt_pieces import GPTPieces
+from nbkit.planner.peak.activations import most
+from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options

@@ -13,36 +13,22 @@ The count of Korthikanti et al. 2022 (section 4) without dropout masks and with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from nbkit.planner.activations import Line, Piece
+from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.peak import Weights
+from nbkit.planner.memory import Bytes
+from nbkit.planner.peak.activations import Line, Piece
+from nbkit.planner.peak.peak import Weights
 
 _FP32 = 4
-
-
-class Sizes(Protocol):
-    """What of a GPTConfig is used."""
-
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def width(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class GPTPieces:
     """Of a GPT. element: bytes of what is computed (2 in bf16). parameter: of a weight. recompute: of the blocks."""
 
-    config: Sizes
+    config: GPTConfig
     element: int = 4
     parameter: int = 4
     recompute: bool = False
@@ -102,6 +88,25 @@ class GPTPieces:
         if of.layers == 1:
             return [Weights(inside, (*ends[0], *ends[1]), partial)]
         return [Weights(inside, ends[0], partial), *(block,) * (of.layers - 2), Weights(inside, ends[1], partial)]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"a GPT of {self.parameters() / 1e9:.3g} B parameters"
+
+    @property
+    def each(self) -> Bytes:
+        """As nbkit trains: in bf16 too, weights and gradients are fp32."""
+        return Bytes(self.parameter, self.parameter, 2 * self.parameter)
+
+    def recomputing(self, recompute: bool) -> GPTPieces:
+        """The same, with its blocks recomputed or not."""
+        return replace(self, recompute=recompute)
+
+    def touched(self) -> float:
+        """Bytes of a row that a forward reads and writes beside multiplying: norms, sums, the activation, logits."""
+        of = self.config
+        return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab)
 
     def facts(self, batch: int) -> Facts:
         """For what is checked of a strategy."""

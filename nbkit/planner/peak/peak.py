@@ -1,7 +1,7 @@
 """Bytes that a rank holds at the peak of a step, with activations: the sum that panel, plan and switch share.
 
-What is there all the time (memory.py), and on top of it, at each moment of a step, what the pieces keep and take
-(activations.py) and what the data axis has under way:
+What is there all the time (nbkit/planner/memory.py), and on top of it, at each moment of a step, what the pieces keep
+and take (activations.py) and what the data axis has under way:
 
     zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
     zero 1, 2   of up to two buckets, the copy that is being reduced; after the update, of two, what is gathered
@@ -14,13 +14,13 @@ Left out: the batch itself, what kernels and communication libraries take for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from nbkit.planner.activations import Piece, Updating, most
 from nbkit.planner.memory import Rest
+from nbkit.planner.peak.activations import Piece, Updating, most
 from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
@@ -71,13 +71,16 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Moment:
+    """gradients: on one data rank, those that are there; on several they have buffers all the time."""
+
     name: str
     kept: float
     working: float
+    gradients: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.kept + self.working
+        return self.kept + self.working + self.gradients
 
 
 def peak(
@@ -100,16 +103,13 @@ def peak(
     micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers.
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating())
-    alone = strategy.dp == 1
     highest = max(step.moments(), key=lambda moment: moment.total)
-    # On one data rank a gradient is there from when backward has made it.
-    gradients = rest.gradients if not alone or highest.name in ("update", "sum") else 0
     return Peak(
         rest.parameters + buffers,
-        gradients,
+        rest.gradients if strategy.dp > 1 else round(highest.gradients),
         rest.optimizer,
         round(highest.kept),
-        round(highest.working - (gradients if alone else 0)),
+        round(highest.working),
         highest.name,
     )
 
@@ -148,21 +148,21 @@ class _Step:
         share = self.strategy.shard if self.strategy.zero else 1
         own = [size for i in self._own for size in (*self.weights[i].inside, *self.weights[i].outside)]
         if partial := sum(self.weights[i].partial for i in self._own):
-            yield _Moment("sum", 0.0, alone + partial / share)
+            yield _Moment("sum", 0.0, partial / share, alone)
         of = self.updating
-        yield _Moment("update", 0.0, alone + (of.largest * max(own, default=0) + of.all * sum(own)) / share)
+        yield _Moment("update", 0.0, (of.largest * max(own, default=0) + of.all * sum(own)) / share, alone)
         if self.strategy.zero in (1, 2):
             sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1])), reverse=True)[:2]
             yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
 
     def _passes(self) -> Iterator[_Moment]:
         """Forward and backward without a pipeline."""
-        rows, count = self.rows, len(self.pieces)
+        rows, count, alone = self.rows, len(self.pieces), self.strategy.dp == 1
         kept = [0.0, *accumulate(piece.kept.at(rows) for piece in self.pieces)]
         # With several micro-batches, the gradients of those before are there.
         before = self._gradients if self.micros > 1 and self.strategy.dp == 1 else 0.0
         for i, piece in enumerate(self.pieces):
-            yield _Moment("forward", kept[i], before + self._gathered(i) + most(piece.forward, rows))
+            yield _Moment("forward", kept[i], self._gathered(i) + most(piece.forward, rows), before)
         fresh, under_way = before, [0.0, 0.0]
         for i in reversed(range(count)):
             sizes, own = self.weights[i], self.pieces[i].kept.at(rows)
@@ -170,7 +170,8 @@ class _Step:
             yield _Moment(
                 "backward",
                 kept[i] + min(own, top),
-                fresh + max(top - own, 0.0) + self._gathered(i, backward=True) + sum(under_way),
+                (0.0 if alone else fresh) + max(top - own, 0.0) + self._gathered(i, backward=True) + sum(under_way),
+                fresh if alone else 0.0,
             )
             if not before:
                 fresh += sizes.total
@@ -212,29 +213,28 @@ class _Step:
 
     def _pipeline(self) -> Iterator[_Moment]:
         """The operations of this rank, with what its stages keep."""
-        rows, total = self.rows, self._gradients
+        rows, total, alone = self.rows, self._gradients, self.strategy.dp == 1
         stages = [_stage(self.pieces, self.weights, lo, hi, rows) for lo, hi in self.ranges]
         schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
         homes = ranks_of_stages(self.strategy)
         numbers = [stage for stage, rank in enumerate(homes) if rank == self.place]
         whole = total if self.strategy.zero == 3 else 0.0
+        arrives = self._arriving(homes, dict(zip(numbers, stages, strict=True)))
         kept, made = 0.0, False
         ops = schedule.ops[self.place]
         for index, (kind, number, _) in enumerate(ops):
             stage = stages[numbers.index(number)]
-            coming = sum(
-                self._arrives(homes, ops[at].kind, ops[at].stage) for at in range(index + 1, index + 1 + _POSTED)
-                if at < len(ops)
-            )  # fmt: skip
-            extra = whole + coming + (total if made else 0.0)
+            coming = sum(arrives.get((op.kind, op.stage), 0.0) for op in ops[index + 1 : index + 1 + _POSTED])
+            made_now = total if made else 0.0
+            own, extra = (made_now, whole + coming) if alone else (0.0, whole + coming + made_now)
             if kind == "F":
-                yield _Moment("forward", kept, extra + stage.received + stage.forward)
+                yield _Moment("forward", kept, extra + stage.received + stage.forward, own)
                 kept += stage.kept
             elif kind == "W":
                 kept -= stage.kept
             else:
                 top = stage.again if made else stage.backward
-                yield _Moment("backward", kept, extra + stage.handed + max(top + stage.received - stage.kept, 0.0))
+                yield _Moment("backward", kept, extra + stage.handed + max(top + stage.received - stage.kept, 0.0), own)
                 made = True
                 if kind == "B":
                     kept -= stage.kept
@@ -245,21 +245,15 @@ class _Step:
         elif self.strategy.zero == 3:
             yield _Moment("backward", 0.0, 2 * total + max(sum(self.weights[i].inside) for i in self._own))
 
-    def _arrives(self, homes: Sequence[int], kind: str, stage: int) -> float:
-        """Bytes of what another rank sends for an operation."""
-        if kind == "F" and stage and homes[stage - 1] != self.place:
-            return self._edge(stage)
-        if kind in "BI" and stage + 1 < len(homes) and homes[stage + 1] != self.place:
-            return self._edge(stage + 1)
-        return 0.0
-
-    def _edge(self, stage: int) -> float:
-        homes = ranks_of_stages(self.strategy)
-        if homes[stage] == self.place:
-            start = self.ranges[[s for s, rank in enumerate(homes) if rank == self.place].index(stage)][0]
-        else:
-            start = self.ranges[[s for s, rank in enumerate(homes) if rank == self.place].index(stage - 1)][1]
-        return self.pieces[start - 1].carried.at(self.rows)
+    def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
+        """Bytes of what another rank sends for an operation, by its kind and stage."""
+        found = {}
+        for number, stage in stages.items():
+            if number and homes[number - 1] != self.place:
+                found["F", number] = stage.received
+            if number + 1 < len(homes) and homes[number + 1] != self.place:
+                found["B", number] = found["I", number] = stage.handed
+        return found
 
 
 @dataclass(frozen=True)

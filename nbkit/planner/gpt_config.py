@@ -1,0 +1,29 @@
+"""Sizes of nbkit's GPT. Apart from the model, so that a plan can be made of it where there is no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `vocab=256` is one token per byte."""
+
+    vocab: int = 256
+    block: int = 128
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.vocab, self.block, self.layers, self.heads, self.width) < 1:
+            raise UsageError("Every size of a GPT is at least 1.", numbers=repr(self), hint="GPTConfig()")
+        if self.width % self.heads:
+            raise UsageError(
+                "The heads do not divide the width.",
+                numbers=f"width {self.width} / heads {self.heads} = {self.width / self.heads:g}",
+                hint=f"GPTConfig(width={self.width // self.heads * self.heads or self.heads}, heads={self.heads})",
+            )

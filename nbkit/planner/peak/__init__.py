@@ -1,0 +1,1 @@
+"""Bytes that a rank holds at the highest moment of a step, with activations."""

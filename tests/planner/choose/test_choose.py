@@ -1,0 +1,130 @@
+"""What is chosen, refused and explained, for models and hardware where the answer is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from nbkit.errors import UsageError
+from nbkit.notebook.planning import explain, plan, planned
+from nbkit.planner.choose.hardware import Hardware
+from nbkit.planner.choose.search import _candidates, _Known, _load, _sent
+from nbkit.planner.choose.seconds import Rates, calibrated, seconds
+from nbkit.planner.gpt_config import GPTConfig
+from nbkit.planner.job_facts import Weight
+from nbkit.planner.memory import ADAM
+from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.traffic import per_step, wire_bytes
+from nbkit.strategy import Strategy
+
+SMALL = GPTConfig(vocab=50304, block=1024, layers=12, heads=12, width=768)
+SEVEN = GPTConfig(vocab=32000, block=4096, layers=32, heads=32, width=4096)
+GPT3 = GPTConfig(vocab=50304, block=2048, layers=96, heads=96, width=12288)
+
+
+def test_hardware_is_a_line() -> None:
+    one = Hardware.parse("128 x 8 H100")
+    assert (one.nodes, one.node, one.devices, one.device.memory) == (128, 8, 1024, 80e9)
+    assert Hardware.parse("8 a100").nodes == 1
+    assert Hardware.parse("2 x 8 H100 net=400Gbit/s").device.far == 50e9
+    for wrong in ("8 abacus", "H100", "0 x 8 H100", "8 H100 net=fast"):
+        with pytest.raises(UsageError):
+            Hardware.parse(wrong)
+
+
+def test_a_model_that_fits_on_each_device_is_split_over_data_alone() -> None:
+    best = plan(SMALL, batch=64, on="8 A100").rows[0]
+    assert Strategy.parse(best.strategy, 8).dp == 8
+    assert not best.recompute
+    assert best.low <= best.seconds <= best.high
+    assert best.peak.total < 80e9
+    assert best.rate == pytest.approx(64 * 1024 / best.seconds)
+
+
+def test_seven_billion_parameters_are_sharded_on_eight_devices_and_what_does_not_fit_says_the_sum() -> None:
+    made = plan(SEVEN, batch=128, on="8 H100")
+    best = Strategy.parse(made.rows[0].strategy, 8)
+    assert best.zero >= 2 and best.tp == 1
+    assert all(row.peak.total <= made.usable for row in made.rows)
+    assert all(later.seconds >= 0.98 * earlier.seconds for earlier, later in pairwise(made.rows))
+    whole = next(one for one in made.refused if one.strategy == "dp=8")
+    assert "parameters 26.9 GB + gradients 26.9 GB + optimizer 53.8 GB > 73.6 GB" in whole.numbers
+    assert not {row.strategy for row in made.rows} & {one.strategy for one in made.refused}
+
+
+def test_the_largest_model_keeps_tp_within_a_node_and_has_a_pipeline() -> None:
+    best = Strategy.parse(plan(GPT3, batch=2048, on="128 x 8 H100").rows[0].strategy, 1024)
+    assert 1 < best.tp <= 8 and best.pp > 1
+    assert plan(GPT3, batch=64, on="8 H100").rows == ()
+    assert "Nothing fits" in repr(plan(GPT3, batch=64, on="8 H100"))
+
+
+def test_a_slower_network_moves_what_is_sent_off_it() -> None:
+    fast, slow = (plan(SEVEN, batch=64, on=f"4 x 8 H100 net={speed}GB/s").rows[0] for speed in (50, 0.5))
+    assert slow.seconds > fast.seconds
+    assert Strategy.parse(slow.strategy, 32) != Strategy.parse(fast.strategy, 32)
+
+
+def test_two_rows_are_explained_part_by_part_with_what_would_change_the_choice() -> None:
+    made = plan(SEVEN, batch=128, on="8 H100")
+    first, second = made.rows[0].settings, made.rows[-1].settings
+    words = repr(explain(SEVEN, first, second, batch=128, on="8 H100"))
+    assert first in words and second in words and "peak" in words
+    assert "with twice the devices: dp=" in words
+    with pytest.raises(UsageError, match="refused"):
+        made.why("dp=8", first)
+    with pytest.raises(UsageError, match="no row"):
+        made.why("dp=3", first)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=8", "dp=8 zero=1", "dp=8 zero=3", "dp=8 zero=3 shard=4", "dp=4 tp=2", "dp=4 cp=2"]
+)
+def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str) -> None:
+    config = GPTConfig(vocab=512, block=256, layers=4, heads=8, width=64)
+    subject, strategy = GPTPieces(config), Strategy.parse(text, 8)
+    known, facts = _Known(subject), subject.facts(32)
+    candidate = next(one for one in _candidates(strategy, 32, 4) if one.micros == 1 and not one.recompute)
+    weights = [
+        Weight(f"{i}.{j}", (size // 4,), blocks=(i,), summed=("cp",) if j < len(piece.inside) else ())
+        for i, piece in enumerate(subject.weights(strategy.tp, strategy.cp))
+        for j, size in enumerate((*piece.inside, *piece.outside))
+    ]
+    terms = per_step(weights, facts, strategy, 0, each=ADAM)
+    sent, _ = _sent(known, candidate, facts)
+    for axis, size in sent.items():
+        # Losses, roots that are gathered once, and gradients of norms are a little beside it.
+        assert size == pytest.approx(wire_bytes(terms, axis), rel=0.12), axis
+
+
+def test_one_measured_step_calibrates() -> None:
+    subject, on = GPTPieces(SMALL, element=2), Hardware.parse("8 A100")
+    strategy = Strategy.parse("ddp", 8)
+    known, facts = _Known(subject), subject.facts(64)
+    load = _load(known, next(_candidates(strategy, 64, 12)), facts)
+    rates = calibrated(load, strategy, on, 0.1)
+    assert seconds(load, strategy, on, rates).total == pytest.approx(0.1, rel=1e-3)
+    assert rates.spread < Rates().spread
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = "import sys, nbkit; print(nbkit.plan(nbkit.GPTConfig(), batch=8, on='2 A100').rows[0].strategy)"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dp=2")
+
+
+def test_the_magic_takes_a_variable_of_the_notebook() -> None:
+    asked = {"batch": 8, "on": "2 A100", "precision": "fp32", "why": None}
+    made = planned({"config": GPTConfig()}, model="config", **asked)  # type: ignore[arg-type]
+    assert repr(made) == repr(plan(GPTConfig(), batch=8, on="2 A100", precision=None))
+    assert "<table>" in made._repr_html_()  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="no variable 'other'"):
+        planned({"config": 3}, model="other", **asked)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="this is a int"):
+        planned({"config": 3}, model="config", **asked)  # type: ignore[arg-type]
