@@ -100,7 +100,9 @@ def rank_parser() -> MagicParser:
 def cluster_parser() -> MagicParser:
     parser = MagicParser(prog="%cluster", description="Start, find and end clusters.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
-    start = verbs.add_parser("start", help="start a cluster on this machine")
+    start = verbs.add_parser(
+        "start", help="start a cluster on this machine, or --slurm", epilog="What follows -- goes to sbatch as it is."
+    )
     start.add_argument(
         "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
     )
@@ -110,6 +112,11 @@ def cluster_parser() -> MagicParser:
     start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
     )
+    start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
+    start.add_argument("--nodes", type=int, metavar="N", help="for --slurm: how many; default: as few as hold them")
+    start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
+    start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
+    start.add_argument("--python", default="", metavar="PATH", help="on the other hosts; default: the notebook's own")
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")

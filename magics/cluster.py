@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from IPython import get_ipython
@@ -11,6 +12,7 @@ from magics.arguments import DETACHED, HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
+from nbkit.notebook.cluster.hosts.request import requested
 
 
 @magics_class
@@ -19,15 +21,19 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def cluster(self, line: str) -> Any:
+        line, _, rest = line.partition(" -- ")  # argparse would take it for words of its own
         try:
             options = parse(cluster_parser(), line)
         except HelpShown:
             return None
+        options.rest = tuple(shlex.split(rest, comments=True))
         return getattr(self, f"_{options.verb}")(options)
 
     def _start(self, options: Any) -> Any:
         others = [entry.name for entry in registry.entries() if is_current(entry.name)]
-        cluster = Cluster.start(options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl)
+        cluster = Cluster.start(
+            options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl, on=requested(options)
+        )
         print(f"{cluster.entry.name} is ready: {cluster.entry.n} ranks in {cluster.started_in:.1f} s")
         for other in others:
             if other != cluster.entry.name:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import asdict
 from typing import Any
 
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError
 from nbkit.rank.world import world
+from nbkit.rank.world.rank_place import Place
 from nbkit.wire.cells import CellRecord, CellRequest
+from nbkit.wire.processes import Process
 
-runner: Runner | None = None  # set once, by the engine
+runner: Runner | None = None  # these three are set once, by the engine
+place: Place | None = None
+address = ""  # of this host, where its ranks may listen
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back
 _listener: socket.socket | None = None
 
 
 def hello() -> dict[str, Any]:
-    """Proof that this rank runs code and has a world."""
+    """Proof that this rank runs code, and where; generation 0 says that it has no world yet."""
+    assert place is not None
     here = world.current()
-    assert here is not None
-    return {"pid": os.getpid(), "rank": here.place.rank, "generation": here.generation}
+    process = asdict(Process.of(os.getpid()))
+    return {"process": process, "rank": place.rank, "generation": here.generation if here else 0}
 
 
 def run_cell(request: CellRequest) -> CellRecord:
@@ -28,20 +34,22 @@ def run_cell(request: CellRequest) -> CellRecord:
     return runner.run(request)
 
 
-def open_store() -> int:
-    """On rank 0, before a new generation: listen for its store, on loopback. Returns the port."""
+def open_store() -> tuple[str, int]:
+    """On rank 0, before a new generation: listen for its store. Returns address and port; all ranks reach them."""
     global _listener
-    _listener = world.open_listener()
-    return int(_listener.getsockname()[1])
+    _listener = world.open_listener(address)
+    return address, int(_listener.getsockname()[1])
 
 
 def reform(generation: int, address: str, port: int) -> int:
     """Join generation `generation` of the world, whose store is at address:port. Returns it."""
     global _listener
-    here = world.current()
-    assert here is not None
+    assert place is not None
     if dead:
         raise ClusterError(f"Rank {min(dead)} has died, and a world has all ranks.", hint="%cluster restart")
-    listener, _listener = (_listener, None) if here.place.rank == 0 else (None, _listener)
-    here.reform(generation, listen=listener, address=address, port=port)
-    return here.generation
+    listener, _listener = (_listener, None) if place.rank == 0 else (None, _listener)
+    if (here := world.current()) is None:
+        world.World.join(place, listen=listener, address=address, port=port, generation=generation)
+    else:
+        here.reform(generation, listen=listener, address=address, port=port)
+    return generation

@@ -1,7 +1,8 @@
 """A rank, from the moment it is forked: pinned, joined to the world, then an ipyparallel engine.
 
-The order matters. The pin comes before CUDA or any thread starts; the world is formed before the engine
-registers, so that it is up by the time the hub has heard the first heartbeat.
+The order matters. The pin comes before CUDA or any thread starts; on one host the world is formed before the engine
+registers, so that it is up by the time the hub has heard the first heartbeat. On several hosts the engines register
+first: the address at which the world forms reaches them through the notebook.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from ipyparallel.engine.app import IPEngine
 from nbkit.bridge import calls
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
-from nbkit.bridge.parent.link import Link
 from nbkit.bridge.parent.spec import Spec
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
@@ -25,6 +25,8 @@ from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.world import watchdog, world
+from nbkit.rank.world.rank_place import Place
+from nbkit.wire.link import Link
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]
@@ -43,7 +45,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
         Requests(self.runner, self.stopping).install(self.kernel)
-        _fill_namespace(self.kernel.shell.user_ns)
+        _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
         self.link.listen(self._from_parent, self._orphaned)
         self.link.send(event="ready")
 
@@ -66,7 +68,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
 def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> None:
     """Be rank `rank` until the cluster stops. Never returns."""
-    pin = spec.pins[rank]
+    pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)
     watchdog.dump_on_signal(log)
@@ -80,7 +82,9 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> N
     # libgomp read OMP_NUM_THREADS when the parent loaded it, so the environment alone would not do.
     torch.set_num_threads(pin.threads)
     _draw_own_numbers()
-    world.World.join(spec.place(rank), listen=listener, address=spec.address, port=spec.port)
+    calls.place, calls.address = spec.place(rank), spec.address
+    if spec.line is None:  # else the hosts first learn of each other, through the notebook
+        world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)
     _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
     sys.argv = ["ipengine"]  # what user code sees; a script's own arguments never leak in
     RankEngine.spec, RankEngine.rank, RankEngine.link = spec, rank, link
@@ -121,15 +125,12 @@ def _verify_device(pinned: str, device: str) -> None:
         raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
 
 
-def _fill_namespace(user_ns: dict[str, Any]) -> None:
+def _fill_namespace(user_ns: dict[str, Any], place: Place) -> None:
     import torch
     import torch.distributed as dist
 
     import nbkit
 
-    here = world.current()
-    assert here is not None
-    place = here.place
     user_ns.update(
         rank=place.rank,
         world_size=place.world_size,

@@ -26,7 +26,6 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 
 from nbkit.bridge.output.capture import Capture
-from nbkit.bridge.parent.link import Link
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.train.control.detached import DETACHED
@@ -34,6 +33,7 @@ from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
+from nbkit.wire.link import Link
 from nbkit.wire.text_encoding import encodable
 
 VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned

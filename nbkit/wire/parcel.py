@@ -115,6 +115,17 @@ def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> st
     return str(path)
 
 
+def packed_bytes(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> list[bytes]:
+    """A packed value as it travels to another host: the pickle, then its buffers."""
+    head, buffers = packed
+    return [head, *(bytes(buffer.raw()) for buffer in buffers)]
+
+
+def unpack(parts: list[bytes]) -> Any:
+    """The value whose `packed_bytes` these are. Arrays in it are writable."""
+    return pickle.loads(parts[0], buffers=[bytearray(part) for part in parts[1:]])
+
+
 def discard(token: str) -> None:
     """Unlink the parcels under `token`, also those that a rank is about to write: their folder is gone."""
     for place in _places():

@@ -17,7 +17,7 @@ def test_a_rank_that_dies_keeps_nobody_waiting_for_it(nbkit_home: object) -> Non
     cluster = Cluster.start(2, cpu=True, name="widowed", ttl=600)
     try:
         wire = cluster.connection.client
-        port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
+        _, port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
         forming = wire.call([0], REFORM, 2, "127.0.0.1", port)[0]
         with pytest.raises(TimeoutError):
             forming.result(timeout=0.5)  # it waits for rank 1, which was not asked

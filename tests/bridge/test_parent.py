@@ -58,7 +58,7 @@ def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> 
 import os, signal, sys
 from pathlib import Path
 from nbkit.bridge.parent import parent as parents
-from nbkit.bridge.parent.link import Link
+from nbkit.wire.link import Link
 import socket
 
 started = []

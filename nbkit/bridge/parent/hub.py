@@ -16,6 +16,9 @@ def unregister(engine_file: Path, rank: int) -> None:
     context = zmq.Context()  # type: ignore[attr-defined]
     socket = context.socket(zmq.DEALER)  # type: ignore[attr-defined]
     socket.LINGER = 3000
+    if server := info.get("curve_serverkey"):
+        socket.curve_serverkey = server.encode()
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(f"{info['interface']}:{info['registration']}")
     session.send(socket, "unregistration_request", content={"id": rank})
     socket.close()

@@ -5,6 +5,9 @@ time, and it does four things: it names how a rank ended; it releases the ranks 
 it ends a rank that answers to nothing when a notebook asks for that; and it ends the cluster when the
 controller is gone or nobody has used it for its time to live.
 
+A cluster on several hosts has a parent on each. It tells the coordinator what it tells its own ranks, and tells them
+what it hears from there; when to end, the coordinator says.
+
     python -m nbkit.bridge.parent.parent FOLDER
 """
 
@@ -14,11 +17,13 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +31,16 @@ from typing import Any
 from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
 from nbkit.bridge.parent.controller import controller_of, end_schedulers
-from nbkit.bridge.parent.link import Link
+from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
+from nbkit.wire.link import Link
 from nbkit.wire.processes import Process
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
 GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
 TICK_SECONDS = 1.0
+_COORDINATOR = "coordinator"  # among the ranks that the selector knows
 
 
 @dataclass
@@ -44,7 +51,7 @@ class Child:
     pid: int
     link: Link
     ready: bool = False
-    cells: set[str] = field(default_factory=set)  # ids of those that run
+    cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
 
 
 class Parent:
@@ -52,8 +59,12 @@ class Parent:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.listener = open_listener()
-        self.spec = specs.read(folder / "spec.json", port=self.listener.getsockname()[1])
+        self.spec = specs.read(folder / "spec.json")
+        line = self.spec.line
+        self.coordinator = Coordinator(line) if line else None
+        self.listener = None if line else open_listener()
+        if self.listener:
+            self.spec = replace(self.spec, port=self.listener.getsockname()[1])
         self.children: dict[int, Child] = {}
         self.dead: set[int] = set()
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
@@ -74,17 +85,22 @@ class Parent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         self.selector.register(woken, selectors.EVENT_READ, None)
-        for rank in range(len(self.spec.pins)):
+        if self.coordinator:
+            self.selector.register(self.coordinator.link.sock, selectors.EVENT_READ, _COORDINATOR)
+        for rank in self.spec.ranks:
             if self.ending:
                 break
             self.start_rank(rank)
-        self.listener.close()
+        if self.listener:
+            self.listener.close()
         if self.ending:  # the signal may have come while one was being forked
             self.end_all("the cluster was stopped while it started")
         while self.children:
             for key, _ in self.selector.select(self._patience()):
                 if key.data is None:
                     woken.recv(4096)
+                elif key.data == _COORDINATOR:
+                    self._hear_coordinator()
                 else:
                     self._hear(self.children.get(key.data))
             self._reap()
@@ -120,8 +136,10 @@ class Parent:
             self.selector.close()
             for child in self.children.values():
                 child.link.sock.close()
-            if listener is None:
+            if listener is None and self.listener:
                 self.listener.close()
+            if self.coordinator:
+                self.coordinator.link.sock.close()
             from nbkit.bridge import engine
 
             engine.main(self.spec, rank, listener, Link(theirs))
@@ -154,22 +172,58 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
-        elif event == "interrupt" and (other := self.children.get(message["rank"])):
-            interrupts.send(self.folder / "output", other.rank, message["cell"], partial(os.kill, other.pid))
-        elif event == "end" and message["rank"] in self.children:
-            log(f"rank {message['rank']} answers to nothing and is ended on request")
-            kill_group(self.children[message["rank"]].pid)
+        elif event in ("interrupt", "end"):
+            if other := self.children.get(message["rank"]):
+                self._signal(other, message)
+            elif self.coordinator and message["rank"] not in self.spec.ranks:
+                self.coordinator.link.send(**message)
+
+    def _signal(self, child: Child, message: dict[str, Any]) -> None:
+        if message["event"] == "interrupt":
+            interrupts.send(self.folder / "output", child.rank, message["cell"], partial(os.kill, child.pid))
+        else:
+            log(f"rank {child.rank} answers to nothing and is ended on request")
+            kill_group(child.pid)
+
+    def _hear_coordinator(self) -> None:
+        assert self.coordinator is not None
+        for message in self.coordinator.receive():
+            event = message.pop("event")
+            if event == "failed":
+                self._release_soon(message["cell"], message["rank"])
+            elif event == "died":
+                self.dead.add(message["rank"])
+                if message.pop("unregister"):  # its own parent cannot
+                    self._tell_hub(message["rank"])
+                self._spread_death(message)
+            elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
+                self._signal(child, {"event": event, **message})
+            elif event == "end_all":
+                self.end_all(message["why"])
+        if self.coordinator.gone:
+            self.selector.unregister(self.coordinator.link.sock)
+            log("the line to the coordinator is closed")
+            if self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop what they wait in
+                for child in self.children.values():
+                    for cell in child.cells:
+                        child.link.send(do="release", cell=cell, reason="the notebook's host does not answer")
 
     def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
-        child.cells.add(cell)
+        child.cells[cell] = ranks
         # It was on its way when the rank died, and nothing else would end its wait for that one.
         for rank in self.dead.intersection(ranks):
             child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
 
     def _ended(self, child: Child, cell: str, state: str) -> None:
-        child.cells.discard(cell)
-        if state == "error" and cell not in self.due:
-            self.due[cell] = (time.monotonic() + GRACE_SECONDS, f"rank {child.rank} failed")
+        child.cells.pop(cell, None)
+        if state == "error":
+            self._release_soon(cell, child.rank)
+            if self.coordinator:
+                self.coordinator.link.send(event="failed", cell=cell, rank=child.rank)
+
+    def _release_soon(self, cell: str, failed: int) -> None:
+        if cell not in self.due:
+            self.due[cell] = (time.monotonic() + GRACE_SECONDS, f"rank {failed} failed")
 
     def _release_due(self) -> None:
         now = time.monotonic()
@@ -210,13 +264,23 @@ class Parent:
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
         (self.folder / f"rank{child.rank}.end.json").write_text(json.dumps(death))
         if not all(other.ready for other in (child, *self.children.values())):
+            if self.coordinator:
+                self.coordinator.tell_failed_start(child.rank, how, self.folder / "logs" / f"rank{child.rank}.log")
             self.end_all(f"rank {child.rank} ended while the cluster was starting")
             return
-        for other in self.children.values():
-            other.link.send(do="died", **death)
-            for cell in child.cells:
-                other.link.send(do="release", cell=cell, reason=f"rank {child.rank} died")
+        if self.coordinator:
+            self.coordinator.link.send(event="died", **death)
+        self._spread_death(death)
         self._tell_hub(child.rank)
+
+    def _spread_death(self, death: dict[str, Any]) -> None:
+        dead = death["rank"]
+        for child in self.children.values():
+            child.link.send(do="died", **death)
+            # Of a host that is out of reach nobody knows which cells its ranks were in.
+            shared = [cell for cell, ranks in child.cells.items() if dead in ranks]
+            for cell in shared if death["cells"] is None else death["cells"]:
+                child.link.send(do="release", cell=cell, reason=f"rank {dead} died")
 
     def _how(self, status: int) -> str:
         if not os.WIFSIGNALED(status):
@@ -246,8 +310,14 @@ class Parent:
         if self.ending:
             return
         self.controller = controller = self.controller or controller_of(self.folder)
-        if any(child.cells or not child.ready for child in self.children.values()):
+        if in_use := any(child.cells or not child.ready for child in self.children.values()):
             self.seen = time.monotonic()
+        if self.coordinator:
+            self.coordinator.tell_seen(self.seen)
+            if self.coordinator.gone and not any(child.cells for child in self.children.values()):
+                self.end_all("the coordinator is gone")
+        elif in_use:
+            return
         elif controller and not controller.is_alive():
             self.end_all("the controller is gone")
         elif time.monotonic() - self.seen > self.spec.ttl:
@@ -269,12 +339,26 @@ class Parent:
 
 
 def log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
+    with suppress(OSError):  # over SSH nobody may read it any more
+        print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
 
 
 def main() -> None:
-    folder, began = Path(sys.argv[1]), time.monotonic()
+    folder = Path(sys.argv[1])
     parent = Parent(folder)
+    if parent.spec.line is None:
+        serve(parent)
+        return
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended while it started"))
+        serve(parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # made for this host alone: see nbkit.notebook.cluster.hosts.agent
+
+
+def serve(parent: Parent) -> None:
+    """Import torch, wait for the controller, and be the parent of the ranks until they have ended."""
+    folder, began = parent.folder, time.monotonic()
     # What ranks need, imported once; every fork has it for nothing. CUDA stays untouched: a forked child
     # could not use it any more.
     import torch.distributed

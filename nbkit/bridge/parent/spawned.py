@@ -25,7 +25,7 @@ def start(folder: Path, port: int, rank: int, line: socket.socket, listener: soc
 def main() -> None:
     from nbkit.bridge import engine
     from nbkit.bridge.parent import spec
-    from nbkit.bridge.parent.link import Link
+    from nbkit.wire.link import Link
 
     folder, port, rank, line, *listener = sys.argv[1:]
     engine.main(

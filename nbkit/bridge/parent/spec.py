@@ -21,12 +21,28 @@ class RankPin:
 
 
 @dataclass(frozen=True)
+class Line:
+    """The connection to the coordinator of a cluster on several hosts; see SignedLink.
+
+    fd: of the open connection. key, sent, received: of the link on it, as the process before this one has left it.
+    """
+
+    fd: int
+    key: str
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True)
 class Spec:
     """folder: of the cluster; engine_file: the controller's connection file for engines, which may not exist yet.
 
+    pins: of the ranks of this host, the first of which is rank `base` of `world_size`.
+
     ttl: seconds without notebook and without a running cell after which the cluster ends. launcher: the notebook,
-    whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address, port: of
-    the first generation's store, filled in by the parent.
+    whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address: of this
+    host, where its ranks may listen. port: of the first generation's store, filled in by the parent. line: None where
+    all ranks are on the notebook's host; else the ranks register first and form the world when the notebook says so.
     """
 
     name: str
@@ -41,14 +57,28 @@ class Spec:
     forked: bool
     address: str = "127.0.0.1"
     port: int = 0
+    base: int = 0
+    world_size: int = 0
+    line: Line | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "world_size", self.world_size or len(self.pins))
+
+    @property
+    def ranks(self) -> range:
+        """Those of this host."""
+        return range(self.base, self.base + len(self.pins))
+
+    def pin(self, rank: int) -> RankPin:
+        return self.pins[rank - self.base]
 
     def place(self, rank: int) -> Place:
         return Place(
             rank=rank,
-            world_size=len(self.pins),
+            world_size=self.world_size,
             # One GPU is visible to each rank, as cuda:0, and code written for torchrun goes to cuda:LOCAL_RANK.
             # torchrun has the same way of pinning: --virtual-local-rank.
-            local_rank=rank if self.device == "cpu" else 0,
+            local_rank=rank - self.base if self.device == "cpu" else 0,
             local_world_size=len(self.pins),
             device=self.device,
             backend=self.backend,
@@ -59,4 +89,5 @@ def read(path: Path, **changes: Any) -> Spec:
     """The spec at `path`, with `changes`."""
     fields = {**json.loads(path.read_text()), **changes}
     pins = tuple(RankPin(pin["env"], tuple(pin["cores"]), pin["threads"]) for pin in fields.pop("pins"))
-    return Spec(pins=pins, launcher=Process(**fields.pop("launcher")), **fields)
+    line = Line(**line) if (line := fields.pop("line", None)) else None
+    return Spec(pins=pins, launcher=Process(**fields.pop("launcher")), line=line, **fields)

@@ -24,6 +24,8 @@ from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.hosts.request import Request, loaded, saved
+from nbkit.notebook.cluster.hosts.start import launch_on_hosts
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -68,10 +70,12 @@ def observe_cells(observer: Callable[[Cluster, Execution], object]) -> None:
 
 @dataclass(frozen=True)
 class _Started:
-    """A cluster that is ready. seconds: from nothing to ready; 0 for an attached one."""
+    """A cluster that is ready. pinning: None where each host has pinned its own ranks. seconds: from nothing to ready;
+    0 for an attached one.
+    """
 
     connection: Connection
-    pinning: Pinning
+    pinning: Pinning | None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -83,6 +87,12 @@ def _launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object
     if pinning.pins[0].kind == "gpu":
         notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
     return _Started(connection, pinning, time.monotonic() - began, notes)
+
+
+def _launched_on_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> _Started:
+    began = time.monotonic()
+    entry, client, notes = launch_on_hosts(name, request, ttl, options)
+    return _Started(Connection(entry, client), None, time.monotonic() - began, notes)
 
 
 class Cluster:
@@ -121,20 +131,26 @@ class Cluster:
         gpus: str | None = None,
         cpu: bool = False,
         ttl: str | float | None = None,
+        on: Request | None = None,
     ) -> Cluster:
-        """Start a cluster on this machine and make it the notebook's.
+        """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
         n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
         seconds, or "12h", without a notebook and a running cell after which it lets go of its devices (two hours,
-        unless nbkit.toml says otherwise). Returns when every rank has answered and the process group has done an
-        all-reduce. Raises ClusterError, ClusterExists or UsageError, with nothing left running.
+        unless nbkit.toml says otherwise). on: a SlurmRequest, which says how many ranks. Returns when every rank has
+        answered and the process group has done an all-reduce. Raises ClusterError, ClusterExists or UsageError, with
+        nothing left running.
         """
         check_platform()
         settings = site_settings.read()
         ttl = settings.ttl_of(ttl)
-        options: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu, "ttl": ttl, "named": name is not None}
+        named = name is not None
+        asked: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu} if on is None else {"on": saved(on)}
+        options = {**asked, "ttl": ttl, "named": named}
         if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
+        if on is not None:
+            return cls(_launched_on_hosts(name or made_up_name(), on, ttl, options))
         machine = read_machine()
         plan = pins_within(settings, machine, n, gpus, cpu=cpu)
         plan = replace(plan, notes=(*notes_at_start(machine, n=n, gpus=gpus, cpu=cpu), *plan.notes))
@@ -177,7 +193,7 @@ class Cluster:
         registry.save(entry)
         client.wait_for(entry.n, 1.0)
         connection = Connection(entry, client)
-        cluster = cls(_Started(connection, pinning_of(entry)))
+        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(entry)))
         connection.take_up(display.here())
         return cluster
 
@@ -204,7 +220,11 @@ class Cluster:
     def restart(self) -> Cluster:
         """End every rank and start again: same name, same pins, same ids; variables are lost."""
         self._end()
-        self._use(_launched(self.entry.name, self.pinning, self.entry.ttl, self.entry.options))
+        entry, options = self.entry, self.entry.options
+        if self.pinning is None:
+            self._use(_launched_on_hosts(entry.name, loaded(options["on"]), entry.ttl, options))
+        else:
+            self._use(_launched(entry.name, self.pinning, entry.ttl, options))
         return self
 
     # Cells --------------------------------------------------------------------------------------------------------
@@ -295,7 +315,7 @@ class Cluster:
         self.connection.check_alive(chosen)
         # As they are before they travel: the notebook may change them at once.
         sent = SentValues.of(notebook_number(), chosen, values)
-        push(self.connection.client, values, chosen, force=force)
+        push(self.connection.client, values, chosen, force=force, shared=not self.entry.is_spread)
         self.sent.append(sent)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
@@ -304,7 +324,7 @@ class Cluster:
         self.connection.check_idle("pull")
         chosen = chosen_ranks([ranks] if isinstance(ranks, int) else ranks, self.entry.n)
         self.connection.check_alive(chosen)
-        values = pull(self.connection.client, name, chosen, force=force)
+        values = pull(self.connection.client, name, chosen, force=force, shared=not self.entry.is_spread)
         return values[0] if isinstance(ranks, int) else values
 
     # What it knows ------------------------------------------------------------------------------------------------

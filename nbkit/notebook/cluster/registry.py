@@ -29,6 +29,7 @@ from nbkit.notebook.cluster.site_settings import home_here
 from nbkit.wire.processes import Process as Process
 from nbkit.wire.processes import followers
 
+SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
 FORMAT = 1
 """Of cluster.json. A release that writes fields which an older one must know counts it up."""
 
@@ -61,6 +62,11 @@ class Entry:
     @property
     def is_here(self) -> bool:
         return self.host == socket.gethostname()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its ranks may be on other hosts than its controller; `parent` is their coordinator then."""
+        return "on" in self.options
 
     def is_alive(self) -> bool:
         """Whether ranks and controller run; a cluster of another host is taken at its word."""
@@ -166,7 +172,7 @@ def end(entry: Entry, patience: float = 5.0) -> None:
     entry.parent.end(signal.SIGTERM)
     entry.controller.end(signal.SIGTERM)
     everything = (entry.parent, entry.controller, *entry.ranks)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + (SPREAD_PATIENCE if entry.is_spread else patience)
     while any(process.is_alive() for process in everything) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in everything:

@@ -1,4 +1,7 @@
-"""Push and pull: values between the notebook and the ranks, never through the controller."""
+"""Push and pull: values between the notebook and the ranks: in shared memory, never through the controller.
+
+Ranks that may be on another host share no memory with the notebook; there a value goes the way that cells go.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from nbkit.wire import parcel
 from nbkit.wire.cells import ranks_text
 
 
-def push(client: Client, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False) -> None:
-    """Assign `values` by name on `ranks`. One copy into shared memory, however many ranks read it.
+def push(
+    client: Client, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False, shared: bool = True
+) -> None:
+    """Assign `values` by name on `ranks`. shared: one copy into shared memory, however many ranks read it.
 
     Raises TransferError for what cannot be pickled, or is over 1 GB and not forced.
     """
@@ -30,9 +35,12 @@ def push(client: Client, values: dict[str, Any], ranks: Sequence[int], *, force:
             hint="make it on the ranks, in a %%distributed cell",
         ) from None
     _check_size(names, parcel.size_of(packed), force, f"%push {names} --force")
-    path = parcel.write(packed)
+    path = parcel.write(packed) if shared else ""
     try:
-        client.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
+        if shared:
+            client.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
+        else:
+            client.call_and_wait(ranks, "nbkit.bridge.transfer:put_parts", parcel.packed_bytes(packed))
     except Exception as error:
         raise TransferError(
             f"{names} could not be assigned on ranks {ranks_text(list(ranks))}.",
@@ -41,13 +49,16 @@ def push(client: Client, values: dict[str, Any], ranks: Sequence[int], *, force:
             "define it in a %%distributed cell (--here defines it in both places)",
         ) from None
     finally:
-        Path(path).unlink(missing_ok=True)
+        if shared:
+            Path(path).unlink(missing_ok=True)
 
 
-def pull(client: Client, expression: str, ranks: Sequence[int], *, force: bool = False) -> list[Any]:
+def pull(
+    client: Client, expression: str, ranks: Sequence[int], *, force: bool = False, shared: bool = True
+) -> list[Any]:
     """The value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
     limit = 1 << 62 if force else parcel.LIMIT_BYTES
-    token = parcel.reserve()
+    token = parcel.reserve() if shared else ""
     try:
         answers = client.call_and_wait(ranks, "nbkit.bridge.transfer:get", expression, limit, token)
         return [_opened(expression, rank, answers[rank], force) for rank in ranks]
@@ -58,7 +69,8 @@ def pull(client: Client, expression: str, ranks: Sequence[int], *, force: bool =
             hint="%cluster status",
         ) from None
     finally:
-        parcel.discard(token)
+        if shared:
+            parcel.discard(token)
 
 
 def _opened(expression: str, rank: int, answer: dict[str, Any], force: bool) -> Any:
@@ -70,7 +82,7 @@ def _opened(expression: str, rank: int, answer: dict[str, Any], force: bool) -> 
         )
     _check_size(expression, answer["bytes"], force, f"%pull {expression} --rank {rank} --force")
     try:
-        return parcel.read(answer["path"])
+        return parcel.read(answer["path"]) if "path" in answer else parcel.unpack(answer["parts"])
     except (AttributeError, ImportError) as error:
         raise TransferError(
             f"{expression} of rank {rank} is of a type that the notebook does not know.",

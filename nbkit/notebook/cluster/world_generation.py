@@ -15,6 +15,12 @@ from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.records.divergence import differences
 
 
+def form(client: Client, n: int, generation: int) -> None:
+    """Have all `n` ranks form this generation of their world. Raises what a rank raised."""
+    address, port = client.call_and_wait([0], "nbkit.bridge.calls:open_store", timeout=10)[0]
+    client.call_and_wait(range(n), "nbkit.bridge.calls:reform", generation, address, port, timeout=90)
+
+
 class Generation:
     """The state of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
 
@@ -55,10 +61,7 @@ class Generation:
         # Counted before it is tried: ranks that got half-way are in this generation and take only a later one.
         self.number += 1
         try:
-            port = client.call_and_wait([0], "nbkit.bridge.calls:open_store", timeout=10)[0]
-            client.call_and_wait(
-                range(self._n), "nbkit.bridge.calls:reform", self.number, "127.0.0.1", port, timeout=90
-            )
+            form(client, self._n, self.number)
         except Exception as error:
             raise ClusterError(
                 "A new generation of the world could not be formed.",

@@ -47,15 +47,16 @@ def read_running(cluster: Cluster) -> Source:
             hint="%%distributed   first; or, of a saved notebook: nbkit export notebook.ipynb train.py",
         )
     own, imports = _history(cluster)
-    pins, switched = cluster.pinning.pins, cluster.training.switched
-    gpus = pins[0].kind == "gpu"
+    switched = cluster.training.switched
+    gpus = "GPU " in cluster.entry.labels[0]
+    threads = cluster.pinning.pins[0].threads if cluster.pinning else 1
     return Source(
         name="",
         parts=tuple(parts),
         left_out=tuple(sorted([*left_out, *own], key=lambda each: each.number)),
         num_ranks=cluster.entry.n,
         gpus=gpus,
-        threads=0 if gpus else pins[0].threads,
+        threads=0 if gpus else threads,
         switches=tuple(
             Switch(one.step, one.args.get("strategy", one.strategy), one.result["old"], one.result["new"])
             for one in switched

@@ -61,7 +61,7 @@ def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluste
         cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
     # As an interrupted attempt leaves it: the ranks have gone to a generation that the notebook has not counted.
     wire = cluster.connection.client
-    port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
+    _, port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
     wire.call_and_wait(range(2), "nbkit.bridge.calls:reform", 2, "127.0.0.1", port)
     cluster.connection.generation.spoil("as before")
     with pytest.raises(ClusterError, match="run the cell again"):

@@ -18,6 +18,7 @@ from nbkit.errors import CellRunning, ClusterError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.hosts.progress import how_ended
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
@@ -90,7 +91,7 @@ class Connection:
     def why_gone(self) -> str:
         """Why nothing can be sent to the cluster any more, or ""."""
         if self.ended or not self.entry.is_alive():
-            return self.ended or "the cluster has ended"
+            return self.ended or how_ended(self.entry.folder) or "the cluster has ended"
         try:
             found = registry.find(self.entry.name)
         except ClusterError:  # a notebook with another release of nbkit has attached to it

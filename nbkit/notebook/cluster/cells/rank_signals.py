@@ -23,9 +23,9 @@ _DOES = {
 def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int | None) -> bool:
     """Send SIGINT to a rank, for this cell. Returns False if there is no way to it.
 
-    through: a rank that answers and passes it on, where the cluster is on another host.
+    through: a rank that answers and passes it on, where the rank may be on another host.
     """
-    if entry.is_here:
+    if _is_beside(entry):
         interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
         return True
     if through is not None:
@@ -35,7 +35,7 @@ def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int |
 
 def end(entry: Entry, client: Client, rank: int) -> None:
     """End one rank's process at once."""
-    if entry.is_here:
+    if _is_beside(entry):
         entry.ranks[rank].end(signal.SIGKILL, group=True)
         return
     others = [other for other in range(entry.n) if other != rank]
@@ -45,9 +45,14 @@ def end(entry: Entry, client: Client, rank: int) -> None:
 def activity(entry: Entry, rank: int) -> str:
     """The state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
     process = entry.ranks[rank]
-    if not entry.is_here or not process.is_alive():
+    if not _is_beside(entry) or not process.is_alive():
         return ""
     try:
         return _DOES.get(psutil.Process(process.pid).status(), "")
     except psutil.Error:
         return ""
+
+
+def _is_beside(entry: Entry) -> bool:
+    """Whether the ranks are processes of this host."""
+    return entry.is_here and not entry.is_spread

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -42,9 +43,9 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
 
 def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[Entry, Client]:
     """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
-    folder = _make_folder(name)
+    folder = make_folder(name)
     # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
-    launcher, controller = _parent_launcher(folder, name), _controller_launcher(folder, name)
+    launcher, controller = _parent_launcher(folder, name), controller_launcher(folder, name)
     client = None
     try:
         _write_spec(folder, name, pinning, ttl)
@@ -70,7 +71,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
         deadline = time.monotonic() + START_SECONDS
         client = connect(entry, deadline)
         _await_ranks(entry, client, deadline)
-        entry = _with_ranks(entry, client)
+        entry = with_ranks(entry, client)
         registry.save(entry)
         return entry, client
     except BaseException:
@@ -78,7 +79,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
             client.close()
         for started in (launcher, controller):
             if started.pid > 0:
-                _end(started.pid, folder)
+                end(started.pid, folder)
         registry.forget(name)
         raise
 
@@ -93,11 +94,11 @@ def connect(entry: Entry, deadline: float | None = None) -> Client:
             except json.JSONDecodeError:
                 pass  # it is writing
         if deadline is None or time.monotonic() > deadline or not entry.controller.is_alive():
-            raise _failed(entry, "The controller did not start.", "controller.log")
+            raise failed(entry, "The controller did not start.", "controller.log")
         time.sleep(0.01)
 
 
-def _make_folder(name: str) -> Path:
+def make_folder(name: str) -> Path:
     if not name or any(not (letter.isalnum() or letter in "-_.") for letter in name) or name.startswith("."):
         raise ClusterError(
             "A cluster's name is made of letters, digits, '-', '_' and '.'.",
@@ -149,38 +150,52 @@ def pinning_of(entry: Entry) -> Pinning:
 
 
 def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
-    site = site_settings.read()
     return ParentLauncher(
         work_dir=os.getcwd(),
         profile_dir=str(folder / "profile"),
         cluster_id=name,
         output_file=str(folder / "logs" / "parent.log"),
-        environment={
-            # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "NBKIT_RUNS": str(site.runs),
-            "NBKIT_MAX_DISK": str(site.max_disk or ""),
-        },
-        log=_quiet(),
+        environment=environment_of_ranks(),
+        log=quiet(),
     )
 
 
-def _controller_launcher(folder: Path, name: str) -> LocalControllerLauncher:
-    """ipyparallel's own launcher; its Cluster would start it from a thread, which no interrupt reaches."""
-    (folder / "profile" / "ipcontroller_config.py").write_text(
-        "from nbkit.notebook.cluster.launch.heartbeat import slow_down\n\nslow_down()\n"
-    )
+def environment_of_ranks() -> dict[str, str]:
+    """What ranks find in their environment, on this host and on others."""
+    site = site_settings.read()
+    return {
+        # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "NBKIT_RUNS": str(site.runs),
+        "NBKIT_MAX_DISK": str(site.max_disk or ""),
+    }
+
+
+def controller_launcher(folder: Path, name: str, address: str = "") -> LocalControllerLauncher:
+    """ipyparallel's own launcher; its Cluster would start it from a thread, which no interrupt reaches.
+
+    address: of this host, where other hosts reach it; then what passes is encrypted as well as signed.
+    """
+    config = "from nbkit.notebook.cluster.launch.heartbeat import slow_down\n\nslow_down()\n"
+    if address:
+        # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
+        key = secrets.token_hex(32).encode()
+        config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+    path = folder / "profile" / "ipcontroller_config.py"
+    path.touch(mode=0o600)
+    path.write_text(config)
+    network = [f"--ip={address}", f"--location={address}"] if address else []
     return LocalControllerLauncher(
         work_dir=os.getcwd(),
         profile_dir=str(folder / "profile"),
         cluster_id=name,
         output_file=str(folder / "logs" / "controller.log"),
-        controller_args=[f"--HeartMonitor.period={FAST_MS}", "--nodb", "--log-level=40"],
-        log=_quiet(),
+        controller_args=[f"--HeartMonitor.period={FAST_MS}", "--nodb", "--log-level=40", *network],
+        log=quiet(),
     )
 
 
-def _quiet() -> logging.Logger:
+def quiet() -> logging.Logger:
     """ipyparallel's launchers copy their process's output to the notebook at low levels; it is in the log file."""
     logger = logging.getLogger("nbkit.launch")
     logger.setLevel(logging.ERROR)
@@ -192,31 +207,32 @@ def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
         if not entry.parent.is_alive():
             dead = sorted(entry.folder.glob("rank*.end.json"))
             log = f"{dead[0].name.split('.')[0]}.log" if dead else "parent.log"
-            raise _failed(entry, "A rank ended while the cluster was starting.", log)
+            raise failed(entry, "A rank ended while the cluster was starting.", log)
         if not entry.controller.is_alive():
-            raise _failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+            raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
         if time.monotonic() > deadline:
             missing = sorted(set(range(entry.n)) - set(client.ranks))
             log = f"rank{missing[0]}.log"
-            raise _failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
+            raise failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
 
 
-def _with_ranks(entry: Entry, client: Client) -> Entry:
+def with_ranks(entry: Entry, client: Client) -> Entry:
     """The entry with the processes of its ranks, each of which has answered a call and has a world."""
     answers = client.reach(range(entry.n), START_SECONDS, entry.parent.is_alive)
     if len(answers) < entry.n:
         silent = sorted(set(range(entry.n)) - set(answers))
-        raise _failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")
+        raise failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")
     wrong = {rank: answer["rank"] for rank, answer in answers.items() if answer["rank"] != rank}
     if wrong:
         raise ClusterError(
             "Engine ids and ranks differ.", numbers=f"engine: rank {wrong}", hint="%cluster start   again"
         )
-    ranks = tuple(Process.of(answers[rank]["pid"]) for rank in range(entry.n))
+    ranks = tuple(Process(**answers[rank]["process"]) for rank in range(entry.n))
     return Entry(**{**entry.__dict__, "ranks": ranks})
 
 
-def _failed(entry: Entry, what: str, log: str) -> ClusterError:
+def failed(entry: Entry, what: str, log: str) -> ClusterError:
+    """The error of a start that failed, with the last lines of a log."""
     path = entry.folder / "logs" / log
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
     return ClusterError(
@@ -226,7 +242,7 @@ def _failed(entry: Entry, what: str, log: str) -> ClusterError:
     )
 
 
-def _end(pid: int, folder: Path) -> None:
+def end(pid: int, folder: Path) -> None:
     """End a process that we started and what it started; of one that has ended already, what is left of its session."""
     try:
         process = psutil.Process(pid)

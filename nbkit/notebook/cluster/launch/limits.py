@@ -21,7 +21,7 @@ def pins_within(
     Raises UsageError as `pins_on` does, and when so much was asked for, or nothing is left.
     """
     plan = pins_on(machine, n, gpus, cpu=cpu)
-    entries = [entry for entry in registry.entries() if entry.is_here and entry.is_alive()]
+    entries = [entry for entry in registry.entries() if entry.is_here and not entry.is_spread and entry.is_alive()]
     for key, most, noun, count, held in (
         ("max_ranks", site.max_ranks, "ranks", len(plan.pins), sum(entry.n for entry in entries)),
         ("max_gpus", site.max_gpus, "GPUs", _gpus(plan), len({label for e in entries for label in _labels(e)})),

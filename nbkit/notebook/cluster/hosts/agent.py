@@ -1,0 +1,136 @@
+"""The agent of one host: joins it to a cluster, then becomes the parent of its ranks.
+
+    python -m nbkit.notebook.cluster.hosts.agent        started by the launcher, once on each host
+
+It registers no engine. It tells the coordinator what this host is (versions, devices, address), hears whether all
+hosts fit together, writes the specification of its ranks into a private folder, and replaces itself by
+nbkit.bridge.parent.parent, which forks the ranks and keeps the line to the coordinator. What it has to know comes in
+the environment, or over standard input; never in arguments, which everybody on the host can read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nbkit.errors import NbkitError
+from nbkit.notebook.cluster.hosts.network import interface_of
+from nbkit.notebook.cluster.hosts.versions import versions_here
+from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
+from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
+from nbkit.notebook.cluster.machine.machine import read_machine
+from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.processes import Process
+
+PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
+_CONNECT_SECONDS = 20.0
+
+
+def main() -> None:
+    payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
+    index = int(payload.get("index", os.environ.get("SLURM_NODEID", 0)))
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    link = _connect(host, payload)
+    try:
+        check_platform()
+        pinning = pins_on(read_machine(), payload["counts"][index], cpu=payload["cpu"])
+    except NbkitError as error:
+        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=error.hint)
+        sys.exit(str(error))
+    address = link.sock.getsockname()[0]
+    link.send(event="joined", index=index, host=host, **_facts(pinning))
+    answer = link.receive()
+    if not answer or answer[0]["event"] != "go":
+        sys.exit("the start was given up")
+    folder = _folder(payload, index, pinning, address, link, answer[0])
+    _environment(payload, address)
+    _become_parent(folder, link)
+
+
+def _connect(host: str, payload: dict[str, Any]) -> SignedLink:
+    place = (payload["address"], payload["port"])
+    try:
+        sock = socket.create_connection(place, _CONNECT_SECONDS)
+    except OSError as error:
+        sys.exit(f"{host} cannot reach the notebook's host at {place[0]}, port {place[1]}: {error}")
+    sock.settimeout(None)
+    nonce = sock.makefile("r", buffering=1).readline()
+    return SignedLink(sock, key_of(payload["secret"], nonce.strip()), opened=True)
+
+
+def _facts(pinning: Pinning) -> dict[str, Any]:
+    return {
+        "versions": versions_here(),
+        "device": "cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        "backend": pinning.backend,
+        "labels": [pin.label for pin in pinning.pins],
+        "reasons": [pin.why for pin in pinning.pins],
+        "notes": list(pinning.notes),
+    }
+
+
+def _folder(
+    payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, go: dict[str, Any]
+) -> Path:
+    """The folder of the cluster on this host: for this user alone, gone when the ranks have ended."""
+    name = payload["name"]
+    folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
+    for part in ("logs", "output", "profile/security"):
+        (folder / part).mkdir(parents=True, mode=0o700)
+    engine_file = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
+    for path, content in (
+        (engine_file, payload["engine"]),
+        (
+            folder / "spec.json",
+            {
+                "name": name,
+                "folder": str(folder),
+                "profile_dir": str(folder / "profile"),
+                "engine_file": str(engine_file),
+                "backend": go["backend"],
+                "device": go["device"],
+                "ttl": 0.0,  # the coordinator's
+                "launcher": asdict(Process.of(os.getpid())),
+                "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
+                "pins": [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in pinning.pins],
+                "address": address,
+                "base": sum(payload["counts"][:index]),
+                "world_size": sum(payload["counts"]),
+                "line": {
+                    "fd": link.sock.fileno(),
+                    "key": link.key,
+                    "sent": link.sent,
+                    "received": link.received,
+                },
+            },
+        ),
+    ):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(content, file)
+    return folder
+
+
+def _environment(payload: dict[str, Any], address: str) -> None:
+    """What the ranks inherit. Interfaces differ between hosts, so each finds its own; who has set one keeps it."""
+    os.environ.update(payload["environment"])
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name := interface_of(address):
+            os.environ.setdefault(variable, name)
+    if Path(payload["cwd"]).is_dir():
+        os.chdir(payload["cwd"])
+
+
+def _become_parent(folder: Path, link: SignedLink) -> NoReturn:
+    link.sock.set_inheritable(True)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The coordinator of a cluster on several hosts: a process beside the controller, on the notebook's host.
+
+    python -m nbkit.notebook.cluster.hosts.coordinator FOLDER
+
+It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
+when all hosts fit together; it passes on what the parents of the ranks tell of cells that failed and ranks that died,
+so that all hosts release their ranks without the notebook; and it ends the cluster when it is stopped, when the
+controller is gone, or when nobody has used it for its time to live.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import ClusterError, NbkitError
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.launchers import starter_of
+from nbkit.notebook.cluster.hosts.progress import Progress, Seen
+from nbkit.notebook.cluster.hosts.request import Starter, loaded
+from nbkit.notebook.cluster.hosts.versions import check_versions
+from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.processes import Process, followers
+
+TICK_SECONDS = 0.1
+LOOK_SECONDS = 0.5  # at the queue, while the job waits in it
+SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
+ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answered
+END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
+_BACKLOG = 1024
+
+
+class Host:
+    """A host whose agent has connected. facts: what it has said of itself."""
+
+    def __init__(self, link: SignedLink) -> None:
+        self.link = link
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["host"])
+
+
+class Coordinator:
+    """See the module's text."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
+        self.folder, self.plan, self.starter = folder, plan, starter
+        self.secret = secrets.token_hex(32)
+        family = socket.AF_INET6 if ":" in starter.address else socket.AF_INET
+        self.listener = socket.create_server((starter.address, 0), family=family, backlog=_BACKLOG)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ, None)
+        self.hosts: dict[int, Host] = {}  # index -> host, of those that have joined
+        self.dead: set[int] = set()
+        self.state = Progress("waiting", "the controller starts")
+        self.going = False
+        self.ending = ""  # why
+        self.seen = time.monotonic()
+        self.first_sign = 0.0
+        self.looked, self.look = 0.0, Seen("pending", "")
+        self.controller: Process | None = None
+
+    def run(self) -> None:
+        """Until the cluster has ended."""
+        signal.signal(signal.SIGTERM, lambda *_: self.end("the cluster was stopped"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.starter.start(self._payload())
+            while not self.ending:
+                for key, _ in self.selector.select(TICK_SECONDS):
+                    self._accept() if key.data is None else self._hear(key.data)
+                self._watch()
+        except NbkitError as error:
+            self._fail(error)
+        finally:
+            self._finish()
+
+    def _payload(self) -> str:
+        """What an agent has to know. Raises ClusterError when the start was given up."""
+        path = Path(self.plan["engine_file"])
+        launcher = Process(**self.plan["launcher"])
+        while not path.exists() or not path.stat().st_size or self._find_controller() is None:
+            time.sleep(0.01)
+            if self.ending or not launcher.is_alive():
+                raise ClusterError("The start was given up.")
+        return json.dumps(
+            {
+                "name": self.plan["name"],
+                "address": self.starter.address,
+                "port": self.listener.getsockname()[1],
+                "secret": self.secret,
+                "counts": list(self.starter.counts),
+                "cpu": self.starter.cpu,
+                "cwd": self.plan["cwd"],
+                "environment": self.plan["environment"],
+                "engine": json.loads(path.read_text()),
+            }
+        )
+
+    def _find_controller(self) -> Process | None:
+        if self.controller is None:
+            with suppress(OSError, ValueError):
+                self.controller = Process(**json.loads((self.folder / "controller.json").read_text()))
+        return self.controller
+
+    # Lines --------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        sock, _ = self.listener.accept()
+        nonce = secrets.token_hex(16)
+        try:
+            sock.sendall(nonce.encode() + b"\n")
+        except OSError:
+            return
+        self.selector.register(
+            sock, selectors.EVENT_READ, Host(SignedLink(sock, key_of(self.secret, nonce), opened=False))
+        )
+
+    def _hear(self, host: Host) -> None:
+        messages = host.link.receive()
+        if messages is None:
+            self.selector.unregister(host.link.sock)
+            host.link.sock.close()
+            if host.facts:
+                self._lost(host)
+            return
+        for message in messages:
+            self._heard(host, message)
+
+    def _heard(self, host: Host, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "joined":
+            host.facts = message
+            self.hosts[message["index"]] = host
+            self.first_sign = self.first_sign or time.monotonic()
+            if len(self.hosts) == len(self.starter.counts):
+                self._go()
+        elif event == "refused":
+            raise ClusterError(
+                f"{message['host']}: {message['what']}", numbers=message["numbers"], hint=message["hint"]
+            )
+        elif event == "start_failed":
+            log = "\n    ".join(message["log"] or ["(its log is empty)"])
+            raise ClusterError(
+                f"Rank {message['rank']} on {host.name} ended while the cluster was starting.",
+                numbers=f"{message['how']}; the last lines of its log:\n    {log}",
+                hint=f"nbkit doctor   (in a terminal on {host.name}) says what is missing",
+            )
+        elif event == "seen":
+            self.seen = time.monotonic()
+        elif event == "died":
+            self._died(message, host)
+        else:  # failed; interrupt and end go to whoever has that rank
+            self._pass_on(message, host)
+
+    def _go(self) -> None:
+        """All hosts are there: let them fork their ranks, if they fit together."""
+        facts = [self.hosts[index].facts for index in range(len(self.hosts))]
+        check_versions({one["host"]: one["versions"] for one in facts})
+        devices = {one["host"]: one["device"] for one in facts}
+        if len(set(devices.values())) > 1:
+            raise ClusterError(
+                "Some hosts have GPUs for the ranks, and some have not.",
+                numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
+                hint="--cpu   or   hosts that are alike",
+            )
+        backend = "nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo"
+        self.going = True
+        for host in self.hosts.values():
+            host.link.send(event="go", backend=backend, device=facts[0]["device"])
+        self._show(
+            Progress(
+                "forked",
+                labels=tuple(f"{one['host']}: {label}" for one in facts for label in one["labels"]),
+                reasons=tuple(f"{one['host']}, {why}" for one in facts for why in one["reasons"]),
+                notes=tuple(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
+                backend=backend,
+            )
+        )
+
+    def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
+        for host in self.hosts.values():
+            if host is not source:
+                host.link.send(**message)
+
+    def _died(self, death: dict[str, Any], source: Host | None, *, unregister: bool = False) -> None:
+        """A rank has died: the notebook reads of it here, the other hosts are told."""
+        self.dead.add(death["rank"])
+        record = {key: value for key, value in death.items() if key != "event"}
+        (self.folder / f"rank{death['rank']}.end.json").write_text(json.dumps(record))
+        for index, host in enumerate(host for host in self.hosts.values() if host is not source):
+            host.link.send(event="died", unregister=unregister and index == 0, **record)
+
+    def _lost(self, host: Host) -> None:
+        """An agent's line is closed: its ranks are gone, or out of reach."""
+        index = host.facts["index"]
+        self.hosts.pop(index, None)
+        if not self.going:
+            raise ClusterError(
+                f"The agent on {host.name} ended while the cluster was starting.", numbers=self.starter.log()
+            )
+        base = sum(self.starter.counts[:index])
+        left = [rank for rank in range(base, base + self.starter.counts[index]) if rank not in self.dead]
+        self.looked = 0.0
+        seen = self._look()
+        how = f"its host {host.name} does not answer" if host.link.broke else f"the agent of its host {host.name} ended"
+        if seen.state == "over":
+            how = seen.words
+        for rank in left:
+            # Which cells it was in is not known here; each of the others is released from those that it shares.
+            self._died({"rank": rank, "pid": 0, "how": how, "when": time.time(), "cells": None}, host, unregister=True)
+        if not self.hosts:
+            self.end(how)
+
+    # Life ---------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> Seen:
+        often = LOOK_SECONDS if not self.going else SELDOM_SECONDS
+        if time.monotonic() - self.looked > often:
+            self.looked, self.look = time.monotonic(), self.starter.look()
+        return self.look
+
+    def _watch(self) -> None:
+        controller = self._find_controller()
+        if controller and not controller.is_alive():
+            self.end("the controller is gone")
+        elif self.going and time.monotonic() - self.seen > self.plan["ttl"]:
+            self.end(f"no notebook and no cell for {self.plan['ttl']:.0f} s")
+        seen = self._look()
+        if not self.going and not self.ending:
+            self._wait(seen)
+
+    def _wait(self, seen: Seen) -> None:
+        if seen.state == "over":
+            raise ClusterError(
+                f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",
+                numbers=self.starter.log() or "its output is not here, or empty",
+                hint="%cluster start   again",
+            )
+        if seen.state == "running":
+            self.first_sign = self.first_sign or time.monotonic()
+        here = [host.name for host in self.hosts.values()]
+        total = len(self.starter.counts)
+        words = seen.words if seen.state == "pending" else f"{seen.words}; {len(here)} of {total} hosts have answered"
+        self._show(Progress("waiting" if seen.state == "pending" else "starting", words))
+        if self.first_sign and time.monotonic() - self.first_sign > ANSWER_SECONDS:
+            raise ClusterError(
+                f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s.",
+                numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self.starter.address}, port "
+                f"{self.listener.getsockname()[1]} and above\n{self.starter.log()}".strip(),
+                hint="a firewall between the hosts has to let their connections pass",
+            )
+
+    def _show(self, state: Progress) -> None:
+        if state != self.state:
+            self.state = state
+            with suppress(OSError):  # the folder goes with the cluster
+                progress.write(self.folder, state)
+
+    def _fail(self, error: NbkitError) -> None:
+        self.ending = self.ending or error.what
+        self._show(Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+
+    def end(self, why: str) -> None:
+        """End the cluster soon."""
+        self.ending = self.ending or why
+
+    def _finish(self) -> None:
+        print(f"{time.strftime('%H:%M:%S')} coordinator: ending the cluster: {self.ending}", flush=True)
+        self._pass_on({"event": "end_all", "why": self.ending}, None)
+        if self.state.phase != "over":
+            self._show(Progress("over", self.ending))
+        deadline = time.monotonic() + END_SECONDS
+        while self.hosts and time.monotonic() < deadline:
+            for key, _ in self.selector.select(TICK_SECONDS):
+                if key.data is not None and key.data.link.receive() is None:
+                    self.selector.unregister(key.data.link.sock)
+                    self.hosts = {index: host for index, host in self.hosts.items() if host is not key.data}
+        self.starter.end()
+        # Who waits for the start is told why it failed, and ends the controller itself.
+        if self.controller and (self.going or not Process(**self.plan["launcher"]).is_alive()):
+            self.controller.end(signal.SIGTERM)
+            deadline = time.monotonic() + END_SECONDS
+            while self.controller.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.controller.end(signal.SIGKILL)
+            for scheduler in followers(self.controller.pid, self.folder):
+                scheduler.end(signal.SIGKILL)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "hosts.json").read_text())
+    os.umask(0o077)
+    try:
+        starter = starter_of(loaded(plan["request"]), folder)
+        coordinator = Coordinator(folder, plan, starter)
+    except NbkitError as error:
+        progress.write(folder, Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+        return
+    coordinator.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Addresses of this machine: found by asking the system which one it would use, never guessed."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from nbkit.errors import ClusterError
+
+
+def address_towards(hosts: Sequence[str]) -> str:
+    """The address of this machine at which all of `hosts` (names or addresses) can reach it.
+
+    Raises ClusterError for a name without an address, and where no single address serves all of them.
+    """
+    found = {_source(host): host for host in hosts}
+    outward = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+    if len(outward) > 1:
+        raise ClusterError(
+            "This machine has no single address that all hosts can reach.",
+            numbers=", ".join(f"{found[address]} from {address}" for address in outward),
+            hint="start on hosts of one network",
+        )
+    return next(iter(outward or found))
+
+
+def _source(host: str) -> str:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing; the system picks route and source
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(
+            f"The host {host} has no address here.", numbers=str(error), hint=f"getent hosts {host}   (in a terminal)"
+        ) from None
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has `address`, "" if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return ""

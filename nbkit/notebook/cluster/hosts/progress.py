@@ -1,0 +1,85 @@
+"""How far the start of a cluster on several hosts is: what its coordinator writes and the notebook reads and shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nbkit.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a launcher sees of what it has started. words: for people."""
+
+    state: Literal["pending", "running", "over"]
+    words: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """phase: "over" says that the cluster has ended or never came up; words: how far it is, or how it ended.
+
+    what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered.
+    """
+
+    phase: Literal["waiting", "starting", "forked", "over"]
+    words: str = ""
+    what: str = ""
+    numbers: str = ""
+    hint: str = ""
+    labels: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    backend: str = ""
+
+    def check(self) -> None:
+        """Raise ClusterError if the start has failed."""
+        if self.phase == "over":
+            raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
+
+
+def write(folder: Path, progress: Progress) -> None:
+    """Write it in one step. folder: of the cluster."""
+    scratch = folder / "progress.tmp"
+    scratch.write_text(json.dumps(asdict(progress)))
+    scratch.replace(folder / "progress.json")
+
+
+def read(folder: Path) -> Progress | None:
+    """None before the first one was written."""
+    try:
+        fields = json.loads((folder / "progress.json").read_text())
+    except (OSError, ValueError):
+        return None
+    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Progress(**(fields | lists))
+
+
+def how_ended(folder: Path) -> str:
+    """Why a cluster on several hosts has ended; "" if that is not known."""
+    state = read(folder)
+    return state.words if state and state.phase == "over" else ""
+
+
+class LiveLine:
+    """One line of output that is written over while a start goes on."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def show(self, words: str) -> None:
+        """Replace the line."""
+        if words != self._shown:
+            sys.stdout.write(f"\r{words.ljust(len(self._shown))}")
+            sys.stdout.flush()
+            self._shown = words
+
+    def close(self) -> None:
+        """What is printed next begins a new line."""
+        if self._shown:
+            sys.stdout.write("\n")
+            self._shown = ""

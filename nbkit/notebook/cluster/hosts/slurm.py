@@ -1,0 +1,241 @@
+"""Ranks in a job of Slurm's: how many nodes they take, the job's script, where the job stands.
+
+One task runs on each node, the agent; srun starts it. A rank or an agent that ends does not end the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.network import address_towards
+from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.request import SlurmRequest
+
+AGENT = "nbkit.notebook.cluster.hosts.agent"
+_COMMAND_SECONDS = 30.0
+_LOG_LINES = 15
+_ENDS = {
+    "CANCELLED": "was cancelled",
+    "TIMEOUT": "reached its time limit",
+    "PREEMPTED": "was preempted by another job",
+    "NODE_FAIL": "lost a node",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "FAILED": "failed",
+    "COMPLETED": "has ended",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a partition. address: as Slurm's own daemons reach it."""
+
+    name: str
+    partition: str
+    is_default: bool
+    cpus: int
+    gpus: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """nodes, with so many ranks on each. cpus, gpus: of each node. partition: "" where Slurm names none."""
+
+    nodes: int
+    ranks: int
+    cpus: int
+    gpus: int
+
+
+def read_nodes() -> list[Node]:
+    """What `sinfo` says. Raises UsageError without Slurm, ClusterError when it does not answer."""
+    if not shutil.which("sbatch"):
+        raise UsageError(
+            "There is no sbatch on this machine.",
+            numbers="none of Slurm's commands is in PATH",
+            hint="%cluster start --slurm   on a login node;   %cluster start -n 2   here",
+        )
+    lines = _answer("sinfo", "-h", "-N", "-o", "%N|%P|%c|%G|%o").splitlines()
+    return [_node(line.strip()) for line in lines if line.strip()]
+
+
+def _node(line: str) -> Node:
+    name, partition, cpus, gres, address = line.split("|")
+    return Node(name, partition.rstrip("*"), partition.endswith("*"), int(cpus.rstrip("+")), _gpus(gres), address)
+
+
+def _gpus(gres: str) -> int:
+    """The number of GPUs in "gpu:a100:4(S:0-1),shard:8"."""
+    total = 0
+    for one in gres.split(","):
+        kind, *rest = one.split("(")[0].split(":")
+        if kind == "gpu" and rest:
+            total += int(rest[-1]) if rest[-1].isdigit() else 1
+    return total
+
+
+def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[Node]]:
+    """How many nodes of which size the request takes, and the nodes that there are.
+
+    Raises UsageError, with what would fit, for a partition that does not exist and for more than it has.
+    """
+    named = request.partition or next((node.partition for node in nodes if node.is_default), "")
+    there = [node for node in nodes if node.partition == named]
+    if not there:
+        known = list(dict.fromkeys(node.partition for node in nodes))
+        raise UsageError(
+            f"Slurm has no partition called {named!r}." if named else "Slurm has no default partition.",
+            numbers=f"partitions: {', '.join(known) or 'none'}",
+            hint=f"--partition {known[0]}" if known else "sinfo   (in a terminal)",
+        )
+    unit = "CPU" if request.cpu or not any(node.gpus for node in there) else "GPU"
+    sizes = sorted((node.cpus if unit == "CPU" else node.gpus for node in there), reverse=True)
+    count = request.nodes if request.nodes is not None else _fewest(request.n, sizes)
+    if count is None or count > len(sizes) or request.n > count * sizes[count - 1] or request.n % count:
+        raise _too_large(request, named, unit, sizes, count)
+    ranks = request.n // count
+    able = [node for node in there if (node.cpus if unit == "CPU" else node.gpus) >= ranks]
+    share = min(node.cpus // node.gpus for node in able) if unit == "GPU" else 1
+    return Size(count, ranks, ranks * max(1, share), ranks if unit == "GPU" else 0), able
+
+
+def _fewest(n: int, sizes: Sequence[int]) -> int | None:
+    """The smallest number of nodes that hold `n` ranks, the same on each."""
+    return next((k for k in range(1, len(sizes) + 1) if n % k == 0 and n // k <= sizes[k - 1]), None)
+
+
+def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int], count: int | None) -> UsageError:
+    if count is not None and count <= len(sizes) and request.n % count:
+        what = f"{request.n} ranks cannot be spread evenly over {count} nodes."
+    elif count is None or count > len(sizes):
+        what = f"The partition {named} is too small for {request.n} ranks."
+    else:
+        what = f"The nodes of the partition {named} have fewer than {request.n // count} {unit}s."
+    most = max(k * sizes[k - 1] for k in range(1, len(sizes) + 1))
+    fits = [k for k in range(1, len(sizes) + 1) if request.n % k == 0 and request.n // k <= sizes[k - 1]]
+    on = "" if request.nodes is None else f" on {request.nodes} node{'s' * (request.nodes > 1)}"
+    ways = [f"-n {request.n} --nodes {fits[0]}"] if fits else []
+    ways += [f"-n {most} --nodes {next(k for k in range(1, len(sizes) + 1) if k * sizes[k - 1] == most)}"]
+    return UsageError(
+        what,
+        numbers=f"-n {request.n}{on}; {named} has {len(sizes)} node{'s' * (len(sizes) > 1)} of {sizes[-1]}"
+        + (f" to {sizes[0]}" if sizes[0] > sizes[-1] else "")
+        + f" {unit}s",
+        hint="   or   ".join(dict.fromkeys(ways)),
+    )
+
+
+class SlurmJob:
+    """The job of one cluster. A starter, see `request.Starter`."""
+
+    def __init__(self, request: SlurmRequest, folder: Path) -> None:
+        self.request, self.folder, self.cpu, self.job = request, folder, request.cpu, ""
+        self.size, nodes = size_of(request, read_nodes())
+        self.counts = (self.size.ranks,) * self.size.nodes
+        self.address = address_towards([node.address for node in nodes][: self.size.nodes])
+        self._ended, self._last = "", Seen("pending", "the job is being submitted")
+
+    def start(self, payload: str) -> None:
+        """Submit the job. Raises ClusterError with sbatch's own words when it refuses."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", *self._words(), *self.request.options],
+            input=self._script(),
+            env={**os.environ, "NBKIT_AGENT": payload},  # arguments would be there for everybody to read
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise ClusterError(
+                "Slurm has refused the job.",
+                numbers=" ".join(done.stderr.split()),
+                hint="what follows   --   goes to sbatch as it is; sinfo   (in a terminal) says what there is",
+            )
+        self.job = done.stdout.strip().partition(";")[0]
+
+    def _words(self) -> list[str]:
+        asked = {
+            "job-name": f"nbkit-{self.folder.name}",
+            "nodes": self.size.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": self.size.cpus,
+            "gpus-per-node": self.size.gpus,
+            "partition": self.request.partition,
+            "time": self.request.time,
+            "output": self.folder / "logs" / "job.log",
+            "export": "ALL",
+        }
+        return [f"--{option}={value}" for option, value in asked.items() if value]
+
+    def _script(self) -> str:
+        python = shlex.quote(self.request.python or sys.executable)
+        # srun of some releases does not take over --cpus-per-task of the job.
+        return (
+            "#!/bin/sh\n"
+            'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+            f"{python} -m {AGENT}\n"
+        )
+
+    def look(self) -> Seen:
+        """Where the job stands."""
+        if self._ended:
+            return Seen("over", self._ended)
+        try:
+            answer = _answer("squeue", "-h", "-t", "all", "-j", self.job, "-o", "%T|%r|%S|%N").strip()
+        except ClusterError as error:
+            if "Invalid job id" not in error.numbers:
+                return self._last  # Slurm itself is away for a moment
+            answer = ""
+        state, reason, begins, nodes = (answer.splitlines() or ["COMPLETED|None|N/A|"])[0].split("|")
+        self._last = self._seen(state, reason, begins, nodes)
+        return self._last
+
+    def _seen(self, state: str, reason: str, begins: str, nodes: str) -> Seen:
+        if state == "PENDING":
+            expected = f", expected to start {_moment(begins)}" if begins not in ("N/A", "") else ""
+            return Seen("pending", f"job {self.job} is pending ({reason}){expected}")
+        if state in ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"):
+            return Seen("running", f"job {self.job} runs on {nodes}")
+        self._ended = f"job {self.job} {_ENDS.get(state, f'is {state}')}"
+        return Seen("over", self._ended)
+
+    def log(self) -> str:
+        """The last lines of the job's output, where the nodes' file system is this one."""
+        path = self.folder / "logs" / "job.log"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def end(self) -> None:
+        """Cancel the job."""
+        if self.job and not self._ended:
+            with suppress(ClusterError):
+                _answer("scancel", self.job)
+
+
+def _moment(begins: str) -> str:
+    """Slurm's time as people say it: the day only where it is another one."""
+    day, _, clock = begins.partition("T")
+    return f"at {clock}" if day == time.strftime("%Y-%m-%d") else f"on {day} at {clock}"
+
+
+def _answer(*words: str) -> str:
+    """What a command of Slurm's prints. Raises ClusterError when it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.CompletedProcess(words, 1, "", str(error))
+    if done.returncode:
+        raise ClusterError(
+            "Slurm does not answer.", numbers=f"{words[0]}: {' '.join(done.stderr.split())}", hint="sinfo"
+        )
+    return done.stdout

@@ -1,0 +1,196 @@
+"""Start a cluster on other hosts, from the notebook: a controller and a coordinator here; all or nothing.
+
+As on one machine, what comes back has a world. Between the two the ranks register first, each with its own id; then
+rank 0 listens at the address of its host, and all ranks form the world there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ipyparallel.cluster.launcher import LocalProcessLauncher
+
+from nbkit.errors import ClusterError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.launchers import starter_of
+from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
+from nbkit.notebook.cluster.hosts.request import Request, saved
+from nbkit.notebook.cluster.launch.launch import (
+    START_SECONDS,
+    connect,
+    controller_launcher,
+    end,
+    environment_of_ranks,
+    failed,
+    make_folder,
+    quiet,
+    with_ranks,
+)
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.world_generation import form
+from nbkit.wire.processes import Process
+
+_LINE_SECONDS = 0.1  # between two looks at how far it is
+_REGISTER_SECONDS = 60.0  # from the fork of the ranks
+
+
+class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
+    """ipyparallel's launcher for the one process that has agents started on the hosts."""
+
+    def find_args(self) -> list[str]:
+        module = "nbkit.notebook.cluster.hosts.coordinator"
+        return [sys.executable, "-m", module, str(Path(self.profile_dir).parent)]
+
+
+def launch_on_hosts(
+    name: str, request: Request, ttl: float, options: dict[str, object]
+) -> tuple[Entry, Client, tuple[str, ...]]:
+    """Start cluster `name`; returns what to tell the user, too. Waits as long as the job is in the queue.
+
+    Raises ClusterExists, UsageError for what can never fit, or ClusterError; then nothing is left on any host.
+    """
+    starter = starter_of(request, registry.home() / name)
+    folder = make_folder(name)
+    coordinator = CoordinatorLauncher(
+        work_dir=os.getcwd(),
+        profile_dir=str(folder / "profile"),
+        cluster_id=name,
+        output_file=str(folder / "logs" / "coordinator.log"),
+        log=quiet(),
+    )
+    controller = controller_launcher(folder, name, starter.address)
+    client, line = None, LiveLine()
+    try:
+        _write_plan(folder, name, request, ttl)
+        coordinator.start()
+        controller.start()
+        process = Process.of(controller.pid)
+        (folder / "controller.json").write_text(json.dumps(asdict(process)))
+        n = sum(starter.counts)
+        entry = Entry(
+            name=name,
+            host=socket.gethostname(),
+            n=n,
+            backend="gloo",
+            ttl=ttl,
+            born=time.time(),
+            controller=process,
+            parent=Process.of(coordinator.pid),
+            kernel=Process.of(os.getpid()),
+            labels=("",) * n,
+            reasons=("",) * n,
+            options=options,
+        )
+        registry.save(entry)
+        client = _connected(entry, time.monotonic() + START_SECONDS)
+        forked = _await_ranks(entry, client, line)
+        entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
+        entry = with_ranks(entry, client)
+        _form_world(entry, client)
+        registry.save(entry)
+        return entry, client, forked.notes
+    except BaseException:
+        if client is not None:
+            client.close()
+        _give_up(coordinator.pid)
+        for started in (coordinator, controller):
+            if started.pid > 0:
+                end(started.pid, folder)
+        registry.forget(name)
+        raise
+    finally:
+        line.close()
+
+
+def _write_plan(folder: Path, name: str, request: Request, ttl: float) -> None:
+    plan = {
+        "name": name,
+        "request": saved(request),
+        "ttl": ttl,
+        "launcher": asdict(Process.of(os.getpid())),
+        "cwd": os.getcwd(),
+        "environment": environment_of_ranks(),
+        "engine_file": str(folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"),
+    }
+    (folder / "hosts.json").write_text(json.dumps(plan))
+
+
+def _connected(entry: Entry, deadline: float) -> Client:
+    try:
+        return connect(entry, deadline)
+    except ClusterError:
+        _check(entry)
+        raise
+
+
+def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
+    """Show how far it is until every rank has registered."""
+    deadline = 0.0
+    while not client.wait_for(entry.n, _LINE_SECONDS):
+        state = _check(entry)
+        if state:
+            line.show(state.words and f"{entry.name}: {state.words}")
+        if not entry.parent.is_alive():
+            raise failed(entry, "The coordinator ended while the cluster was starting.", "coordinator.log")
+        if not entry.controller.is_alive():
+            raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+        if state and state.phase == "forked":
+            deadline = deadline or time.monotonic() + _REGISTER_SECONDS
+            if time.monotonic() > deadline:
+                raise _missing(entry, client, state)
+    state = _check(entry)
+    assert state is not None
+    return state
+
+
+def _check(entry: Entry) -> Progress | None:
+    state = progress.read(entry.folder)
+    if state:
+        state.check()
+    return state
+
+
+def _missing(entry: Entry, client: Client, state: Progress) -> ClusterError:
+    missing = sorted(set(range(entry.n)) - set(client.ranks))
+    info = json.loads((entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-engine.json").read_text())
+    return ClusterError(
+        f"Ranks {missing} did not register in {_REGISTER_SECONDS:.0f} s.",
+        numbers=f"{state.labels[missing[0]]}; the controller listens at {info['interface']}, port "
+        f"{info['registration']} and others",
+        hint="a firewall between the hosts has to let their connections pass",
+    )
+
+
+def _form_world(entry: Entry, client: Client) -> None:
+    try:
+        form(client, entry.n, 1)
+    except Exception as error:
+        _check(entry)
+        raise ClusterError(
+            "The ranks did not come together in a world.",
+            numbers=str(error).strip().splitlines()[-1][:300],
+            hint="the hosts have to reach each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network",
+        ) from None
+
+
+def _give_up(coordinator: int) -> None:
+    """Ask the coordinator to end what it has started, and wait until it has."""
+    if coordinator <= 0:
+        return
+    try:
+        process = Process.of(coordinator)
+    except ProcessLookupError:
+        return
+    process.end(signal.SIGTERM)
+    deadline = time.monotonic() + registry.SPREAD_PATIENCE
+    while process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)

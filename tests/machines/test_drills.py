@@ -1,0 +1,121 @@
+"""Everything that works on one machine works on two hosts: cells, first error, stop, values, a switch, a dead rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError, ClusterError, RankDied
+
+TRAINING = """
+import copy
+from torch.nn.functional import mse_loss
+torch.manual_seed(0)
+MODEL = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+DATA = [(torch.randn(4).double(), torch.randn(1).double()) for _ in range(32)]
+
+def trained(strategies, steps=3):
+    torch.manual_seed(0)
+    trainer = nbkit.Trainer(
+        model=lambda: copy.deepcopy(MODEL), loss=mse_loss, data=DATA, batch_size=8, seed=0, log_dir=None,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), progress=False, strategy=strategies[0])
+    losses = []
+    for strategy in strategies:
+        if strategy != strategies[0]:
+            trainer.switch(strategy)
+        losses += [record['loss'] for record in trainer.fit(steps)]
+    return losses
+"""
+
+
+def test_ranks_are_numbered_by_host_and_meet_in_one_world(spread: Cluster) -> None:
+    cell = "total = torch.ones(1); dist.all_reduce(total); [rank, local_rank, int(total), dist.get_world_size()]"
+    assert spread.run(cell).values == {rank: [rank, rank % 2, 4, 4] for rank in range(4)}
+    hosts = [label.partition(":")[0] for label in spread.entry.labels]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+
+
+def test_the_first_error_releases_the_ranks_of_the_other_host(spread: Cluster) -> None:
+    with pytest.raises(CellError, match="Rank 3 failed: ZeroDivisionError") as caught:
+        spread.run("1 / 0 if rank == 3 else dist.barrier()")
+    assert "Ranks 0-2: released" in str(caught.value)
+    assert set(spread.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}
+
+
+def test_stop_reaches_a_rank_of_the_other_host_that_keeps_its_interpreter(spread: Cluster) -> None:
+    # Only SIGINT ends it, and that has to be sent by the parent on its own host.
+    handle = spread.run("import re\nif rank == 3: re.match(r'(a+)+$', 'a' * 40 + 'b')\ndist.barrier()", detach=True)
+    time.sleep(0.5)
+    assert handle.stop(end_after=30).status == "interrupted"
+    assert spread.run("rank").values[3] == 3
+
+
+def test_values_travel_without_shared_memory(spread: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("shared memory was used")
+
+    monkeypatch.setattr("nbkit.wire.parcel.write", refuse)
+    spread.push({"numbers": bytearray(b"123" * 1000)})
+    assert spread.pull("numbers + bytes([48 + rank])", ranks=3) == b"123" * 1000 + b"3"
+    assert spread.pull("rank", ranks=None) == [0, 1, 2, 3]
+
+
+def test_a_training_with_switches_gives_the_losses_of_one_strategy(spread: Cluster) -> None:
+    spread.run(TRAINING)
+    one = spread.run("trained(['ddp'], steps=9)").values[0]
+    switched = spread.run("trained(['ddp', 'zero3', 'pp=2'])").values[0]
+    assert one == pytest.approx(switched, rel=1e-9)
+
+
+def test_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(spread: Cluster, nbkit_home: Path) -> None:
+    import json
+
+    engine_file = nbkit_home / spread.entry.name / "profile/security" / f"ipcontroller-{spread.entry.name}-engine.json"
+    info = json.loads(engine_file.read_text())
+    assert info["curve_serverkey"]
+    words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in words if info["curve_serverkey"] in line]
+    on_hosts = spread.run("__import__('os').path.dirname(nbkit.bridge.calls.runner.capture.folder)").values
+    for folder in [str(nbkit_home / spread.entry.name), *on_hosts.values()]:
+        assert not os.stat(folder).st_mode & 0o077, folder
+
+
+def test_every_socket_listens_on_the_one_address_needed(spread: Cluster) -> None:
+    entry = spread.entry
+    family = [psutil.Process(entry.parent.pid), psutil.Process(entry.controller.pid)]
+    family += psutil.Process(entry.controller.pid).children(recursive=True)
+    listening = {c.laddr.ip for one in family for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert len(listening) == 1
+    assert listening != {"0.0.0.0"}
+
+
+def test_a_rank_that_dies_is_named_and_the_other_host_is_released(spread: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankDied, match="Rank 3 died: SIGKILL") as caught:
+        spread.run("import os\nos.kill(os.getpid(), 9) if rank == 3 else dist.barrier()")
+    assert "Ranks 0-2: released" in str(caught.value)
+    assert time.monotonic() - began < 20
+    with pytest.raises(ClusterError, match="Rank 3 has died"):
+        spread.run("rank")
+
+
+def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
+    spread.run("import os; parent = os.getppid()", ranks=[0, 1, 2])
+    agent = spread.pull("parent", ranks=2)
+    handle = spread.run("dist.barrier()", ranks=[0, 1, 2], detach=True)  # without rank 3 it never ends
+    time.sleep(0.3)
+    os.kill(agent, signal.SIGKILL)
+    with pytest.raises(RankDied, match=r"Rank 2 died: the agent of its host .* ended") as caught:
+        handle.wait(20)
+    assert "Ranks 0-1: released" in str(caught.value)
+
+
+def test_restart_gives_fresh_ranks_on_the_hosts(spread: Cluster) -> None:
+    spread.restart()
+    assert set(spread.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}

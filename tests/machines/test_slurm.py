@@ -1,0 +1,105 @@
+"""What is Slurm's own: the queue, what it refuses, and that nothing is left in it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from slurm_nodes import SlurmNodes
+
+from nbkit import Cluster
+from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.request import SlurmRequest
+from nbkit.notebook.cluster.hosts.slurm import Node, size_of
+
+GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]
+
+
+@dataclass
+class Starting:
+    """A start in a thread, as it waits in the queue."""
+
+    request: SlurmRequest
+    raised: list[BaseException] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            Cluster.start(name="queued", on=self.request)
+        except BaseException as error:
+            self.raised.append(error)
+
+
+def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
+    cluster = Cluster.start(name="short", on=SlurmRequest(1, partition="small", cpu=True, options=("--comment=mine",)))
+    assert cluster.run("dist.get_world_size()").values == {0: 1}
+    assert slurm.command("squeue", "-h", "-o", "%j %P %D %C").split("\n")[0] == "nbkit-short small 1 1"
+    cluster.stop()
+    deadline = time.monotonic() + 10
+    while slurm.jobs() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert slurm.jobs() == []
+    assert registry.find("short") is None
+
+
+def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_error(
+    slurm: SlurmNodes, nbkit_home: Path
+) -> None:
+    other = slurm.command(
+        "sbatch", "--parsable", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60"
+    ).strip()
+    starting = Starting(SlurmRequest(2, nodes=2, cpu=True))
+    thread = threading.Thread(target=starting.run)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        state = progress.read(nbkit_home / "queued")
+        if state and re.search(r"is pending \((Resources|Priority)\), expected to start (at|on)", state.words):
+            break
+        time.sleep(0.05)
+    assert state is not None
+    assert "expected to start" in state.words
+    slurm.command("scancel", state.words.split()[1])
+    thread.join(30)
+    assert isinstance(starting.raised[0], ClusterError)
+    assert "was cancelled before the cluster was ready" in str(starting.raised[0])
+    assert registry.find("queued") is None
+    slurm.command("scancel", other)
+
+
+def test_what_sbatch_refuses_is_said_in_its_words(slurm: SlurmNodes) -> None:
+    with pytest.raises(ClusterError, match="Slurm has refused the job") as caught:
+        Cluster.start(name="refused", on=SlurmRequest(1, cpu=True, options=("--account", "x", "--no-such-option")))
+    assert "no-such-option" in caught.value.numbers
+    assert registry.find("refused") is None
+
+
+def test_an_unknown_partition_and_too_many_ranks_name_what_there_is(slurm: SlurmNodes) -> None:
+    with pytest.raises(UsageError, match="no partition called 'gpus'") as caught:
+        Cluster.start(on=SlurmRequest(2, partition="gpus"))
+    assert caught.value.numbers == "partitions: debug, small"
+    with pytest.raises(UsageError, match="fewer than 4 CPUs") as caught:
+        Cluster.start(on=SlurmRequest(4, nodes=1))
+    assert caught.value.numbers == "-n 4 on 1 node; debug has 2 nodes of 2 CPUs"
+    assert caught.value.hint == "-n 4 --nodes 2"
+    with pytest.raises(UsageError, match="debug is too small for 16 ranks") as caught:
+        Cluster.start(on=SlurmRequest(16))
+    assert caught.value.hint == "-n 4 --nodes 2"
+
+
+def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="no sbatch on this machine"):
+        Cluster.start(on=SlurmRequest(2))
+
+
+def test_a_rank_takes_a_gpu_and_its_share_of_the_cpus() -> None:
+    size, _ = size_of(SlurmRequest(8), GPU_NODES)
+    assert (size.nodes, size.ranks, size.gpus, size.cpus) == (2, 4, 4, 32)
+    size, _ = size_of(SlurmRequest(6, nodes=3, cpu=True), GPU_NODES)
+    assert (size.nodes, size.ranks, size.gpus, size.cpus) == (3, 2, 0, 2)

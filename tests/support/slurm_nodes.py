@@ -1,0 +1,146 @@
+"""A Slurm of two nodes on this machine, as root, without systemd: its daemons and munged, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+_CONF = """\
+ClusterName=nbkit
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ctld}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd_%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd_%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SchedulerParameters=bf_interval=1,sched_interval=1
+KillWait=5
+NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs=2 RealMemory=8000 State=UNKNOWN
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no Slurm here, "" if there can."""
+    wanted = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue")
+    absent = [name for name in wanted if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
+    if absent:
+        return f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
+
+
+class SlurmNodes:
+    """Nodes n1 and n2 of two cores each. environment: with it Slurm's commands find this cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.chmod(0o755)
+        (folder / "state").mkdir()
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._started: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        folder, (ctld, first) = self.folder, _free_ports()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        conf = _CONF.format(folder=folder, ctld=ctld, first=first, second=first + 1)
+        (folder / "slurm.conf").write_text(conf)
+        self._run(
+            *("munged", "--foreground", "--force", "--num-threads=2", f"--key-file={key}"),
+            *(f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid"),
+            *(f"--seed-file={folder}/munge.seed", f"--log-file={folder}/munged.log"),
+        )
+        _until((folder / "munge.socket").exists, "munged")
+        self._run("slurmctld", "-D", "-c", "-f", f"{folder}/slurm.conf")
+        for node in ("n1", "n2"):
+            self._run("slurmd", "-D", "-N", node, "-f", f"{folder}/slurm.conf")
+        _until(
+            lambda: self.command("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split() == ["idle"] * 2, "slurmctld"
+        )
+
+    def _run(self, *words: str) -> None:
+        with open(self.folder / "daemons.log", "ab") as log:
+            self._started.append(
+                subprocess.Popen(
+                    words,
+                    env={**os.environ, **self.environment, "PATH": f"{os.environ['PATH']}:/usr/sbin"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+
+    def command(self, *words: str) -> str:
+        """The output of one of Slurm's commands."""
+        done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=30)
+        return done.stdout
+
+    def jobs(self) -> list[str]:
+        """Jobs that are pending, run, or are being ended."""
+        return self.command("squeue", "-h", "-o", "%i %T").splitlines()
+
+    def close(self) -> None:
+        """End the jobs, then the daemons."""
+        if len(self._started) > 1:
+            self.command("scancel", "-u", "root")
+            deadline = time.monotonic() + 15
+            while self.jobs() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        for process in reversed(self._started):
+            process.send_signal(signal.SIGTERM)
+        for process in self._started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _free_ports() -> tuple[int, int]:
+    """One port, and the first of two in a row; they are free now."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            first = other.getsockname()[1]
+            try:
+                with socket.create_server(("127.0.0.1", first + 1)):
+                    return one.getsockname()[1], first
+            except OSError:
+                continue
+
+
+def _until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come up")
+        time.sleep(0.05)

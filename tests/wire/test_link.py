@@ -1,0 +1,59 @@
+"""A line between hosts takes what the other end has sent, in order, and nothing else."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from nbkit.wire.link import SignedLink, key_of
+
+Pair = tuple[SignedLink, SignedLink]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as opened:
+        accepted, _ = server.accept()
+        with accepted:
+            yield opened, accepted
+
+
+def linked(ends: tuple[socket.socket, socket.socket], key: str, other: str) -> Pair:
+    return SignedLink(ends[0], key, opened=True), SignedLink(ends[1], other, opened=False)
+
+
+def test_messages_go_both_ways_and_a_successor_goes_on_where_a_process_has_stopped(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, coordinator = linked(ends, "k", "k")
+    agent.send(event="joined")
+    assert coordinator.receive() == [{"event": "joined"}]
+    coordinator.send(event="go")
+    assert agent.receive() == [{"event": "go"}]
+    parent = SignedLink(ends[0], "k", opened=True, sent=agent.sent, received=agent.received)
+    parent.send(event="seen")
+    assert coordinator.receive() == [{"event": "seen"}]
+
+
+def test_who_does_not_know_the_secret_is_not_heard(ends: tuple[socket.socket, socket.socket]) -> None:
+    stranger, coordinator = linked(ends, key_of("guessed", "nonce"), key_of("secret", "nonce"))
+    stranger.send(event="joined")
+    assert coordinator.receive() is None
+
+
+@pytest.mark.parametrize("trick", ["again", "back"])
+def test_a_message_that_is_repeated_or_sent_back_is_not_believed(
+    ends: tuple[socket.socket, socket.socket], trick: str
+) -> None:
+    agent, coordinator = linked(ends, "k", "k")
+    seen = agent._packed(b'{"event": "seen"}') + b"\n"
+    if trick == "again":
+        ends[0].sendall(seen)
+        assert coordinator.receive() == [{"event": "seen"}]
+        ends[0].sendall(seen)
+        assert coordinator.receive() is None
+    else:
+        ends[1].sendall(seen)
+        assert agent.receive() is None
