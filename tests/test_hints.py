@@ -33,7 +33,7 @@ SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.p
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
 CALLED = [getattr(nbkit, name) for name in nbkit.__all__]
 CALLED += [Cluster.start, Cluster.run, Trainer.fit, Trainer.evaluate, World.join, Place, partition]
-ARGUMENTS = {*_KEYS, *(name for called in CALLED for name in inspect.signature(called).parameters)}
+ARGUMENTS = {*_KEYS, "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
@@ -131,7 +131,7 @@ def test_every_hint_can_be_typed() -> None:
 @pytest.mark.parametrize(
     ("hint", "what"),
     [
-        ("%nbkit plan shows what each strategy takes", "%nbkit plan"),
+        ("%nbkit scheme shows what each strategy takes", "%nbkit scheme"),
         ("%clusters list", "%clusters"),
         ("%cluster start --silent", "--silent"),
         ("sequence=False", "sequence="),
