@@ -23,6 +23,7 @@ class TrainConfig:
     """See `prepare` for what each means. Raises TrainingError for a value that does not exist.
 
     sample: reads the rows by which the loss is looked at; None takes those of `example`.
+    batch: rows of a global batch, where they are known beforehand.
     """
 
     loss: Loss
@@ -37,6 +38,7 @@ class TrainConfig:
     offload: str | None = None
     compile: bool | str = False
     sample: Callable[[], Sample | None] | None = None
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.

@@ -19,6 +19,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.recommend import AUTO, recommend
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
@@ -41,13 +42,19 @@ class Training:
     def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
         place = World.join_from_env().place
         self.rank, self.world_size = place.rank, place.world_size
-        chosen = Strategy.parse(strategy, self.world_size)
+        # What is wrong with a strategy is said before a model is built.
+        chosen = None if strategy == AUTO else Strategy.parse(strategy, self.world_size)
         self.device = accelerator().device(place.device)
         self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
         self.config, self.seed = config, config.seed
         self.builder = Builder(model, optimizer, config, rank=self.rank, world_size=self.world_size, device=self.device)
         self.precision = Precision(config.precision, device=self.device, world_size=self.world_size)
         self.precision.check(self.builder.skeleton)
+        if chosen is None:
+            recommended = recommend(self.builder)
+            chosen = recommended.strategy
+            if self.rank == 0:
+                print(recommended)
         sharded_model, inner = self.builder.first(chosen)
         self.model = self.builder.module
         self.ledger = History(world_size=self.world_size)

@@ -103,6 +103,19 @@ class Template:
                 hint="strategy='ddp', or an optimizer such as AdamW or SGD",
             )
 
+    def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
+        """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
+        weight = nn.Parameter(torch.zeros(4, 6))
+        small = self.over([weight])
+        weight.grad = torch.zeros_like(weight)
+        small.step()
+        kept = {key: value for key, value in small.state[weight].items() if isinstance(value, torch.Tensor)}
+        keys = {key: value.element_size() for key, value in kept.items() if value.shape == weight.shape}
+        return {
+            name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
+            for name, p in model.named_parameters()
+        }
+
     def over(self, params: list[nn.Parameter]) -> Any:
         """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
         settings = self._made.param_groups[0]

@@ -1,0 +1,129 @@
+"""`strategy="auto"`: the first row of a plan of the job itself, made before its first step from what its model shows.
+
+Memory: the peak with activations (peak_bytes.py) against what a rank has left. Seconds: the blocks' own, measured when
+they were found, and the links'. Rank 0 decides, and all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import NbkitError, StrategyError
+from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.rank.data.batch import rows_of
+from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.estimate import free_memory
+from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.strategy import Strategy
+
+AUTO = "auto"
+_ALIKE = 1.02
+"""Predictions this close count as equal: the simpler strategy is taken."""
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """peak_bytes, limit: of the fullest rank, None where unknown. seconds: of a step, predicted; None where unknown."""
+
+    strategy: Strategy
+    peak_bytes: int | None
+    limit: int | None
+    seconds: float | None
+    considered: int
+    fitting: int
+
+    def __str__(self) -> str:
+        parts = [f"strategy=auto: {self.strategy}"]
+        if self.seconds is not None:
+            parts.append(f"{self.seconds * 1e3:.3g} ms a step predicted")
+        if self.peak_bytes is not None:
+            room = f" of {self.limit / 1e6:,.0f} MB" if self.limit is not None else ""
+            parts.append(f"{self.peak_bytes / 1e6:,.1f} MB at the peak of a rank{room}")
+        return "; ".join([*parts, f"{self.fitting} of {self.considered} strategies fit"])
+
+
+def recommend(builder: Builder) -> Recommended:
+    """Collective: rank 0 decides. Raises StrategyError, on every rank, where nothing fits or nothing is known."""
+    told: list[Any] = [None]
+    if builder.rank == 0:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                told[0] = _found(builder)
+        except StrategyError as error:
+            told[0] = error.what, error.numbers, error.hint
+    if builder.world_size > 1:
+        dist.broadcast_object_list(told, src=0, device=builder.device)
+    if isinstance(told[0], tuple):
+        what, numbers, hint = told[0]
+        raise StrategyError(what, numbers=numbers, hint=hint)
+    made: Recommended = told[0]
+    return made
+
+
+def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
+    """Of a step of `batch` rows, from what the blocks and the links took when they were measured; None: not known."""
+    options, link = builder.options, builder.link
+    costs, example = options.costs, builder.config.example
+    if not costs or example is None:
+        return None
+    compute = sum(costs) / rows_of(example) * batch
+    if link is None:
+        return compute
+    terms = model.terms(strategy)
+    if not terms and strategy.mesh.size > 1:
+        return None
+    seen = Seen(Strategy(), {"compute": compute})
+    return step_seconds(seen, Sends((), 0), strategy, Sends(terms[0] if terms else (), 0), link, costs)
+
+
+def _found(builder: Builder) -> Recommended:
+    config = builder.config
+    batch = config.batch or (rows_of(config.example) if config.example is not None else 0)
+    if not batch:
+        raise StrategyError(
+            "strategy='auto' has to know a batch.", numbers="no example= was given", hint="prepare(..., example=batch)"
+        )
+
+    def fits(strategy: Strategy) -> Arithmetic:
+        return Arithmetic.of(batch, strategy, microbatch_size=config.microbatch_size)
+
+    model = CostModel(builder, builder.template.kinds(builder.skeleton), fits)
+    peaks = PeakBytes(builder, model.census, real=True)
+    ranks = builder.link.node_of.count(builder.link.node_of[0]) if builder.link is not None else 1
+    limit = free_memory.left(builder.device, ranks=ranks)
+    every = Strategy.every(builder.world_size, schedules=("1f1b",))
+    rows: list[tuple[Strategy, int | None, float | None]] = []
+    least: tuple[int, Strategy] | None = None
+    for strategy in every:
+        try:
+            fits(strategy)
+            builder.shard_layouts.check(strategy)
+            top = largest(peaks.of(strategy, batch))
+        except NbkitError:
+            continue
+        size = top.total if top is not None else max(rest.total for rest in model.census.at_rest(strategy))
+        if least is None or size < least[0]:
+            least = size, strategy
+        if limit is None or size <= limit:
+            took = seconds_before_a_step(model, builder, strategy, batch)
+            rows.append((strategy, top.total if top is not None else None, took))
+    if not rows:
+        room = f"a rank has {(limit or 0) / 1e6:,.1f} MB"
+        raise StrategyError(
+            f"No strategy of {builder.world_size} ranks fits this model with a batch of {batch} rows.",
+            numbers=f"{least[1]} holds least: {least[0] / 1e6:,.1f} MB at the peak, {room}"
+            if least is not None
+            else f"{len(every)} strategies, each refused",
+            hint="a smaller batch_size, recompute=True, or more ranks",
+        )
+    known = [row for row in rows if row[2] is not None]
+    best = min((row[2] for row in known if row[2] is not None), default=0.0)
+    # In the order of Strategy.every, which is from simple to not so simple.
+    first = next((row for row in known if row[2] is not None and row[2] <= _ALIKE * best), rows[0])
+    return Recommended(first[0], first[1], limit, first[2], len(every), len(rows))
