@@ -45,8 +45,9 @@ class Trainer:
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
     optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
     names what the model takes and loss gets (output, batch). batch_size: global, over all ranks. strategy: "ddp";
-    "auto" takes the first of a plan (docs/plan.md) and says so. seed: of weights, order and dropout. precision: None, or
-    "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss). clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
+    "auto" takes the first of a plan (docs/plan.md) and says so. seed: of weights, order and dropout.
+    precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
+    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
     microbatch_size: samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style
     data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
     eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so

@@ -203,7 +203,7 @@ class Training:
         """What the formulas say of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
         if seen is None or not seen.holds(kinds):
-            seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits)
+            seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
 
     def _update(self) -> None:

@@ -198,3 +198,11 @@ def test_a_strategy_that_was_tried_before_any_other_step_stands_beside_nothing()
 
 def test_of_a_cluster_that_is_gone_nothing_can_be_pressed() -> None:
     assert not any(pulse_view(state_of(Looked(answer_of(table_of())), Lost("the cluster has ended")))["can"].values())
+
+
+def test_the_recommended_strategy_comes_first_with_its_peak_and_is_named() -> None:
+    state = reduce(State("c", 4), Looked(answer_of(table_of())))
+    first, *others = job_view(state)["rows"]
+    assert first["recommended"] and first["strategy"].startswith("pp=4") and first["peak"] == "3 MB"
+    assert not any(row["recommended"] for row in others)
+    assert "recommended: pp=4" in text_of(state) and "→ pp=4" in text_of(state)

@@ -71,10 +71,12 @@ def job_view(state: State) -> dict[str, Any]:
     scale = limit if limit is not None and limit <= _NEAR * most else most
     step_now = next((row["step_s"] for row in table["options"] if row["strategy"] == table["strategy"]), None)
     rows = [_row(row, scale, table, step_now) for row in table["options"]]
+    rows.sort(key=lambda row: not row["recommended"])
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
+        "recommended": table["recommended"],
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
         "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
@@ -124,6 +126,8 @@ def text_of(state: State) -> str:
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
     lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
+    if job["recommended"]:
+        lines.append(f"  recommended: {job['recommended']}, the fastest that fits by what is measured and predicted")
     for result in state.results[:1]:
         lines += ["", repr(result)]
     undo = f"   %strategy --undo   (back to {job['previous']})" if job["previous"] else ""
@@ -151,6 +155,7 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
     step = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
+    peak = row["peak_bytes"]
     during = "" if current else f", {size(memory['during'])} while it switches"
     return {
         "strategy": row["strategy"],
@@ -158,14 +163,17 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "ok": row["ok"],
         "why": row["why"] or "",
         "current": current,
+        "recommended": row["strategy"] == table["recommended"],
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
         "memory": size(memory["after"]) if row["ok"] else "",
         "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
         "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
-        "tight": limit is not None and memory["during"] > limit,
+        "peak": size(peak) if row["ok"] else "",
+        "tight": limit is not None and max(memory["during"], peak or 0) > limit,
         "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
+        + (f", {size(peak)} at the peak of a step" if peak is not None else "")
         + (f"; it has room for {size(limit)}" if limit is not None else ""),
         "sends": size(row["step_bytes"]) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
@@ -218,10 +226,10 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "step", "sends", "moved", "pause", "payback")
-    heads = ("strategy", "memory per rank", "step", "sent in a step", "to move", "pause", "pays back in")
+    columns = ("strategy", "memory", "peak", "step", "sends", "moved", "pause", "payback")
+    heads = ("strategy", "memory per rank", "at the peak", "step", "sent in a step", "to move", "pause", "pays back in")
     table = text_table(heads, [[row[key] for key in columns] for row in rows])
-    marks = ["  ", *("* " if row["current"] else "  " for row in rows)]
+    marks = ["  ", *("* " if row["current"] else "→ " if row["recommended"] else "  " for row in rows)]
     return [mark + line for mark, line in zip(marks, table.splitlines(), strict=True)]
 
 

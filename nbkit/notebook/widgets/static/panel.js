@@ -310,6 +310,7 @@ function render({ model, el }) {
     const first = make("td", "", row.label);
     first.title = row.strategy;
     if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
+    if (row.recommended) first.append(make("small", "", "recommended"));
     element.append(first);
     if (row.ok) {
       const memory = make("td");

@@ -25,6 +25,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import Block
 from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
@@ -36,12 +37,16 @@ Kinds = Mapping[str, Mapping[str, int]]
 class CostModel:
     """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see Feed."""
 
-    def __init__(self, builder: Builder, kinds: Kinds, fits: Callable[[Strategy], Any]) -> None:
+    def __init__(
+        self, builder: Builder, kinds: Kinds, fits: Callable[[Strategy], Any], *, before: CostModel | None = None
+    ) -> None:
+        """before: one of the same builder, whose measurements of the model still hold."""
         self.kinds, self.fits, self.config = kinds, fits, builder.config
         self.skeleton, self.options, self._link = builder.skeleton, builder.options, builder.link
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
         self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
+        self.peaks = PeakBytes(builder, self.census, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
 

@@ -29,10 +29,13 @@ class PeakBytes:
     where shapes hang on numbers.
     """
 
-    def __init__(self, builder: Builder, census: Census, *, real: bool = False) -> None:
+    def __init__(
+        self, builder: Builder, census: Census, *, real: bool = False, before: PeakBytes | None = None
+    ) -> None:
+        """before: of the same model, whose measurements are taken over."""
         self.builder, self.census, self.real = builder, census, real
-        self._traced: dict[tuple[int, int], Traced | None] = {}
-        self._updating: Updating | None = None
+        self._traced: dict[tuple[int, int], Traced | None] = before._traced if before is not None else {}
+        self._updating: Updating | None = before._updating if before is not None else None
 
     def of(self, strategy: Strategy, batch: int) -> list[Peak]:
         """For each place along pp, the fullest rank's; [] where the model could not be measured.
@@ -82,6 +85,16 @@ class PeakBytes:
                 break
             self._traced[tp, cp] = found
         return self._traced[tp, cp]
+
+    def knows(self, tp: int, cp: int) -> bool:
+        """Whether the model was measured on these axes."""
+        return (tp, cp) in self._traced
+
+    def measure(self, tp: int, cp: int) -> bool:
+        """Measure it, unless that was done; whether it was done now. Raises StrategyError for what cannot be split."""
+        if self.knows(tp, cp):
+            return False
+        return self.traced(tp, cp) is not None
 
     @property
     def _size(self) -> int:

@@ -13,18 +13,16 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.planner.step_time import Seen, Sends, step_seconds
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.estimate.time_model import ALIKE, seconds_before_a_step
 from nbkit.strategy import Strategy
 
 AUTO = "auto"
-_ALIKE = 1.02
-"""Predictions this close count as equal: the simpler strategy is taken."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +62,6 @@ def recommend(builder: Builder) -> Recommended:
         raise StrategyError(what, numbers=numbers, hint=hint)
     made: Recommended = told[0]
     return made
-
-
-def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
-    """Of a step of `batch` rows, from what the blocks and the links took when they were measured; None: not known."""
-    options, link = builder.options, builder.link
-    costs, example = options.costs, builder.config.example
-    if not costs or example is None:
-        return None
-    compute = sum(costs) / rows_of(example) * batch
-    if link is None:
-        return compute
-    terms = model.terms(strategy)
-    if not terms and strategy.mesh.size > 1:
-        return None
-    seen = Seen(Strategy(), {"compute": compute})
-    return step_seconds(seen, Sends((), 0), strategy, Sends(terms[0] if terms else (), 0), link, costs)
 
 
 def _found(builder: Builder) -> Recommended:
@@ -125,5 +107,5 @@ def _found(builder: Builder) -> Recommended:
     known = [row for row in rows if row[2] is not None]
     best = min((row[2] for row in known if row[2] is not None), default=0.0)
     # In the order of Strategy.every, which is from simple to not so simple.
-    first = next((row for row in known if row[2] is not None and row[2] <= _ALIKE * best), rows[0])
+    first = next((row for row in known if row[2] is not None and row[2] <= ALIKE * best), rows[0])
     return Recommended(first[0], first[1], limit, first[2], len(every), len(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -13,9 +14,10 @@ from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
+from nbkit.rank.train.estimate.peak_bytes import largest
+from nbkit.rank.train.estimate.time_model import ALIKE, measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
-from nbkit.strategy import Strategy
+from nbkit.strategy import Strategy, divisors
 
 _REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
 
@@ -28,7 +30,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
     is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
     measured, where the strategy has run in this job, else predicted_step_s is predicted where that can be; switch_s is
-    predicted. Each is None where nothing is known.
+    predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known.
+    "recommended": the strategy to choose, "" where nothing tells.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -52,6 +55,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in seen.blocks.items()],
         "held": _fractions(seen, now),
         "options": options,
+        "recommended": _recommended(options, holds[0] + left if left is not None else None),
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
     }
@@ -72,6 +76,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "why": "",
         "moved_bytes": None,
         "memory": {},
+        "peak_bytes": None,
         "held": {},
         "step_bytes": None,
         "step_s": measured_step(job, strategy),
@@ -97,9 +102,43 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         step_bytes=max(map(wire_bytes, seen.terms(strategy)), default=None),
         switch_s=predicted_pause(job, seen.census, strategy, flow),
     )
+    found["peak_bytes"] = _at_the_peak(job, seen, strategy)
     if found["step_s"] is None:
         found["predicted_step_s"] = predicted_step(job, seen, strategy)
     return found
+
+
+def measure_peaks(job: Job) -> bool:
+    """Run the model on shapes, as each tensor axis leaves it, if that was not done: a second for each. True if now."""
+    seen, made = job.cost_model(), False
+    if job.config.example is None:
+        return False
+    for size in divisors(job.world_size):
+        with suppress(NbkitError):
+            made |= seen.peaks.measure(size, 1)
+    return made
+
+
+def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
+    """Bytes of the fullest rank at the peak of a step, with activations; None where nothing can tell."""
+    batch = getattr(job.feed.fits(strategy), "total", None)
+    # Attention over parts of the positions keeps what it learns of them between calls: no matter for a thread.
+    if batch is None or strategy.cp > 1 or not seen.peaks.knows(strategy.tp, 1):
+        return None
+    top = largest(seen.peaks.of(strategy, batch))
+    return top.total if top is not None else None
+
+
+def _recommended(options: Sequence[dict[str, Any]], limit: int | None) -> str:
+    """The fastest of those that fit, the simplest of those as fast; "" where seconds are known of fewer than two."""
+    known = {}
+    for row in options:
+        seconds = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
+        size = row["peak_bytes"] or row["memory"].get("after", 0)
+        if row["ok"] and seconds is not None and (limit is None or size <= limit):
+            known[row["strategy"]] = seconds
+    least = min(known.values(), default=0.0)
+    return next((text for text, seconds in known.items() if len(known) > 1 and seconds <= ALIKE * least), "")
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:

@@ -28,7 +28,6 @@ from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.parallelize import Cut, cut
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import tensors_in
-from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.live_bytes import LiveBytes
@@ -70,7 +69,7 @@ def trace(
         made = cut(
             skeleton, Strategy(tp=tp, cp=cp), lone_connections(tp, cp), options=plain, device=torch.device("cpu")
         )
-        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True), plain_attention():
+        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
             module = _filled(made, real=real)
             held = rows_of(config.example)
             batch = pick(config.example, [i % held for i in range(count)], rows=held)
