@@ -125,5 +125,12 @@ def need_gathers(options: Options, strategy: Strategy) -> None:
 
 def need_positionwise(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` parts the positions and the model was seen to need them together."""
-    if strategy.cp > 1 and options.positionwise is not None and options.positionwise.refused is not None:
-        raise options.positionwise.refused
+    found = options.positionwise
+    if strategy.cp > 1 and found is not None and found.refused is not None:
+        raise found.refused
+    if strategy.cp > 1 and strategy.pp > 1 and found is not None and found.begins:
+        raise StrategyError(
+            "The model has several chains of blocks, of which a stage cannot tell the number of positions.",
+            numbers=f"cp={strategy.cp} pp={strategy.pp}; further ones begin with {', '.join(sorted(found.begins))}",
+            hint="cp without pp, or pp without cp",
+        )

@@ -7,7 +7,6 @@ gradients of those must be summed over the ranks, as those in the blocks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
-from nbkit.rank.parallel.context.context_parallel import dim_of_positions
+from nbkit.rank.parallel.context.context_parallel import dim_of_positions, ends
+from nbkit.rank.parallel.context.whole_modules import argument_names
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import nodes_behind
 from nbkit.rank.parallel.proof.memory import tensors_in
@@ -39,6 +39,14 @@ class Between:
     in_parts: dict[str, set[str]] = field(default_factory=dict)
     inner: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)
+
+
+class Begins(Exception):
+    """All positions come to `block`, behind others: a chain of its own begins there."""
+
+    def __init__(self, block: str) -> None:
+        super().__init__(block)
+        self.block = block
 
 
 @contextmanager
@@ -66,16 +74,18 @@ def run_between(
     loss: Callable[[Any], Tensor] | None,
     size: int,
     found: Between,
+    begins: frozenset[str] = frozenset(),
 ) -> None:
     """Run the model on each of `size` parts, with what `calls` returned; note in `found` what it shows.
 
-    whole: what `run` gave on all positions; loss: of what it gives.
-    Raises StrategyError where a part is no part of the whole.
+    whole: what `run` gave on all positions; loss: of what it gives. begins: blocks with which further chains begin.
+    Raises Begins at a block to which all positions come, and StrategyError where a part is no part of the whole.
     """
     names = list(dict.fromkeys(call.name for call in calls))
+    first, last = ends(names, begins)
     params = {id(p): name for name, p in module.named_parameters()}
     for rank in range(size):
-        part = _Part(calls, names, rank, size, params, found)
+        part = _Part(calls, first, last, rank, size, params, found)
         set_seed(0)
         with replaced(module, names, part.instead):
             output = run()
@@ -88,15 +98,20 @@ def run_between(
 
 @dataclass
 class _Part:
-    """The run of one part. params: id -> name; at: calls so far."""
+    """The run of one part. first, last: blocks at the ends of chains. params: id -> name; at: calls so far.
+
+    copies: leaves that stand for what every part of a block gave whole; of its gradient, each has a share.
+    """
 
     calls: Sequence[BlockCall]
-    names: Sequence[str]
+    first: frozenset[str]
+    last: frozenset[str]
     rank: int
     size: int
     params: Mapping[int, str]
     found: Between
     at: int = 0
+    copies: list[Tensor] = field(default_factory=list)
 
     def instead(self, name: str, forward: Any) -> Callable[..., Any]:
         """What stands for the forward of the block `name`."""
@@ -117,7 +132,7 @@ class _Part:
         if expected.keys() != arrived.keys():
             raise refusal(f"On a part of the positions, {call.name!r} is called with other arguments.")
         carried = next(iter(expected), None)
-        first = call.name == self.names[0]
+        first = call.name in self.first
         hidden = next((x for x in tree_leaves(expected[carried]) if isinstance(x, Tensor)), None)
         for key, whole in expected.items():
             label = names[key] if isinstance(key, int) else key
@@ -125,15 +140,20 @@ class _Part:
             if spec != other:
                 raise self._strange(call, label)
             cuts = [self._cut(a, b, label, hidden, carried=key == carried) for a, b in zip(old, new, strict=True)]
+            shared = any(isinstance(x, Tensor) and self._shared(x) for x in new)
+            if key == carried and not first and None not in cuts and "part" not in cuts and not shared:
+                raise Begins(call.name)
             if None in cuts or (key == carried and not first and "whole" in cuts):
                 raise self._strange(call, label)
-            if key == carried and first and "part" in cuts:
+            if key == carried and first and ("part" in cuts or shared):
                 raise self._strange(call, label)
-            if "part" in cuts and "whole" in cuts:
+            if "part" in cuts and "whole" in cuts and not (shared and key != carried):
                 raise self._strange(call, label)
-            if key != carried and "part" in cuts:
+            inner = "part" in cuts or shared
+            if key != carried and inner:
+                if label in call.way.uncut:
+                    raise self._strange(call, label)
                 self.found.in_parts.setdefault(call.name, set()).add(label)
-            inner = "part" in cuts
             for x in new:
                 if isinstance(x, Tensor):
                     (self.found.inner if inner else self.found.outer).update(self.below(x))
@@ -154,6 +174,13 @@ class _Part:
         expected = self._slice(whole, dim)
         return "part" if expected.shape == part.shape and gap(expected, part) <= _tolerance(whole) else None
 
+    def _shared(self, x: Tensor) -> bool:
+        """Whether it is computed from what every part of a block gave whole."""
+        if not self.copies:
+            return False
+        leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([x])}
+        return any(id(copy) in leaves for copy in self.copies)
+
     def _strange(self, call: BlockCall, label: str) -> Exception:
         before = self.calls[self.at - 2].name if self.at > 1 else "the beginning"
         return refusal(
@@ -167,7 +194,7 @@ class _Part:
 
     def _returned(self, call: BlockCall) -> Any:
         leaves, spec = tree_flatten(call.output)
-        rules, last = iter(call.rules), call.name == self.names[-1]
+        rules, last = iter(call.rules), call.name in self.last
         given: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -177,6 +204,8 @@ class _Part:
                     leaf = self._slice(leaf, rule)
                 leaf = leaf.detach().clone()
                 if leaf.is_floating_point() and torch.is_grad_enabled():
+                    if rule is None:
+                        self.copies.append(leaf)
                     leaf = leaf.requires_grad_(True).clone()  # no leaf of autograd: it may change in place
             given.append(leaf)
         return tree_unflatten(given, spec)
@@ -204,12 +233,20 @@ class _Part:
                 "something of a block's part goes around the last block, or into the output by itself",
             )
         for x in new:
+            self._alone(x)
             self.found.outer.update(self.below(x))
+
+    def _alone(self, x: Tensor) -> None:
+        if self._shared(x):
+            raise refusal(
+                "What every part of a block gives whole goes into the model's output.",
+                "outside of the blocks its gradient is whole, within them a share",
+            )
 
 
 def labels(forward: Any, args: Sequence[Any]) -> list[str]:
     """Names of positional arguments; "" for those that have none."""
-    names = list(inspect.signature(forward).parameters)
+    names = argument_names(forward)
     return [*names[: len(args)], *[""] * (len(args) - len(names))]
 
 

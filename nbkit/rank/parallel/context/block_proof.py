@@ -6,9 +6,10 @@ precision and with drawn weights: those of a fresh model may be zero where they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.rank.parallel.context.context_parallel import Spread
+from nbkit.rank.parallel.context.context_parallel import Spread, Way
 from nbkit.rank.parallel.context.first_difference import Trace, first_difference, joined
 from nbkit.rank.parallel.context.peers import Threads
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.context.whole_modules import on_all, share_outside
+from nbkit.rank.parallel.module import meta_module
+from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
@@ -29,6 +32,9 @@ from nbkit.rank.rng.seeding import set_seed
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
 """What differs by less than `_ROUNDED` may be rounding: at most `_NOISE` times what a nudge of the input changes."""
+
+_MODULES, _LEAST = 5, 1 / 3
+"""How often a module more is tried on all positions; the share of matrices that has to be left for parts."""
 
 Rules = tuple[int | None, ...]
 """For each tensor that a block returns: its dim of positions; None for what every part gives whole."""
@@ -43,6 +49,7 @@ class BlockCall:
     kwargs: dict[str, Any]
     output: Any = None
     rules: Rules = ()
+    way: Way = field(default_factory=Way)
 
 
 def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
@@ -51,38 +58,113 @@ def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
     return StrategyError(what, numbers=numbers, hint=hint or default)
 
 
-def block_rules(block: nn.Module, called: BlockCall, size: int, *, backward: bool) -> Rules:
-    """How what the block returns lies in parts. backward: compare gradients too.
+def block_rules(
+    block: nn.Module, called: BlockCall, size: int, *, backward: bool, uncut: Sequence[frozenset[str]]
+) -> tuple[Rules, Way]:
+    """How what the block returns lies in parts, and how it works on them. backward: compare gradients too.
 
+    uncut: sets of arguments to leave whole, of which the first that is right counts. A module in which parts differ
+    first is tried on all positions.
     Raises StrategyError where `size` parts of the positions do not give what all of them give.
     """
+    refused: StrategyError | None = None
+    for args in dict.fromkeys(uncut):
+        way = Way(uncut=args, across=None)
+        for _ in range(_MODULES):
+            try:
+                return _rules(block, called, size, way, backward)
+            except _Differs as error:
+                refused = refused or error.refusal
+                more = _grown(block, way.whole, error.where)
+                if more is None:
+                    break
+                way = replace(way, whole=more)
+    assert refused is not None
+    raise refused
+
+
+def _grown(block: nn.Module, whole: frozenset[str], where: str | None) -> frozenset[str] | None:
+    """`whole` and the module `where`, or the one around that if it is there; None where too little is left."""
+    while where and where in whole:
+        where = where.rpartition(".")[0]
+    # Nobody calls a container of modules.
+    while where and isinstance(block.get_submodule(where), nn.ModuleList | nn.ModuleDict):
+        where = where.rpartition(".")[0]
+    if not where:
+        return None
+    more = frozenset({where, *(path for path in whole if not path.startswith(f"{where}."))})
+    return more if share_outside(block, more) >= _LEAST else None
+
+
+def _rules(block: nn.Module, called: BlockCall, size: int, way: Way, backward: bool) -> tuple[Rules, Way]:
     failed: Exception | None = None
+    where: str | None = None
     # Drawn weights may give NaN, and something inside may insist on another precision: then the model's own.
     for drawn, dtype in ((True, torch.float64), (False, torch.float64), (False, None)):
         try:
-            with _weights(block, drawn, dtype):
-                rules = _Comparison(block, _cast(called, dtype, drawn), size, backward).rules()
+            with _weights(block, drawn, dtype), _on_all(block, way.whole):
+                comparison = _Comparison(block, _cast(called, dtype, drawn), size, way, backward)
+                try:
+                    rules = comparison.rules()
+                except StrategyError as error:
+                    # What it draws is no other module's fault.
+                    raise _Differs(error, None if comparison.draws else comparison.where()[1]) from None
+                except Exception:
+                    where = comparison.where()[1] if where is None else where
+                    raise
             if rules is not None:
-                return rules
-        except NbkitError:
+                return rules, replace(way, across=frozenset(comparison.noted))
+        except (_Differs, NbkitError):
             raise
         except Exception as error:
             failed = error
     said = " ".join(f"{type(failed).__name__}: {failed}".split()) if failed else "it gives NaN"
     recomputed = "Checkpoint" in type(failed).__name__
     hint = "turn off the model's own activation checkpointing: recompute=True does the same" if recomputed else ""
-    raise refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint)
+    raise _Differs(
+        refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint), where
+    )
+
+
+class _Differs(Exception):
+    """where: the path in the block of the module in which it shows first; "" for its own forward, None if unknown."""
+
+    def __init__(self, refusal: StrategyError, where: str | None) -> None:
+        super().__init__()
+        self.refusal, self.where = refusal, where
+
+
+@contextmanager
+def _on_all(block: nn.Module, paths: Collection[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path in sorted(paths):
+            part = block.get_submodule(path)
+            before = vars(part).get("forward")
+            part.forward = on_all(part.forward)  # type: ignore[method-assign]
+            stack.callback(partial(_put_back, part, before))
+        yield
+
+
+def _put_back(part: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del part.forward
+    else:
+        part.forward = forward
 
 
 class _Comparison:
     """Of a block with itself, on all positions and on parts."""
 
-    def __init__(self, block: nn.Module, called: BlockCall, size: int, backward: bool) -> None:
+    def __init__(self, block: nn.Module, called: BlockCall, size: int, way: Way, backward: bool) -> None:
+        self.noted: set[int] = set()
         self.block, self.called, self.size, self.backward = block, called, size, backward
         self.plain, self.draws = block.forward, list[str]()
         self.peers = Threads(size)
-        self.spread = Spread(called.name, self.peers, first=True, last=False, strict=False, attends=False)
-        self.inputs = [x for x in tree_leaves((called.args, called.kwargs)) if _floats(x)]
+        self.spread = Spread(
+            called.name, self.peers, first=True, last=False, strict=False, attends=False, way=way, noted=self.noted
+        )
+        # A mask of -inf is none of them: whether its gradient is made depends on the kernel.
+        self.inputs = [x for x in tree_leaves((called.args, called.kwargs)) if _floats(x) and bool(x.isfinite().all())]
         for x in self.inputs:
             x.requires_grad_(backward)
 
@@ -99,7 +181,7 @@ class _Comparison:
         except ValueError as error:
             raise self._differs(str(error)) from None
         for (rule, _), x, *others in zip(pairs, whole, *parts, strict=True):
-            if rule is None and (x.requires_grad or max(gap(x, other) for other in others) > _EXACT):
+            if rule is None and max(gap(x, other) for other in others) > _EXACT:
                 raise self._differs("what every part returns is no part of the whole")
         given = [together for _, together in pairs]
         apart = self._apart(whole, given)
@@ -149,13 +231,15 @@ class _Comparison:
                 f"by {self.draws[0]}",
                 "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
             )
-        where = self._where()
+        call, path = self.where()
+        where = f"{call} in {path}" if path else call
         return refusal(
             f"The block {self.called.name!r} does not compute each position by itself, attention aside.",
             f"run on {self.size} parts of the positions: {numbers}" + (f"; first seen in {where}" if where else ""),
         )
 
-    def _where(self) -> str:
+    def where(self) -> tuple[str, str | None]:
+        """(the call in which parts differ first, the path of its module)."""
         trace, logs = Trace(self.block), [list[Any]() for _ in range(self.size + 1)]
         peers, args, kwargs = self.peers, self.called.args, self.called.kwargs
         try:
@@ -164,7 +248,7 @@ class _Comparison:
             peers.run(lambda: self._run(around, args, kwargs))
         except Exception:
             pass
-        return first_difference(logs[-1], logs[:-1])
+        return first_difference(logs[-1], logs[:-1]) or ("", None)
 
 
 def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCall:
@@ -204,13 +288,15 @@ def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterat
     ]
     try:
         for places, param in params:
-            replace(places, nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param)))
+            meta_module.replace(
+                places, nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param))
+            )
         for holder, key, tensor in others:
             holder[key] = tensor.detach().to(dtype)
         yield
     finally:
         for places, param in params:
-            replace(places, param)
+            meta_module.replace(places, param)
         for holder, key, tensor in others:
             holder[key] = tensor
 

@@ -1,16 +1,18 @@
 """Context parallelism: from the first block to the last every rank of the cp axis holds a part of the positions.
 
 Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), queries stay where
-they are; causal masks and given ones are cut to the rank's queries. Embedding and head work on all positions on every
-rank. On the wire over n ranks, in bytes sent per rank, with K the bytes of a block's keys and values and X those of a
-hidden state: per block (n-1)/n K in forward and in backward; (n-1)/n X once at each end, at the first block in
+they are: see attention. What else mixes positions in a module of a block is computed of all positions on every rank:
+see whole_modules. Embedding and head work on all positions on every rank. An encoder and a decoder, or two towers, are
+chains of their own: positions are joined behind the last block of each.
+
+On the wire over n ranks, in bytes sent per rank, with K the bytes of a block's keys and values and X those of a hidden
+state: per block (n-1)/n K in forward and in backward; (n-1)/n X once at each end of a chain, at the first block in
 backward, at the last in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all keys on
-every rank.
+every rank. What all blocks get from another chain: 2 (n-1)/n of its bytes per block, in backward.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import StrategyError
+from nbkit.rank.parallel.context.attention import Attention
 from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
+from nbkit.rank.parallel.context.whole_modules import MASKS, Part, argument_names, on_all, working_on
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
@@ -35,7 +37,20 @@ from nbkit.tensor_layout import bounds
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 
-_MASKS = ("mask", "bias", "padding")
+
+@dataclass(frozen=True)
+class Way:
+    """How a block works on a part of the positions.
+
+    in_parts: arguments that blocks before it have made, as this one takes them. uncut: arguments that are whole,
+    whatever their shape. across: numbers of its calls of attention whose keys are whole (None: as their length says).
+    whole: paths in the block of the modules that see all positions.
+    """
+
+    in_parts: frozenset[str] = frozenset()
+    uncut: frozenset[str] = frozenset()
+    across: frozenset[int] | None = frozenset()
+    whole: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -43,12 +58,14 @@ class Positionwise:
     """Plain data, the same on every rank that gets it.
 
     refused: why context parallelism would not train as one process does. between: names of parameters outside of the
-    blocks that work on a part of the positions. in_parts: block -> its arguments that are computed from a part.
+    blocks that work on a part of the positions. ways: block -> how it does. begins: the blocks with which a further
+    chain begins, behind the first.
     """
 
     refused: StrategyError | None = None
     between: frozenset[str] = frozenset()
-    in_parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    begins: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,30 +101,43 @@ def context_parallel(
             numbers=f"cp={axes.size('cp')}",
             hint="stages=[...] names them; or a strategy without cp",
         )
-    check_attention(module)
+    if tried is None:
+        check_attention(module, tried=False)
+    found = tried if tried is not None else Positionwise()
+    first, last = ends(blocks, found.begins)
     own = [name for name in blocks if held is None or name in held]
     for name in own:
-        check_mixing(name, module.get_submodule(name))
+        block, way = module.get_submodule(name), found.ways.get(name, Way())
+        check_mixing(name, block)
         wrapper = Spread(
             name,
             Peers(group),
-            first=name == blocks[0],
-            last=name == blocks[-1],
+            first=name in first,
+            last=name in last,
             strict=axes.size("tp") == 1,
             attends=tried is None,
-            in_parts=tried.in_parts.get(name, frozenset()) if tried is not None else frozenset(),
+            way=way,
         )
-        block = module.get_submodule(name)
+        for path in sorted(way.whole):
+            part = block.get_submodule(path)
+            part.forward = on_all(part.forward)  # type: ignore[method-assign]
         block.forward = wrapper.around(block.forward)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder):
             # Ragged tensors in evaluation have no dim of positions.
             part.use_nested_tensor = False
     module.register_forward_pre_hook(_note_positions, with_kwargs=True)
-    between = tried.between if tried is not None else frozenset()
-    return ContextSplit(
-        _partial(module, own, between), (f"positions in {axes.size('cp')} parts; embedding and head see all",)
-    )
+    whole = [f"{name}.{path}" for name in own for path in sorted(found.ways.get(name, Way()).whole)]
+    notes = [f"positions in {axes.size('cp')} parts; embedding and head see all"]
+    notes += [f"all positions, on every rank, are in {', '.join(whole)}"] if whole else []
+    return ContextSplit(_partial(module, own, found.between), tuple(notes))
+
+
+def ends(blocks: Sequence[str], begins: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The first and the last blocks of chains."""
+    first = frozenset(name for i, name in enumerate(blocks) if not i or name in begins)
+    last = frozenset(name for i, name in enumerate(blocks) if i + 1 == len(blocks) or blocks[i + 1] in begins)
+    return first, last
 
 
 def _note_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,10 +164,10 @@ def _partial(module: nn.Module, blocks: Sequence[str], between: Collection[str])
 
 @dataclass(frozen=True)
 class Spread:
-    """What a block does to work on a part of the positions. first, last: whether it is at that end of the chain.
+    """What a block does to work on a part of the positions. first, last: whether it is at that end of a chain.
 
-    strict: refuse hidden states that are not the rank's part. attends: refuse a block without attention. in_parts:
-    arguments beside the hidden states that were computed from a part of them.
+    strict: refuse hidden states that are not the rank's part. attends: refuse a block without attention. noted: gets
+    the calls of attention whose keys are whole, where `way` leaves that open.
     """
 
     name: str
@@ -146,10 +176,11 @@ class Spread:
     last: bool
     strict: bool
     attends: bool = True
-    in_parts: frozenset[str] = frozenset()
+    way: Way = Way()
+    noted: set[int] | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        names = list(inspect.signature(forward).parameters)
+        names = argument_names(forward)
 
         @wraps(forward)
         def spread(*args: Any, **kwargs: Any) -> Any:
@@ -163,17 +194,25 @@ class Spread:
             if self.strict and not self.first and hidden.shape[1] != stop - start:
                 raise self._refusal("receives another number of positions than its part.", f"{hidden.shape[1]}", total)
             labels = [*names[: len(args)], *[""] * (len(args) - len(names))]
+            given: dict[int, Tensor] = {}
             placed = [
-                self._placed(i == 0, label, x, hidden, total)
+                self._placed(i == 0, label, x, hidden, total, given)
                 for i, (label, x) in enumerate(zip(labels, args, strict=True))
             ]
             of_kwargs = {
-                key: self._placed(not args and key == next(iter(kwargs)), key, x, hidden, total)
+                key: self._placed(not args and key == next(iter(kwargs)), key, x, hidden, total, given)
                 for key, x in kwargs.items()
             }
-            attention = _Attention(self, total, start, stop)
-            with extent("sequence", start, total), attention:
+            attention = Attention(
+                self.peers,
+                (start, stop, total),
+                self.way.across,
+                lambda what, numbers: self._refusal(what, numbers, total),
+            )
+            with extent("sequence", start, total), working_on(Part(attention, given)), attention:
                 output = forward(*placed, **of_kwargs)
+            if self.noted is not None:
+                self.noted.update(attention.noted)
             if self.attends and not attention.calls:
                 hint = "attention by F.scaled_dot_product_attention"
                 raise self._refusal("calls no attention that context parallelism knows.", "0 calls", total, hint)
@@ -199,19 +238,22 @@ class Spread:
             )
         return total
 
-    def _placed(self, carried: bool, name: str, value: Any, hidden: Tensor, total: int) -> Any:
-        """An argument as the block on a part of the positions takes it."""
+    def _placed(
+        self, carried: bool, name: str, value: Any, hidden: Tensor, total: int, given: dict[int, Tensor]
+    ) -> Any:
+        """An argument as the block on a part of the positions takes it. given: see Part."""
         if carried:
             return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
-        if name in self.in_parts:
+        if name in self.way.in_parts:
             return value
-        return tree_map_only(Tensor, lambda x: self._beside(name.lower(), whole(x), hidden, total), value)
+        return tree_map_only(Tensor, lambda x: self._beside(name, whole(x), hidden, total, given), value)
 
-    def _beside(self, name: str, x: Tensor, hidden: Tensor, total: int) -> Tensor:
-        dim = dim_of_positions(name, x, hidden, total)
-        if dim is not None:
-            return self.peers.split(x, dim)
-        return self.peers.copy(x) if x.requires_grad else x
+    def _beside(self, name: str, x: Tensor, hidden: Tensor, total: int, given: dict[int, Tensor]) -> Tensor:
+        dim = None if name in self.way.uncut else dim_of_positions(name.lower(), x, hidden, total)
+        used_by_all = self.peers.copy(x) if x.requires_grad else x
+        placed = used_by_all if dim is None else self.peers.split(x, dim)
+        given[id(placed)] = used_by_all
+        return placed
 
     def _joined(self, part: int, total: int, x: Tensor) -> Tensor:
         return self.peers.join(whole(x), 1, total) if x.ndim > 2 and x.shape[1] == part else x
@@ -227,7 +269,7 @@ class Spread:
 def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | None:
     """Along which dim an argument holds the positions: rotary tables, position ids, gates. Masks are cut later."""
     shape = x.shape
-    if any(word in name for word in _MASKS):
+    if any(word in name for word in MASKS):
         return None
     if x.ndim >= 3:
         return next((dim for dim in range(1, x.ndim - 1) if shape[dim] == total), None)
@@ -236,73 +278,3 @@ def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | 
     # Tables without a dim of samples; a vector per sample is none, even where there are as many samples as positions.
     per_sample = shape[:1] == hidden.shape[:1] and (x.requires_grad or "position" not in name)
     return 0 if x.ndim and shape[0] == total and not per_sample else None
-
-
-class _Attention(TorchFunctionMode):
-    """Within a block: attention of this rank's queries to the keys of all ranks."""
-
-    def __init__(self, spread: Spread, total: int, start: int, stop: int) -> None:
-        super().__init__()
-        self.spread, self.total, self.start, self.stop, self.calls = spread, total, start, stop, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self.calls += 1
-            return self._attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            self.calls += 1
-            return self._attend_all_heads(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        own = self.stop - self.start
-        if (query.shape[-2], key.shape[-2]) != (own, own):
-            found = f"{query.shape[-2]} queries, {key.shape[-2]} keys on a rank with {own}"
-            raise self.spread._refusal("attends to something else than its own positions.", found, self.total)
-        if key.shape[:-1] == value.shape[:-1] and key.dtype == value.dtype:
-            both = self._all(torch.cat([key, value], -1), -2)
-            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-        else:
-            key, value = self._all(key, -2), self._all(value, -2)
-        if is_causal and self.start:
-            # No query of this rank sees beyond its last position.
-            key, value, is_causal = key[..., : self.stop, :], value[..., : self.stop, :], False
-            rows = torch.arange(self.start, self.stop, device=query.device)
-            attn_mask = rows[:, None] >= torch.arange(self.stop, device=query.device)
-        elif is_causal:
-            key, value = key[..., : self.stop, :], value[..., : self.stop, :]
-        elif attn_mask is not None:
-            attn_mask = self._rows(attn_mask)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    def _attend_all_heads(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """nn.MultiheadAttention: (T, B, D), and torch's own checks want all keys in the arguments."""
-        if query is not key or key is not value:
-            raise self.spread._refusal("attends to something else than its own positions.", "", self.total)
-        if kwargs.get("attn_mask") is not None:
-            kwargs |= {"attn_mask": self._rows(kwargs["attn_mask"]), "is_causal": False}
-        whole = self._all(query, 0)
-        return F.multi_head_attention_forward(query, whole, whole, *args, **kwargs)
-
-    def _all(self, x: Tensor, dim: int) -> Tensor:
-        return self.spread.peers.gather(x, dim, self.total)
-
-    def _rows(self, mask: Tensor) -> Tensor:
-        """A mask (..., T or 1, S or 1), of this rank's queries."""
-        rows, keys = mask.shape[-2:]
-        if keys not in (1, self.total) or rows not in (1, self.total, self.stop - self.start):
-            raise self.spread._refusal("masks other keys than there are.", f"{rows} x {keys}", self.total)
-        return mask[..., self.start : self.stop, :] if rows == self.total else mask

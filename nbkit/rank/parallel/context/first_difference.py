@@ -20,13 +20,14 @@ _SEEN = 1e-7
 
 
 def joined(whole: Tensor, parts: Sequence[Tensor]) -> tuple[int | None, Tensor]:
-    """(dim of positions, the parts put together along it); (None, the first) where each part has the shape of `whole`.
+    """(dim of positions, the parts put together along it); (None, their mean) where each has the shape of `whole`: of
+    its gradient, each is given a share.
 
     Raises ValueError where they do not make up `whole`.
     """
     shapes = [part.shape for part in parts]
     if all(shape == whole.shape for shape in shapes):
-        return None, parts[0]
+        return None, torch.stack(list(parts)).mean(0) if whole.requires_grad else parts[0]
     for dim in range(whole.ndim):
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
         same = rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])}
@@ -86,22 +87,25 @@ class _Recording(TorchFunctionMode):
         return result
 
 
-def first_difference(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> str:
-    """The first call of which the parts do not give the whole, from logs of a Trace; "" where all do."""
-    for (name, path, tensors), *others in zip(whole, *parts, strict=False):
+def first_difference(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> tuple[str, str] | None:
+    """(call, path of its module) of the first call of which the parts do not give the whole, or that they do not
+    make; from logs of a Trace. None where all do."""
+    for i, (name, path, tensors) in enumerate(whole):
+        if any(len(part) <= i for part in parts):
+            return _spelled(name), path
+        others = [part[i] for part in parts]
         if any(other[0] != name or len(other[2]) != len(tensors) for other in others):
-            return _spelled(name, path)
-        for i, tensor in enumerate(tensors):
-            given = [other[2][i] for other in others]
+            return _spelled(name), path
+        for j, tensor in enumerate(tensors):
+            given = [other[2][j] for other in others]
             try:
                 rule, together = joined(tensor, given)
             except ValueError:
-                return _spelled(name, path)
+                return _spelled(name), path
             if any(gap(tensor, each) > _SEEN for each in (given if rule is None else [together])):
-                return _spelled(name, path)
-    return ""
+                return _spelled(name), path
+    return None
 
 
-def _spelled(name: str, path: str) -> str:
-    called = "x[...]" if name == "__getitem__" else name.strip("_")
-    return f"{called} in {path}" if path else called
+def _spelled(name: str) -> str:
+    return "x[...]" if name == "__getitem__" else name.strip("_")

@@ -1,16 +1,19 @@
 """Proves that a model computes each position by itself, attention aside, by running it on parts of the positions.
 
-Context parallelism is right for such models alone, and which they are cannot be read off their modules: `cumsum`,
+Context parallelism is right for such models alone, or where the modules that need all positions are run on all, and
+which they are cannot be read off their modules: `cumsum`,
 `x[:, :1]` or a table looked up by position are calls. Everything happens on one process, before the first step:
 
 1. the model runs whole on an example; what goes into each block and comes out of it is kept;
 2. each block runs on all positions and on parts of them, forward and backward: see block_proof;
-3. the model runs on each part, its blocks replaced by what they gave: see between_blocks_proof.
+3. the model runs on each part, its blocks replaced by what they gave: see between_blocks_proof. Where all positions
+   come to a block (a decoder behind an encoder, a second tower), a chain of its own begins, and 2 and 3 run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.rank.parallel.context.between_blocks_proof import Between, replaced, run_between
+from nbkit.rank.parallel.context.between_blocks_proof import Begins, Between, labels, replaced, run_between
 from nbkit.rank.parallel.context.block_proof import BlockCall, block_rules, refusal
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
@@ -48,7 +51,7 @@ def try_in_parts(
     that output. The module is afterwards as before.
     """
     try:
-        check_attention(module)
+        check_attention(module, tried=True)
         for name in blocks:
             check_mixing(name, module.get_submodule(name))
         with unchanged(module):
@@ -59,13 +62,12 @@ def try_in_parts(
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return Positionwise(refusal("The model does not run on a part of the positions.", said[:300]))
-    in_parts = {name: frozenset(labels) for name, labels in found.in_parts.items()}
-    return Positionwise(None, frozenset(found.inner), in_parts)
+    return found
 
 
 def _tried(
     module: nn.Module, blocks: Sequence[str], call: Callable[[], Any], loss: Callable[[Any], Tensor] | None
-) -> Between:
+) -> Positionwise:
     draws: list[str] = []
     calls, attentions, used = list[BlockCall](), _Attentions(), set[str]()
     parts = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
@@ -85,41 +87,65 @@ def _tried(
 
     with torch.no_grad(), replaced(module, blocks, record):
         whole = run()
-    if attentions.count == 0:
-        raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
-    _try_blocks(module, calls)
-    found = Between(inner=used)
-    try:
-        run_between(module, calls, run, whole, loss, _size(calls), found)
-    except StrategyError:
-        if not draws:
-            raise
-        raise refusal(
-            "The model draws random numbers by itself between its blocks: a part of the positions gets others.",
-            f"by {draws[0]}",
-            "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
-        ) from None
+    begins: frozenset[str] = frozenset()
+    while True:
+        _try_blocks(module, calls, begins)
+        if attentions.count == 0 and not any(each.way.whole for each in calls):
+            raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
+        found = Between(inner=set(used))
+        try:
+            run_between(module, calls, run, whole, loss, _size(calls), found, begins)
+            break
+        except Begins as chain:
+            begins |= {chain.block}
+        except StrategyError:
+            if not draws:
+                raise
+            raise refusal(
+                "The model draws random numbers by itself between its blocks: a part of the positions gets others.",
+                f"by {draws[0]}",
+                "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
+            ) from None
     if both := sorted(found.outer & (found.inner | inside)):
         raise refusal(
             f"The parameter {both[0]!r} is used within the blocks and outside of them.",
             "within, a rank's gradient is of its positions; outside, of all positions",
             "a strategy without cp",
         )
-    return found
+    ways = {each.name: replace(each.way, in_parts=frozenset(found.in_parts.get(each.name, ()))) for each in calls}
+    return Positionwise(None, frozenset(found.inner), ways, begins)
 
 
-def _try_blocks(module: nn.Module, calls: Sequence[BlockCall]) -> None:
-    """Find the rules of each call; those of calls that are alike in every respect once, with gradients once a class."""
+def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset[str]) -> None:
+    """Find rules and way of each call; of calls that are alike in every respect once, with gradients once a class.
+
+    begins: blocks with which a further chain begins; what those behind get from the chain before stays whole.
+    """
     known: dict[Any, Any] = {}
     built: set[Any] = set()
+    further = False
     for called in calls:
+        further |= called.name in begins
         block = module.get_submodule(called.name)
         structure, setting = _kind(block, called)
-        if (structure, setting) not in known:
-            backward = structure not in built
-            known[structure, setting] = block_rules(block, called, _size(calls), backward=backward)
-            built.add(structure)
-        called.rules = known[structure, setting]
+        if (structure, setting, further) not in known:
+            uncut = (frozenset[str](), _uncut(block, called))
+            backward = (structure, further) not in built
+            known[structure, setting, further] = block_rules(
+                block, called, _size([called]), backward=backward, uncut=uncut[::-1] if further else uncut
+            )
+            built.add((structure, further))
+        called.rules, called.way = known[structure, setting, further]
+
+
+def _uncut(block: nn.Module, called: BlockCall) -> frozenset[str]:
+    """Arguments that may be what an encoder gave, which attention alone looks at."""
+    named = {**dict(zip(labels(block.forward, called.args), called.args, strict=True)), **called.kwargs}
+    return frozenset(
+        name
+        for i, (name, value) in enumerate(named.items())
+        if i and isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
+    )
 
 
 def _size(calls: Sequence[BlockCall]) -> int:

@@ -9,15 +9,19 @@ from nbkit.errors import StrategyError
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
-def check_attention(module: nn.Module) -> None:
-    """Raises StrategyError for a transformers model that does not attend by scaled_dot_product_attention."""
+def check_attention(module: nn.Module, *, tried: bool) -> None:
+    """Raises StrategyError for a transformers model that does not attend by scaled_dot_product_attention.
+
+    tried: it is run in parts to see what is right; then only where it could attend so.
+    """
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if kind not in (None, "sdpa"):
+    could = getattr(module, "_supports_sdpa", True)
+    if kind not in (None, "sdpa") and (could or not tried):
         raise StrategyError(
             "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another one.",
             numbers=f"attn_implementation={kind!r}",
             hint="attn_implementation='sdpa'"
-            if getattr(module, "_supports_sdpa", True)
+            if could
             else f"a strategy without cp: {type(module).__name__} has no other",
         )
 

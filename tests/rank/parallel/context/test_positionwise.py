@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.context.whole_modules import argument_names
+from nbkit.rank.parallel.tensor.column_row_pair import become
 
 
 class Mixing(Block):
@@ -136,6 +139,80 @@ def skips(model: Any, x: Tensor) -> Tensor:
     return model.blocks[2](model.blocks[1](x) + x)
 
 
+class ByHand(nn.Module):
+    """Causal attention without scaled_dot_product_attention, its scores biased by a table that the caller may give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.far = nn.Parameter(torch.randn(LENGTH) / 4)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        length = x.shape[1]
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        far = torch.arange(length)[:, None] - torch.arange(length)
+        bias = self.far[far.abs()] if bias is None else bias
+        scores = (q @ k.transpose(-2, -1) + bias).masked_fill(far < 0, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), bias
+
+
+class Biased(Block):
+    """Attends by hand, with the bias of the block before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = ByHand()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y, bias = self.attn(self.ln1(x), bias)
+        return x + y + self.mlp(self.ln2(x)), bias
+
+
+def biased(model: Any, x: Tensor) -> Tensor:
+    bias = None
+    for block in model.blocks:
+        x, bias = block(x, bias)
+    return x
+
+
+class Attending(nn.Module):
+    """Has nothing but an attention by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = ByHand()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(x)[0]
+
+
+class Decoding(Block):
+    """Attends to the memory, too, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        if memory is None:
+            return x
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (self.q(x), *self.kv(memory).chunk(2, -1)))
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def encoder_and_decoder(length: int) -> Callable[[], nn.Module]:
+    """The first block encodes `length` positions of what the others, which decode, look at."""
+
+    def through(model: Any, x: Tensor) -> Tensor:
+        memory = model.ln(model.blocks[0](x[:, :length]))
+        for block in model.blocks[1:]:
+            x = block(x, memory)
+        return x
+
+    return doing(through, block=Decoding)
+
+
 def pooled(model: Any, x: Tensor) -> Tensor:
     x = model.through(x, range(3))
     return x + x.mean(1, keepdim=True)
@@ -150,6 +227,9 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "gates of the hidden states": doing(gates, block=Gated),
     "a scale before later blocks": between(lambda model, x, _, i: x * model.scale[i] if i else x),
     "a layer between blocks": between(lambda model, x, _, i: model.gate(x) if i else x),
+    "attention by hand in a module, its bias for all blocks": doing(biased, block=Biased),
+    "an encoder as long as its decoder": encoder_and_decoder(LENGTH),
+    "an encoder as long as a part": encoder_and_decoder(LENGTH // 2),
     "weights of attention, by position": lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)),
 }
 # model -> what is said
@@ -164,6 +244,7 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mixed by a factor of zero": (lambda: LM(2, Faint), "mean"),
     "weights of attention, summed": (lambda: LM(2, lambda: Weighing(lambda weights: weights.sum(1))), "'blocks.0'"),
     "no attention": (lambda: LM(2, MLP), "No block attends"),
+    "nothing but attention by hand": (lambda: LM(2, Attending), "arange in attn"),
 }
 
 
@@ -230,14 +311,45 @@ def test_a_model_is_left_as_it_was() -> None:
 def test_parameters_between_the_blocks_are_known() -> None:
     model = built(EQUAL["a layer between blocks"])
     found = try_in_parts(model, [f"blocks.{i}" for i in range(3)], lambda: model(rows(1)[0][0][None]))
-    assert found.refused is None and found.between == {"gate.weight", "gate.bias"} and not found.in_parts
+    assert found.refused is None and found.between == {"gate.weight", "gate.bias"}
+    assert not any(way.in_parts or way.whole for way in found.ways.values()) and not found.begins
     model = built(EQUAL["gates of the hidden states"])
     found = try_in_parts(model, [f"blocks.{i}" for i in range(3)], lambda: model(rows(1)[0][0][None]))
-    assert found.in_parts == {"blocks.1": {"gate"}, "blocks.2": {"gate"}} and not found.between
+    assert [sorted(way.in_parts) for way in found.ways.values()] == [[], ["gate"], ["gate"]] and not found.between
+
+
+def test_chains_and_what_sees_all_positions_are_known() -> None:
+    ids, blocks = rows(1)[0][0][None], [f"blocks.{i}" for i in range(3)]
+    model = built(EQUAL["attention by hand in a module, its bias for all blocks"])
+    ways = try_in_parts(model, blocks, lambda: model(ids)).ways
+    assert [sorted(way.whole) for way in ways.values()] == [["attn"]] * 3
+    assert [sorted(way.in_parts) for way in ways.values()] == [[], ["bias"], ["bias"]]
+    for length in (LENGTH, 5):
+        model = built(encoder_and_decoder(length))
+        found = try_in_parts(model, blocks, partial(model, ids))
+        assert found.begins == {"blocks.1"}
+        assert [(sorted(way.uncut), sorted(way.across)) for way in found.ways.values()] == [
+            ([], []),
+            (["memory"], [1]),
+            (["memory"], [1]),
+        ]
+
+
+class Around:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def test_arguments_keep_their_names_where_another_strategy_is_around_the_block() -> None:
+    block = Decoding()
+    become(block, Around)
+    assert argument_names(block.forward) == ["x", "memory"]
 
 
 def test_check_says_the_same_without_ranks() -> None:
     batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
+    refused = nbkit.check(built(encoder_and_decoder(5)), "cp=2 pp=2", batch, 4)
+    assert not refused.ok and "has several chains of blocks" in str(refused)
     for name, (mix, text) in list(MIXED.items())[:3]:
         refused = nbkit.check(built(mixing(mix)), "cp=2", batch, 2)
         assert not refused.ok and text in str(refused), name
