@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import isclose, isfinite
 from typing import Any
 
@@ -31,10 +32,10 @@ from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_advice import advice
 from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, coarsest, loss_alone
-from nbkit.rank.loss.output_tensors import leaves
+from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_pair import RowPair, apart, far
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
-from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, disturbed, kept
+from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, disturbed, in_double, kept
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
@@ -126,11 +127,20 @@ def _linear(output: Any, _: Any, names: Collection[str] | None = None, size: flo
     return torch.stack(sums).sum(), 1.0
 
 
+@dataclass(frozen=True)
+class _Looked:
+    """defect: of a pair of rows, and that pair; None where all add up. weighs: some pair weighs something."""
+
+    defect: tuple[Defect, RowPair] | None
+    weighs: bool
+
+
 @dataclass
 class _Look:
     trial: RowTrial
     sample: Sample
     model_alone: bool
+    _doubled: bool = False
 
     def verdict(self, last: bool) -> _Verdict:
         """Not known where the model draws random numbers, or gives no finite loss, so that another look may tell.
@@ -154,15 +164,33 @@ class _Look:
             return _Verdict(self._by_model(first, mixed))
         if self.model_alone:
             return _Verdict()
-        looked = [first] if outside else [first, *(seen for pair in pairs[1:] if (seen := self._pair(pair)))]
-        for seen in looked:
-            if numbers := seen.differs(self._noise):
-                return _Verdict(self._by_loss(Defect("inside", numbers), seen))
-        proven = any(seen.whole.weight for seen in looked)
+        looked = self._looked([first], []) if outside else self._looked_inside(first, pairs)
+        if looked.defect is not None:
+            return _Verdict(self._by_loss(*looked.defect))
+        proven = looked.weighs
         if numbers := first.unbalanced():
             term = Coupled("An auxiliary loss is taken over all rows of a batch", numbers, "", trains=True)
             return _Verdict(term, proven=proven)
         return _Verdict(proven=proven)
+
+    def _looked_inside(self, first: RowPair, pairs: Sequence[tuple[int, int]]) -> _Looked:
+        """At a loss that comes from inside the model: in float64 where that is small enough, and runs so."""
+        if self.trial.backward:
+            with suppress(Exception), in_double(self.trial.module):
+                self._doubled = True
+                looked = self._looked([], pairs)
+                if looked.weighs:
+                    return looked
+        self._doubled = False
+        return self._looked([first], pairs[1:])
+
+    def _looked(self, known: Sequence[RowPair], pairs: Sequence[tuple[int, int]]) -> _Looked:
+        weighs = False
+        for seen in chain(known, (found for pair in pairs if (found := self._pair(pair)))):
+            weighs |= bool(seen.whole.weight)
+            if numbers := seen.differs(self._noise):
+                return _Looked((Defect("inside", numbers), seen), weighs)
+        return _Looked(None, weighs)
 
     def _statistics(self) -> list[tuple[int, int]]:
         """Changes when a forward pass changes a buffer."""
@@ -177,15 +205,16 @@ class _Look:
             cuts.append([[pair[0], spare[0]], [pair[1], spare[1]]])
         for cut in cuts:
             together = cut[0] + cut[1]
-            whole = self._measured(together, range(len(together)))
+            batch, places = self._part(together), range(len(together))
+            whole = self.trial.measure(batch, places)
             with coarsest() as seen:
-                again = self._measured(together, range(len(together)), seed=2, backward=False)
+                again = self.trial.measure(batch, places, seed=2, backward=False)
             if not isfinite(whole.value + whole.weight):
                 return None
             repeats = isclose(again.value, whole.value, rel_tol=8 * seen.eps)
             try:
                 half = len(cut[0])
-                of = self.sample.part(together, self._device), 2 * half
+                of = batch, 2 * half
                 parts = [
                     self._measured(cut[0], range(half), of=of),
                     self._measured(cut[1], range(half, 2 * half), of=of),
@@ -196,7 +225,11 @@ class _Look:
         return None
 
     def _measured(self, numbers: Sequence[int], places: Sequence[int], **how: Any) -> Measured:
-        return self.trial.measure(self.sample.part(numbers, self._device), places, **how)
+        return self.trial.measure(self._part(numbers), places, **how)
+
+    def _part(self, numbers: Sequence[int]) -> Any:
+        part = self.sample.part(numbers, self._device)
+        return with_leaves(part, lambda _, x: x.double() if x.is_floating_point() else x) if self._doubled else part
 
     @property
     def _device(self) -> torch.device:

@@ -63,7 +63,7 @@ class RowPair:
         if abs(value - summed) > self._tolerance(max(abs(value), abs(summed))):
             return numbers
         worst = apart(grads, [each for _, each in parts])
-        if worst > max(1e-4, 16 * self.eps) and worst > 10 * noise(self):
+        if worst > max(1e-4 if self.eps > 1e-12 else 1e-8, 16 * self.eps) and worst > 10 * noise(self):
             return f"{numbers}; their gradients differ by {100 * worst:.2g} %"
         return ""
 

@@ -23,6 +23,7 @@ from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
 
 _AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
+_WIDE = 1 << 24  # elements of a model that is run in float64
 _ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
 
 Counting = Literal["no", "one", "each"]
@@ -213,6 +214,22 @@ def disturbed(module: nn.Module) -> Iterator[None]:
     finally:
         for param, data in zeros:
             param.data = data
+
+
+@contextmanager
+def in_double(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers are in float64. Raises ValueError where that takes much memory."""
+    held = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
+    if sum(x.numel() for x in held) > _WIDE:
+        raise ValueError("a model of this size is not run in float64")
+    before = [(x, x.data) for x in held]
+    try:
+        for x, data in before:
+            x.data = data.double()
+        yield
+    finally:
+        for x, data in before:
+            x.data = data
 
 
 def _is_zero(data: Tensor) -> bool:

@@ -187,3 +187,30 @@ def test_outputs_are_taken_apart_by_name_and_put_together_again() -> None:
     assert [float(tensor.sum()) for tensor in leaves(other).values()] == [0, 4, 2, 12]
     assert isinstance(other["b"], CausalLMOutput) and float(other["b"].loss) == 2 and other["b"][1] is other["b"].logits
     assert float(output["b"].loss) == 0  # type: ignore[attr-defined]
+
+
+class Told(nn.Module):
+    """In float32, with its loss inside: cross entropy, and a term over the batch."""
+
+    def __init__(self, size: float, cast: bool) -> None:
+        super().__init__()
+        self.inner, self.size, self.cast = nn.Linear(6, 5), size, cast
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(x).float() if self.cast else self.inner(x)
+        return {"loss": F.cross_entropy(logits, labels) + self.size * logits.mean(0).square().sum(), "logits": logits}
+
+
+@pytest.mark.parametrize(("size", "cast", "told"), [(0, False, ""), (1e-6, False, "no mean"), (0, True, ""),
+                                                    (1e-3, True, "no mean")])  # fmt: skip
+def test_a_loss_inside_a_model_is_looked_at_in_float64_and_the_model_is_left_as_it_was(
+    size: float, cast: bool, told: str
+) -> None:
+    torch.manual_seed(0)
+    model = Told(size, cast)
+    held = [(p, p.data_ptr(), p.dtype) for p in model.parameters()]
+    batch = {"x": torch.randn(8, 6), "labels": torch.randint(5, (8,))}
+    found = examine(model, lambda value: model(**value), lambda o, _: o["loss"], Sample(batch), ["x", "labels"])
+
+    assert told in (found.coupled.what if found.coupled is not None else "") and bool(told) == bool(found.coupled)
+    assert [(p, p.data_ptr(), p.dtype) for p in model.parameters()] == held
