@@ -68,6 +68,26 @@ class Forming:
 forming = Forming()
 
 
+class Meeting:
+    """Where the members of a group wait for each other, so that another thread can break it off: in Python, not in C++.
+
+    Each of `size` members comes once to every `place`, such as the group's forming or the first use of a communicator.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = BreakableStore(store)
+        self.been: set[str] = set()
+
+    def at(self, place: str, size: int) -> None:
+        """Return when all have come to `place`. Raises ClusterError when that was broken off, or takes too long."""
+        if place in self.been or size == 1:
+            return
+        if self._store.add(f"{place}/come", 1) == size:
+            self._store.set(f"{place}/all", "here")
+        self._store.wait([f"{place}/all"])
+        self.been.add(place)
+
+
 class BreakableStore(Store):
     """A store whose waits can be broken off by another thread, by Ctrl-C, and by a deadline of ours.
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
+from nbkit.rank.comm.background_creation import Meeting
 from nbkit.rank.comm.gloo_reduce_scatter import method
 from nbkit.rank.comm.operations import COLLECTIVES, SILENT, first_of, num_bytes
 from nbkit.rank.device import accelerator
@@ -61,6 +62,8 @@ class DelegatingGroup(ProcessGroup):
         self.members = members
         self.sockets: frozenset[int] = frozenset()
         self.recipe: dict[str, Any] = {}
+        self.formed, self.destroyed = 1, False  # how many inner groups it has had; whether this one was shut down
+        self.meeting: Meeting | None = None  # where members meet before the first use, where that would block for good
         self.keep: list[object] = []  # Python halves of C++ objects that the inner group holds (a store)
         self.count = 0
         self.sent: dict[int | str, int] = {}
@@ -111,6 +114,7 @@ class DelegatingGroup(ProcessGroup):
         if self.inner._has_hooks():
             self.inner._wait_for_pending_works()
         self.inner.shutdown()
+        self.destroyed = True
 
     def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
         """As torch's; without a time-out of the user it reports after torch's 30 minutes, which is its purpose."""
@@ -129,6 +133,8 @@ class DelegatingGroup(ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batching = True
+        if self.meeting is not None:
+            self.meeting.at("all", self.size())
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
@@ -159,6 +165,11 @@ class DelegatingGroup(ProcessGroup):
         global _last
         counts[peer] = number = counts.get(peer, 0) + 1
         _last = (f"{operation} {'to' if operation == 'send' else 'from'} {peer}", self.label, number, time.monotonic())
+        alone = not self._batching and isinstance(peer, int)
+        if self.meeting is not None and alone and accelerator().holds(tensors[0]):
+            # nccl has a communicator for each pair of ranks that sends by itself.
+            low, high = sorted((self.rank(), peer))
+            self.meeting.at(f"{low}:{high}", 2)
         for tell in listeners:
             tell(operation, self.label, num_bytes(tensors))
         if collectives.mode() == "off":
@@ -176,6 +187,11 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         global _last
         self.count = number = self.count + 1
         _last = (spoken, self.label, number, time.monotonic())
+        if self.meeting is not None and "all" not in self.meeting.been and name != "monitored_barrier":
+            tensor = _tensor(args[payload]) if payload is not None and payload < len(args) else None
+            # CPU tensors of such a group go over gloo, which has met when it was formed.
+            if tensor is None or accelerator().holds(tensor):
+                self.meeting.at("all", self.size())
         if not listeners and collectives.mode() == "off":
             return method(self.inner, name)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args

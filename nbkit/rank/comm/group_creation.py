@@ -8,7 +8,9 @@ torch's tables keep the official names, so that `get_backend()` and torch's own 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +19,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from nbkit.rank.comm.background_creation import BreakableStore, forming
+from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
 from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.world import sockets
 
 _DELEGATED = {"gloo", "nccl"}
+_ABORT_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
 
@@ -64,10 +67,24 @@ def release(group: DelegatingGroup, instead: Broken) -> None:
     """Take the inner group out of `group` for good: its connections are shut, and the last reference dropped."""
     # Before the drop: its destructor waits for worker threads, and those may wait for a peer.
     sockets.shut(group.sockets)
-    if (backend := nccl_backend(group)) is not None:
-        backend.abort()
+    abort([group])
     group.inner, group.sockets = instead, frozenset()
+    group.meeting = None
     group.keep.clear()
+
+
+def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:
+    """Abort the nccl communicators of `groups`, all at once, and wait so many seconds at most.
+
+    Each abort waits for the device, which the others keep busy: one after the other they would wait for each other.
+    """
+    backends = [backend for group in groups if (backend := nccl_backend(group)) is not None]
+    threads = [threading.Thread(target=backend.abort, name="nbkit-abort", daemon=True) for backend in backends]
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 def reform_group(group: DelegatingGroup, store: Store) -> None:
@@ -90,15 +107,16 @@ def reform_group(group: DelegatingGroup, store: Store) -> None:
         c10d._world.pg_names[group] = name
         c10d._register_process_group(name, group)  # type: ignore[attr-defined]
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], prefixed)
-    group.inner, group.sockets = raw, held.sockets
+    group.inner, group.sockets, group.meeting = raw, held.sockets, held.meeting
+    group.formed, group.destroyed = group.formed + 1, False
     group.keep[:] = [held.store]
 
 
 class _Held:
     """What belongs to an inner group beside itself."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, meeting: Meeting | None) -> None:
+        self.store, self.meeting = store, meeting
         self.sockets: frozenset[int] = frozenset()
 
 
@@ -121,7 +139,7 @@ def _form(
     if not isinstance(raw, dist.ProcessGroup) or isinstance(raw, DelegatingGroup):
         return raw, prefixed  # not a member; or found again by its tag
     group = _delegate(raw, tuple(global_ranks_in_group) or tuple(range(group_size)), recipe)
-    group.sockets = held.sockets
+    group.sockets, group.meeting = held.sockets, held.meeting
     group.keep.append(held.store)
     _replace(raw, group, prefixed)
     return group, prefixed
@@ -135,12 +153,15 @@ def _delegate(raw: dist.ProcessGroup, members: tuple[int, ...], recipe: dict[str
 
 
 def _make(
-    size: int, rank: int, members: Sequence[int], store: Store, name: Any, recipe: dict[str, Any]
+    size: int, rank: int | None, members: Sequence[int], store: Store, name: Any, recipe: dict[str, Any]
 ) -> tuple[Any, Any, _Held]:
     assert _original is not None
     # nccl's threads read their store at any time, also at exit: only gloo may be given one that lives in Python.
     only_gloo = _kinds(recipe["backend"]) == {"gloo"}
-    held = _Held(BreakableStore(store) if only_gloo else store)
+    meeting = None if only_gloo else Meeting(PrefixStore(f"{name}/meeting", store))
+    held = _Held(BreakableStore(store) if only_gloo else store, meeting)
+    if meeting is not None and rank is not None:
+        meeting.at("forming", size)
     with forming.lock:
         forming.before = before = sockets.inodes()
     try:
@@ -195,8 +216,8 @@ def _delegated(backend: Any) -> bool:
 
 def nccl_backend(group: DelegatingGroup) -> Any:
     """The nccl backend of a group, or None when it has none."""
-    if isinstance(group.inner, Broken):
-        return None
+    if isinstance(group.inner, Broken) or group.destroyed:
+        return None  # to abort what was destroyed would touch freed memory
     backends = [group.inner._get_backend(torch.device(kind)) for kind in group.inner._device_types]
     return next((backend for backend in backends if backend.name() == "nccl"), None)
 

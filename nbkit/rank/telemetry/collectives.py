@@ -198,7 +198,5 @@ def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
             call.heard = clock.listens
             if call.heard:
                 timed.listen()
-    else:
-        call.cuda.under_way(work)
     _own += now() - entered
     return timed

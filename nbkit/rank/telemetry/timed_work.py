@@ -1,7 +1,10 @@
 """The handle of a collective that notes how long this rank stands still in it, and when it ended.
 
-On the host: two readings of a clock. On CUDA the same with events on the current stream, read when they have passed;
-nothing is ever synchronised. The CUDA half follows PyTorch's documentation (ProcessGroupNCCL, CUDA events).
+On the host: two readings of a clock. On a device the same with events on the current stream, read when they have
+passed; nothing is ever synchronised. That half follows PyTorch's documentation (ProcessGroupNCCL, CUDA events).
+
+Nothing here holds the handle of a backend beyond its wait(): it keeps what the collective has written to, such as the
+gathered weights of a block.
 """
 
 from __future__ import annotations
@@ -17,18 +20,17 @@ from nbkit.rank.device import Event, accelerator
 from nbkit.rank.telemetry.phases import clock
 
 _AT_ONCE_NS = 50_000
-"""A wait for a message that took less found it over: nobody knows for how long."""
+"""A wait for a message, or on a device for anything, that took less found it over: nobody knows for how long."""
 
 
 class CudaCall:
     """What is known of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
 
-    __slots__ = ("_first", "_stalls", "_work", "seconds", "stalled")
+    __slots__ = ("_first", "_stalls", "seconds", "stalled")
 
     def __init__(self) -> None:
         self.seconds: float | None = None
         self.stalled: float | None = None
-        self._work: Any = None
         self._first = accelerator().stamp()
         self._stalls: list[tuple[Event, Event]] = []
 
@@ -36,29 +38,25 @@ class CudaCall:
         """It was enqueued on the current stream itself, which therefore stands still from begin to end."""
         self._stalls.append((self._first, accelerator().stamp()))
 
-    def under_way(self, work: Any) -> None:
-        """It runs on a stream of NCCL's, which measures it."""
-        self._work = work
-
-    def stall(self, first: Event) -> None:
-        """The current stream was made to wait for it, from `first` on."""
+    def stall(self, first: Event, work: Any) -> None:
+        """The current stream was made to wait for `work`, from `first` on."""
         self._stalls.append((first, accelerator().stamp()))
+        # A work that failed, or whose group does not time, raises: it then has no duration of its own.
+        with suppress(RuntimeError):
+            if self.seconds is None and work.is_completed():
+                self.seconds = work._get_duration() / 1e3
 
     def resolve(self) -> bool:
         """Read what has passed; whether that is everything. For the writing thread."""
         if self._stalls and not self._stalls[-1][1].query():
             return False
-        if self._stalls:
-            self.stalled = sum(one.elapsed_time(other) for one, other in self._stalls) / 1e3
-        if self._work is None:
-            self.seconds = self.stalled
-            return True
-        # A work that failed, or whose group does not time, raises: it then has no duration.
-        with suppress(RuntimeError):
-            if not self._work.is_completed():
-                return False
-            self.seconds = self._work._get_duration() / 1e3
-        self._work = None
+        if self._stalls and self.stalled is None:
+            waits = [one.elapsed_time(other) / 1e3 for one, other in self._stalls]
+            self.stalled = sum(waits)
+            in_stream = self._stalls[0][0] is self._first
+            if self.seconds is None and (in_stream or waits[0] * 1e9 >= _AT_ONCE_NS):
+                self.seconds = self._first.elapsed_time(self._stalls[0][1]) / 1e3
+            self._stalls = self._stalls[-1:]
         return True
 
 
@@ -93,7 +91,7 @@ class Timed(dist.Work):
             try:
                 return self.inner.wait(*timeout)
             finally:
-                call.cuda.stall(first)
+                call.cuda.stall(first, self.inner)
                 clock.back(outer)
         outer, began = clock.switch(self.state), now()
         try:

@@ -12,14 +12,10 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from typing import IO, Any
-
-import torch.distributed as dist
+from typing import IO
 
 from nbkit.rank.comm import background_creation, delegating_group, group_creation
 from nbkit.rank.world import world
-
-_ABORT_SECONDS = 2.0
 
 # Frames of the machinery between a user's cell and the interpreter; by folder name, nothing of it is imported here.
 _MACHINERY = ("IPython", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "traitlets", "zmq", "torch")
@@ -42,17 +38,12 @@ def wake(reason: str) -> None:
     """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
 
     gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only). nccl: the communicators are
-    aborted; a rank whose peers never come to the first use of a communicator is not released.
+    aborted; who waits for peers in the first use of one waits in Python.
     """
     background_creation.forming.broken = background_creation.forming.broken or reason
     group_creation.shut_all()
-    if communicators := [
-        backend for group in delegating_group.live() if (backend := group_creation.nccl_backend(group)) is not None
-    ]:
-        # Aborting may itself wait for the device; the caller may not.
-        aborting = threading.Thread(target=_abort, args=(communicators,), name="nbkit-abort", daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_SECONDS)
+    # Aborting may itself wait for the device; the caller may not.
+    group_creation.abort(delegating_group.live())
 
 
 def main_thread_stack() -> list[str]:
@@ -80,19 +71,6 @@ def dump_on_signal(path: str | os.PathLike[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=_dump_file, all_threads=True)
     if previous is not None:
         previous.close()
-
-
-def _abort(communicators: list[Any]) -> None:
-    # As torch's own _abort_process_group: in one nccl group, or the aborts of several communicators wait for
-    # each other.
-    first = communicators[0]
-    grouped = dist.is_nccl_available() and isinstance(first, dist.ProcessGroupNCCL)
-    if grouped:
-        first._group_start()
-    for backend in communicators:
-        backend.abort()
-    if grouped:
-        first._group_end()
 
 
 def _is_machinery(file: str) -> bool:

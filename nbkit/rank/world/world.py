@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
-from nbkit.rank.comm.group_creation import install, reform_group, release
+from nbkit.rank.comm.group_creation import abort, install, reform_group, release
 from nbkit.rank.device import accelerator
 from nbkit.rank.world import init_process_group
 from nbkit.rank.world.broken_step import clear_broken_steps
@@ -203,6 +203,7 @@ class World:
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
         held, count = self._compare(groups)
         # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
+        abort(live())
         for group in live():
             release(group, Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
         c10d._world.pg_coalesce_state.clear()

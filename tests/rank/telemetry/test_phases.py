@@ -46,6 +46,9 @@ class Slow:
     def wait(self) -> None:
         Device.computes(5)
 
+    def is_completed(self) -> bool:
+        return False
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.Step]]:

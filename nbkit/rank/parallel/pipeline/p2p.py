@@ -94,6 +94,8 @@ class Channels:
 
     def begin(self, routes: Routes, keys: Sequence[Hashable]) -> None:
         """A run along `routes`. keys: for each micro-batch, what the shapes and the needed gradients depend on."""
+        if self.edges:
+            meet(self.edges, self.device)  # an error in a cell has the world formed again, and no step was broken off
         self._turn = (self._turn + 1) % _TURNS
         self._routes, self._keys = routes, keys
         self._coming = {peer: deque(arrivals) for peer, arrivals in routes.arrivals.items()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.parallel.device_mesh import group_of
 
 Edges = dict[tuple[int, int], dist.ProcessGroup]
@@ -31,17 +33,27 @@ def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool
     return edges
 
 
+_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Which forming of each group has met."""
+
+
 def meet(edges: Edges, device: torch.device) -> None:
-    """Send a number over each of this rank's `edges`, before any run. Collective over the pipelines.
+    """Send a number over each of this rank's `edges` that has not met since it was formed. Collective over the
+    pipelines, before a run; without edges, and where all have met, nothing.
 
     NCCL connects at the first message and blocks until both ends are there: all go through their edges in one order.
     """
     for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
+        group = edges[edge]
+        formed = group.formed if isinstance(group, DelegatingGroup) else 1
+        if _met.get(group) == formed:
+            continue
+        _met[group] = formed
         token = torch.zeros(1, device=device)
         if edge[0] == dist.get_rank():
-            dist.send(token, edge[1], group=edges[edge])
+            dist.send(token, edge[1], group=group)
         else:
-            dist.recv(token, edge[0], group=edges[edge])
+            dist.recv(token, edge[0], group=group)
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:

@@ -1,0 +1,160 @@
+"""What went wrong on GPUs alone, on the pretended one: memory kept by telemetry, standstills, crashes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import quiet
+from pretend import Communicator, Limits, PretendAccelerator, join, works
+from ranks import next_generation, run_ranks
+from torch import nn
+
+from nbkit.errors import NbkitError
+from nbkit.rank.comm import link_probe
+from nbkit.rank.telemetry import collectives
+from nbkit.rank.world import watchdog
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3))
+
+
+def _works_between_steps(mode: str) -> int:
+    """The most handles of collectives that are alive between two steps."""
+    most: list[int] = []
+
+    def counted(trainer: Any, record: dict[str, Any]) -> None:
+        gc.collect()
+        most.append(len(works))
+
+    collectives.set_mode(mode)
+    trainer = quiet(model=blocks, strategy="zero3", callbacks=[counted])
+    trainer.fit(4)
+    del trainer
+    gc.collect()
+    return max(most[1:])
+
+
+def telemetry(world: Any, gpu: PretendAccelerator) -> tuple[int, int]:
+    """(without, with) telemetry."""
+    collectives.ring = collectives.Ring()
+    return _works_between_steps("off"), _works_between_steps("time")
+
+
+def pipeline(world: Any, gpu: PretendAccelerator) -> list[float]:
+    """Losses of a training under a pipeline, with a new generation of the world after two steps: an error in a cell."""
+    trainer = quiet(model=blocks, strategy="pp=2")
+    trainer.fit(2)
+    next_generation(world)
+    trainer.fit(2)
+    return [record["loss"] for record in trainer.history]
+
+
+def _released(wait: Callable[[], Any]) -> str:
+    """What becomes of `wait` in a thread when the rank is broken out 0.3 s later: "" when nothing does."""
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            wait()
+            ended.append("returned")
+        except BaseException as error:
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    watchdog.break_out("a test")
+    thread.join(2.0)
+    return "".join(ended)
+
+
+def stuck_in_two(world: Any, gpu: PretendAccelerator) -> str:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    found = ""
+    if gpu.rank == 0:
+        pending = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in groups]
+        found = _released(lambda: [work.wait() for work in reversed(pending)])
+    Communicator.give_up()
+    next_generation(world)
+    return found
+
+
+def alone_in_a_first_use(world: Any, gpu: PretendAccelerator) -> str:
+    group = dist.new_group([0, 1])
+    found = ""
+    if gpu.rank == 0:
+        found = _released(lambda: dist.all_reduce(torch.ones(1), group=group))
+    next_generation(world)
+    return found
+
+
+def alone_in_new_group(world: Any, gpu: PretendAccelerator) -> str:
+    return _released(lambda: dist.new_group([0, 1])) if gpu.rank == 0 else ""
+
+
+def leaving(world: Any, gpu: PretendAccelerator) -> str:
+    """With a group that somebody holds, as a mesh of the user's does."""
+    held = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=held)
+    world.leave()
+    return ""
+
+
+def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
+    Limits.come, Limits.abort, Limits.wait = 3.0, 4.0, 20.0
+    link_probe._LARGE_ON_DEVICES = 1 << 14
+    world, gpu = join(rank, 2)
+    found: dict[str, Any] = {}
+    for scene in scenes:
+        try:
+            found[scene.__name__] = scene(world, gpu)
+        except (NbkitError, RuntimeError) as error:
+            found[scene.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def lasting() -> list[dict[str, Any]]:
+    """By rank: what became of the scenes after which the ranks go on."""
+    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, leaving]
+    return run_ranks(each, 2, scenes, join=False, generations=4, timeout=120)
+
+
+def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: list[dict[str, Any]]) -> None:
+    for rank in lasting:
+        silent, told = rank["telemetry"]
+        assert told == silent
+
+
+def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[str, Any]]) -> None:
+    losses = [rank["pipeline"] for rank in lasting]
+
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:
+    assert lasting[0]["stuck_in_two"] == "returned"
+
+
+def test_a_rank_that_comes_alone_to_the_first_use_of_a_group_is_released(lasting: list[dict[str, Any]]) -> None:
+    assert lasting[0]["alone_in_a_first_use"] == "ClusterError"
+
+
+def test_no_communicator_is_aborted_after_it_was_destroyed(lasting: list[dict[str, Any]]) -> None:
+    assert [rank["leaving"] for rank in lasting] == ["", ""]
+
+
+def test_a_rank_that_forms_a_group_alone_is_released() -> None:
+    found = run_ranks(each, 2, [alone_in_new_group], join=False, timeout=60)
+
+    assert found[0]["alone_in_new_group"] == "ClusterError"
