@@ -101,7 +101,9 @@ def cluster_parser() -> MagicParser:
     parser = MagicParser(prog="%cluster", description="Start, find and end clusters.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     start = verbs.add_parser(
-        "start", help="start a cluster on this machine, or --slurm", epilog="What follows -- goes to sbatch as it is."
+        "start",
+        help="start a cluster on this machine, or on --hosts, or --slurm",
+        epilog="What follows -- goes to sbatch as it is.",
     )
     start.add_argument(
         "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
@@ -111,6 +113,9 @@ def cluster_parser() -> MagicParser:
     start.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
     start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
+    )
+    start.add_argument(
+        "--hosts", default="", metavar="node1:4,node2:4", help="over SSH; or a file, a host on each line"
     )
     start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
     start.add_argument("--nodes", type=int, metavar="N", help="for --slurm: how many; default: as few as hold them")

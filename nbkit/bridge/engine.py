@@ -8,6 +8,8 @@ first: the address at which the world forms reaches them through the notebook.
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -60,7 +62,13 @@ class RankEngine(IPEngine):  # type: ignore[misc]
             self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
 
     def _orphaned(self) -> None:
-        """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell."""
+        """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell.
+
+        On another host than the notebook's it ends at once: it counts as dead, and nobody could end it later.
+        """
+        if self.spec.line is not None:
+            shutil.rmtree(self.spec.folder, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
         for running in list(self.runner.running):
             running.ended.wait()
         os._exit(1)

@@ -1,4 +1,7 @@
-"""Clusters on several hosts that all files of this folder share: over a Slurm of two nodes that is started here."""
+"""Clusters on several hosts that all files of this folder share, over a Slurm and over SSH hosts that are started here.
+
+`python -m pytest tests/machines` is all of it. Where Slurm or sshd cannot be had, the tests say why they are skipped.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import slurm_nodes
+import ssh_hosts
 from clusters import home_of_clusters
 from slurm_nodes import SlurmNodes
+from ssh_hosts import SshHosts
 
 from nbkit import Cluster
-from nbkit.notebook.cluster.hosts.request import SlurmRequest
+from nbkit.notebook.cluster.hosts.request import SlurmRequest, SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +56,27 @@ def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="package")
-def spread(on_slurm: Cluster) -> Cluster:
-    """A cluster on two hosts."""
-    return on_slurm
+def ssh(nbkit_home: Path) -> Iterator[SshHosts]:
+    """ssh, of this process too, finds two hosts that share neither /tmp nor /dev/shm with this one."""
+    if why := ssh_hosts.missing():
+        pytest.skip(why)
+    hosts = SshHosts(ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(hosts.bin), prepend=os.pathsep)
+        yield hosts
+    hosts.close()
+
+
+@pytest.fixture(scope="package")
+def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
+    """Two ranks on each of two hosts."""
+    cluster = Cluster.start(name="hosts", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
+    yield cluster
+    cluster.stop()
+    assert [ssh.processes(name) for name in ssh.names] == [[], []]
+
+
+@pytest.fixture(scope="package", params=["on_slurm", "on_ssh"])
+def spread(request: pytest.FixtureRequest) -> Any:
+    """A cluster on two hosts, once over each launcher."""
+    return request.getfixturevalue(request.param)

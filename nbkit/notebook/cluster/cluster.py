@@ -137,9 +137,9 @@ class Cluster:
 
         n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
         seconds, or "12h", without a notebook and a running cell after which it lets go of its devices (two hours,
-        unless nbkit.toml says otherwise). on: a SlurmRequest, which says how many ranks. Returns when every rank has
-        answered and the process group has done an all-reduce. Raises ClusterError, ClusterExists or UsageError, with
-        nothing left running.
+        unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which says how many ranks. Returns when
+        every rank has answered and the process group has done an all-reduce. Raises ClusterError, ClusterExists or
+        UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()

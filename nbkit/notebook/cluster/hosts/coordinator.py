@@ -242,6 +242,8 @@ class Coordinator:
             self._wait(seen)
 
     def _wait(self, seen: Seen) -> None:
+        if seen.error:
+            raise seen.error
         if seen.state == "over":
             raise ClusterError(
                 f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",

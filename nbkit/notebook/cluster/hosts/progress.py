@@ -13,10 +13,11 @@ from nbkit.errors import ClusterError
 
 @dataclass(frozen=True)
 class Seen:
-    """What a launcher sees of what it has started. words: for people."""
+    """What a launcher sees of what it has started. words: for people. error: of a host that cannot be started."""
 
     state: Literal["pending", "running", "over"]
     words: str
+    error: ClusterError | None = None
 
 
 @dataclass(frozen=True)

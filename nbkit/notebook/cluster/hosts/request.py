@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -34,36 +35,21 @@ class SlurmRequest:
         object.__setattr__(self, "options", tuple(self.options))
 
 
-Request = SlurmRequest
-_KINDS: dict[str, type[Request]] = {"slurm": SlurmRequest}
+@dataclass(frozen=True)
+class SshRequest:
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. cpu, python: as of SlurmRequest."""
+
+    hosts: tuple[tuple[str, int], ...]
+    cpu: bool = False
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
 
 
-def requested(options: Any) -> Request | None:
-    """What the options of `%cluster start` ask for; None for a cluster on this machine. Raises UsageError."""
-    asked = {
-        "--nodes": options.nodes,
-        "--partition": options.partition,
-        "--time": options.time,
-        "--python": options.python,
-        "what follows --": options.rest,
-    }
-    if not options.slurm:
-        if idle := next((name for name, value in asked.items() if value), None):
-            raise UsageError(
-                f"{idle} is for --slurm.", numbers=f"{idle} without it", hint="%cluster start --slurm -n 4"
-            )
-        return None
-    if options.gpus:
-        raise UsageError(
-            "Slurm chooses the GPUs itself.",
-            numbers=f"--gpus {options.gpus}",
-            hint="-n 4   (one GPU each)   or   --cpu",
-        )
-    if options.n is None:
-        raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
-    return SlurmRequest(
-        options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python
-    )
+Request = SlurmRequest | SshRequest
+_KINDS: dict[str, type[SlurmRequest] | type[SshRequest]] = {"slurm": SlurmRequest, "ssh": SshRequest}
+AGENT = "nbkit.notebook.cluster.hosts.agent"
 
 
 class Starter(Protocol):
@@ -92,7 +78,8 @@ class Starter(Protocol):
 def saved(request: Request) -> dict[str, Any]:
     """As JSON takes it."""
     kind = next(name for name, kind in _KINDS.items() if kind is type(request))
-    return {"launcher": kind, **asdict(request), "options": list(request.options)}
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # lists for tuples, as they come back
+    return {"launcher": kind, **plain}
 
 
 def loaded(options: Any) -> Request:

@@ -19,9 +19,8 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import SlurmRequest
+from nbkit.notebook.cluster.hosts.request import AGENT, SlurmRequest
 
-AGENT = "nbkit.notebook.cluster.hosts.agent"
 _COMMAND_SECONDS = 30.0
 _LOG_LINES = 15
 _ENDS = {

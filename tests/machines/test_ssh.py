@@ -1,0 +1,81 @@
+"""What is SSH's own: hosts that cannot be reached or do not fit: an error that names the host, and nothing is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ssh_hosts import SshHosts
+
+from nbkit import Cluster
+from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
+from nbkit.notebook.cluster.hosts.request import SshRequest
+from nbkit.notebook.cluster.hosts.ssh import read_hosts
+
+
+def refused(ssh: SshHosts, *names: str, python: str = "") -> ClusterError:
+    """The error of a start on these hosts, after which nothing of it is left."""
+    with pytest.raises(ClusterError) as caught:
+        Cluster.start(name="refused", on=SshRequest(tuple((name, 1) for name in names), cpu=True, python=python))
+    assert registry.find("refused") is None
+    deadline = time.monotonic() + 10
+    while (left := [ssh.processes(name) for name in ssh.names]) != [[], []] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == [[], []]
+    return caught.value
+
+
+def test_hosts_come_from_the_line_or_from_a_file(tmp_path: Path) -> None:
+    assert read_hosts("node1:4,me@node2") == (("node1", 4), ("me@node2", 1))
+    (tmp_path / "hosts").write_text("# the lab\nnode1:4\nnode2 slots=2\n\n")
+    assert read_hosts(str(tmp_path / "hosts")) == (("node1", 4), ("node2", 2))
+    for wrong in ("node1:many", "node1:0", "-oProxyCommand=x:1", ""):
+        with pytest.raises(UsageError, match="is not a host with a number of ranks"):
+            read_hosts(wrong)
+
+
+def test_an_address_is_found_and_with_it_the_interface() -> None:
+    assert address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    with pytest.raises(ClusterError, match=r"The host no\.such\.host\.invalid has no address here"):
+        address_towards(["no.such.host.invalid"])
+
+
+def test_a_host_that_nobody_knows(ssh: SshHosts) -> None:
+    assert "The host nowhere.invalid has no address here" in refused(ssh, "node1", "nowhere.invalid").what
+
+
+def test_a_key_that_the_host_does_not_accept(ssh: SshHosts) -> None:
+    error = refused(ssh, "node2", "locked")
+    assert error.what == "The host locked does not let you in without a password."
+    assert error.hint == "ssh-copy-id locked"
+
+
+def test_a_host_whose_key_has_changed(ssh: SshHosts) -> None:
+    assert refused(ssh, "changed").what == "The key of the host changed has changed."
+
+
+def test_no_python_there(ssh: SshHosts) -> None:
+    error = refused(ssh, "node1", python="/nowhere/bin/python")
+    assert error.what == "There is no /nowhere/bin/python on the host node1."
+
+
+def test_another_version_of_torch_is_named_by_host(ssh: SshHosts) -> None:
+    old = ssh.folder / "old"
+    old.mkdir()
+    (old / "sitecustomize.py").write_text(
+        "from importlib import metadata\nreal = metadata.version\n"
+        "metadata.version = lambda name: '2.11.9' if name == 'torch' else real(name)\n"
+    )
+    python = ssh.folder / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && export PYTHONPATH={old}:$PYTHONPATH\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    error = refused(ssh, "node1", "node2", python=str(python))
+    assert error.what == "The hosts have different versions of torch."
+    assert "on node1; 2.11.9 on node2" in error.numbers
