@@ -6,19 +6,23 @@ each rank has the whole of it, rank 0 looks and tells the others; else all compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nbkit.rank.data.batch import Shard, call
+from nbkit.rank.data.batch import Shard, call, pair
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import Examined, examine
 from nbkit.rank.loss.row_selection import varying
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.keyed_dropout import find_draws
 
 _BATCHES = 4
 
@@ -84,5 +88,18 @@ class FirstBatches:
 
         if sample is None or (whole and self._rank):
             return None
+        draws = self._draws(sharded_model, run, sample)
         with undrawn():
-            return examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole)
+            found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)
+        return replace(found, draws=draws)
+
+    def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:
+        """What the model draws itself, as it trains: which of it has rows along dim 0."""
+
+        def of_rows(rows: int) -> None:
+            part = sample.part([i % sample.rows for i in range(rows)], self._device)
+            run(pair(part, self._inputs)[0])
+
+        with suppress(Exception), undrawn(), unchanged(sharded_model.module), sharded_model.data.computing():
+            return find_draws(sharded_model.module, of_rows)
+        return None

@@ -54,11 +54,13 @@ _WAYS = ((True, True), (True, False), (False, True), (False, False))
 class Examined:
     """coupled: what couples the rows of a batch; None where nothing does, or where that cannot be told.
 
-    counted: the loss weighs the targets that count, proven; None where it weighs rows.
+    counted: the loss weighs the targets that count, proven; None where it weighs rows. draws: what the model draws
+    itself, where that was looked at too.
     """
 
     coupled: Coupled | None = None
     counted: Counted | None = None
+    draws: DrawPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ class TrainingStep:
         request = step_boundary.inbox.acted + 1
         self.builder.look_at_first(sharded_model, shard, step)
         options = self.builder.options
+        self._dropout.plan = options.draws
         counted = options.counted if parts_rows(options, sharded_model.strategy) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # What a mean is divided by as far as that is known now: for rows, all there is.
