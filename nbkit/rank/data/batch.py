@@ -22,6 +22,7 @@ __all__ = [
     "Shard",
     "bounds",
     "call",
+    "check_inputs",
     "fingerprint",
     "on_device",
     "pair",
@@ -173,6 +174,16 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
         if isinstance(batch, Mapping)
         else "let the dataset give (input, target)",
     )
+
+
+def check_inputs(inputs: Sequence[str] | None) -> None:
+    """Raises TrainingError for an input of `transformers` that is no row's own."""
+    if inputs is not None and "num_items_in_batch" in inputs:
+        raise TrainingError(
+            "num_items_in_batch= belongs to a whole batch, and a rank's model gets a part of it.",
+            numbers=f"inputs {', '.join(inputs)}",
+            hint="leave it out of inputs=: the targets that count are counted over the whole batch anyway",
+        )
 
 
 def call(model: nn.Module, value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
 from nbkit.planner.validate import Finding
-from nbkit.rank.data.batch import call, on_device, pair, pick, rows_of, take
+from nbkit.rank.data.batch import call, check_inputs, on_device, pair, pick, rows_of, take
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
@@ -103,8 +103,10 @@ def check(
     measured them. world_size: ranks; default the world there is, else what the
     strategy's degrees multiply to. inputs, stages, tp_plan, loss: as of the Trainer. Where the strategy parts the rows
     of a batch, the model is run on some together and alone, and so is the loss if it is given.
-    Raises StrategyError for a strategy that cannot be written down; what does not fit is in `findings`.
+    Raises StrategyError for a strategy that cannot be written down, TrainingError for inputs= that no part of a batch
+    has; what does not fit is in `findings`.
     """
+    check_inputs(inputs)
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()

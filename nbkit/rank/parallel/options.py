@@ -92,7 +92,7 @@ def parts_rows(options: Options, strategy: Strategy) -> bool:
 
 def need_rows(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where `strategy` parts rows that the model or its loss hold together."""
-    if options.experts and (why := _keeps_experts_whole(options, strategy)):
+    if options.experts and (why := _experts_unproven(options, strategy)):
         raise StrategyError(
             f"{options.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
             numbers=why,
@@ -105,8 +105,8 @@ def need_rows(options: Options, strategy: Strategy) -> None:
         )
 
 
-def _keeps_experts_whole(options: Options, strategy: Strategy) -> str:
-    """Why a mixture of experts stays whole on each rank; "" where the strategy leaves it so."""
+def _experts_unproven(options: Options, strategy: Strategy) -> str:
+    """Why it is not known how a mixture of experts trains under `strategy`; "" where the model was run to find out."""
     if strategy.tp > 1 and options.proof.of(strategy.tp) is None:
         return f"tp {strategy.tp}: {options.proof.why or 'the model was not run in parts'}"
     if strategy.cp > 1 and options.positionwise is None:

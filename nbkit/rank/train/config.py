@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.batch import check_inputs
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.stream import is_map_style
@@ -53,6 +54,7 @@ class TrainConfig:
                 numbers="None, 'cpu'",
                 hint="offload='cpu'",
             )
+        check_inputs(self.inputs)
         argument_checks.check_counts(microbatch_size=self.microbatch_size)
 
 

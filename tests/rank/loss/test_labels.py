@@ -19,6 +19,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.loss.counted_targets import CountedTargets
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.loss.target_counts import Share
+from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.trainer import Trainer
 
 VOCAB, LENGTH, ROWS, BATCH, STEPS = 96, 16, 24, 8, 3
@@ -258,3 +259,26 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
             F.cross_entropy(torch.zeros(count, 3), torch.zeros(count, dtype=torch.long))
     with pytest.raises(TrainingError, match="no mean cross entropy"):
         CountedTargets().check()
+
+
+def test_the_number_of_items_of_a_whole_batch_is_not_given_to_a_part_of_it() -> None:
+    class Counting(nn.Module):
+        """As a model of transformers divides that is told the number."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Embedding(VOCAB, VOCAB).double()
+
+        def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+            count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            logits = self.inner(input_ids)
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count}
+
+    batch: Any = {key: torch.stack([row[key] for row in answers()]) for key in INPUTS}
+    with pytest.raises(TrainingError, match="belongs to a whole batch") as raised:
+        nbkit.check(Counting(), "ddp", batch, 2, inputs=[*INPUTS, "num_items_in_batch"])
+    with pytest.raises(TrainingError, match="belongs to a whole batch"):
+        TrainConfig(loss=inside, inputs=[*INPUTS, "num_items_in_batch"])
+    assert "leave it out of inputs=" in raised.value.hint
+    said = nbkit.check(Counting(), "ddp", batch, 2, inputs=INPUTS, loss=lambda output, _: output["loss"])
+    assert not said.ok and "no mean over rows" in str(said)
