@@ -46,6 +46,16 @@ def _by_parts(s: Any, h: Tensor) -> Tensor:
     return torch.cat([part.tanh() for part in h.chunk(2, -1)], -1)
 
 
+def _through_a_view(s: Any, h: Tensor) -> Tensor:
+    h = h * 1
+    h.view(*h.shape[:-1], -1, 8)[..., 0].mul_(0.5)
+    return h
+
+
+def _scattered(s: Any, h: Tensor) -> Tensor:
+    return torch.zeros_like(h).scatter(1, s.order[:, None].expand_as(h), h.sin())
+
+
 PART: Mapping[str, Op] = {
     "gelu": lambda s, h: F.gelu(h),
     "relu in place": lambda s, h: (h * 1).relu_(),
@@ -71,6 +81,22 @@ PART: Mapping[str, Op] = {
     "gated by itself": lambda s, h: h * h.detach().sigmoid(),
     "by parts": _by_parts,
     "positions mixed": lambda s, h: torch.einsum("ts,bsf->btf", s.mixer, h),
+    "positions mixed by baddbmm": lambda s, h: torch.baddbmm(h, s.mixer.expand(len(h), -1, -1), h.tanh()),
+    "features by einsum": lambda s, h: torch.einsum("btf,btf->btf", h, h.sigmoid()),
+    "a functional map of eight": lambda s, h: F.linear(h.unflatten(-1, (-1, 8)), s.small).flatten(-2),
+    "an expanded scalar": lambda s, h: torch.addcmul(h, s.scalar.expand(h.shape), h.sin()),
+    "chunks of positions": lambda s, h: torch.cat([part.tanh() for part in h.chunk(3, 1)], 1),
+    "positions gathered": lambda s, h: h.gather(1, s.order[None, :, None].expand_as(h)),
+    "positions selected": lambda s, h: h.index_select(1, s.order),
+    "positions scattered": _scattered,
+    "topk of positions": lambda s, h: h.masked_fill(h < h.topk(5, 1).values[:, -1:], 0),
+    "masked positions": lambda s, h: h.masked_fill((s.order % 3 == 0)[:, None], 0.1),
+    "softmax of rows": lambda s, h: h * h.softmax(0),
+    "norm of positions": lambda s, h: h / (1 + h.norm(dim=1, keepdim=True)),
+    "deviation of positions": lambda s, h: h / (1 + h.var((0, 1), keepdim=True)).sqrt(),
+    "pooled positions": lambda s, h: F.avg_pool1d(h.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "in place through a view": _through_a_view,
+    "stacked": lambda s, h: torch.stack([h, h.cos()]).amax(0),
 }
 """Operations between maps of which a rank can do its part."""
 
@@ -93,6 +119,17 @@ WHOLE: Mapping[str, Op] = {
     "four groups": lambda s, h: h.unflatten(-1, (4, -1)).softmax(-1).flatten(-2),
     "across groups": lambda s, h: h.unflatten(-1, (-1, 8)).softmax(-2).flatten(-2),
     "a matrix of features": lambda s, h: F.linear(h, s.matrix[: h.shape[-1], : h.shape[-1]]),
+    "a matrix by einsum": lambda s, h: torch.einsum("btf,fg->btg", h, s.matrix[: h.shape[-1], : h.shape[-1]]),
+    "a functional vector": lambda s, h: h * s.vector[: h.shape[-1]],
+    "features gathered": lambda s, h: h.gather(-1, torch.arange(h.shape[-1] - 1, -1, -1).expand_as(h)),
+    "the first expanded": lambda s, h: h + h[..., :1].expand_as(h),
+    "the place of the largest": lambda s, h: h * (1 + h.argmax(-1, keepdim=True) / 64),
+    "below the mean": lambda s, h: h.masked_fill(h < h.mean(-1, keepdim=True), 0),
+    "softmax of everything": lambda s, h: h * h.flatten(1).softmax(-1).view_as(h) * 100,
+    "logsumexp": lambda s, h: h - h.logsumexp(-1, keepdim=True),
+    "norm of everything": lambda s, h: h / (1 + h.norm()),
+    "four chunks in turns": lambda s, h: torch.stack(h.chunk(4, -1), -1).flatten(-2),
+    "rows flattened": lambda s, h: h.reshape(len(h), -1).cumsum(-1).view_as(h) / 64,
 }
 """Operations between maps that need all features."""
 
@@ -105,6 +142,8 @@ class Ops(nn.Module):
         self.ops = ops
         self.scalar = nn.Parameter(torch.tensor(1.3))
         self.slope, self.norm = nn.PReLU(), nn.LayerNorm(8)
+        self.small, self.vector = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.rand(INNER) + 0.5)
+        self.register_buffer("order", torch.randperm(LENGTH))
         self.register_buffer("mixer", torch.randn(LENGTH, LENGTH) / 4)
         self.register_buffer("matrix", torch.randn(INNER, INNER) / 8)
 
