@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.request import SlurmRequest
+from nbkit.notebook.cluster.hosts.allocation import allocation_here, counts_of
+from nbkit.notebook.cluster.hosts.request import AllocationRequest, SlurmRequest
 from nbkit.notebook.cluster.hosts.slurm import Node, size_of
 
 GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]
@@ -70,6 +71,28 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_err
     assert "was cancelled before the cluster was ready" in str(starting.raised[0])
     assert registry.find("queued") is None
     slurm.command("scancel", other)
+
+
+def test_a_notebook_in_an_allocation_of_several_nodes_uses_them_and_leaves_them(slurm: SlurmNodes) -> None:
+    job = slurm.command("sbatch", "--parsable", "-N2", "-n2", "-c1", "--output=/dev/null", "--wrap=sleep 300").strip()
+    while slurm.jobs() != [f"{job} RUNNING"]:
+        time.sleep(0.1)
+    found = allocation_here({"SLURM_JOB_ID": job, "SLURM_TASKS_PER_NODE": "1(x2)"})
+    assert found is not None
+    cluster = Cluster.start(name="step", on=replace(found, cpu=True))
+    cell = "import os\nx = torch.ones(1); dist.all_reduce(x); [int(x), os.environ['SLURMD_NODENAME']]"
+    assert cluster.run(cell).values == {0: [2, "n1"], 1: [2, "n2"]}
+    cluster.stop()
+    assert slurm.jobs() == [f"{job} RUNNING"]
+    slurm.command("scancel", job)
+
+
+def test_the_tasks_of_an_allocation_are_its_ranks() -> None:
+    assert counts_of("4(x2),2") == (4, 4, 2)
+    of_one_node = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4"}
+    assert allocation_here(of_one_node) is None  # there the ranks are started as on any machine
+    one_task = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"}
+    assert allocation_here(one_task) == AllocationRequest("7", (4, 4))
 
 
 def test_what_sbatch_refuses_is_said_in_its_words(slurm: SlurmNodes) -> None:

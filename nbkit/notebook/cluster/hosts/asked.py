@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster.hosts.allocation import allocation_here
 from nbkit.notebook.cluster.hosts.request import Request, SlurmRequest, SshRequest
 from nbkit.notebook.cluster.hosts.ssh import read_hosts
 
@@ -20,6 +22,9 @@ def requested(options: Any) -> Request | None:
             raise UsageError(
                 f"{idle} is for --slurm.", numbers=f"{idle} without it", hint="%cluster start --slurm -n 4"
             )
+    if not options.slurm and not options.hosts and options.n is None and not options.gpus:
+        if found := allocation_here():
+            return replace(found, cpu=options.cpu, python=options.python)
     if not options.slurm and not options.hosts:
         if options.python:
             raise UsageError(

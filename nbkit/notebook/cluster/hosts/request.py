@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -47,8 +48,21 @@ class SshRequest:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
 
 
-Request = SlurmRequest | SshRequest
-_KINDS: dict[str, type[SlurmRequest] | type[SshRequest]] = {"slurm": SlurmRequest, "ssh": SshRequest}
+@dataclass(frozen=True)
+class AllocationRequest:
+    """Ranks on the nodes of the running job of Slurm's. counts: on each node. cpu, python: as of SlurmRequest."""
+
+    job: str
+    counts: tuple[int, ...]
+    cpu: bool = False
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", tuple(self.counts))
+
+
+Request = SlurmRequest | SshRequest | AllocationRequest
+_KINDS: dict[str, Callable[..., Request]] = {"slurm": SlurmRequest, "ssh": SshRequest, "step": AllocationRequest}
 AGENT = "nbkit.notebook.cluster.hosts.agent"
 
 

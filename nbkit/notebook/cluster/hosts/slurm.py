@@ -88,10 +88,11 @@ def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[No
 
     Raises UsageError, with what would fit, for a partition that does not exist and for more than it has.
     """
-    named = request.partition or next((node.partition for node in nodes if node.is_default), "")
+    default = {node.partition for node in nodes if node.is_default}
+    named = request.partition or next(iter(default), "")
     there = [node for node in nodes if node.partition == named]
     if not there:
-        known = list(dict.fromkeys(node.partition for node in nodes))
+        known = sorted({node.partition for node in nodes}, key=lambda name: (name not in default, name))
         raise UsageError(
             f"Slurm has no partition called {named!r}." if named else "Slurm has no default partition.",
             numbers=f"partitions: {', '.join(known) or 'none'}",

@@ -1,0 +1,102 @@
+"""Ranks on the nodes of the Slurm allocation that the notebook itself runs in: agents are a step of that job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.network import address_towards
+from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.request import AGENT, AllocationRequest
+
+_LOG_LINES = 15
+
+
+def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:
+    """The allocation of several nodes that this process runs in: as many ranks on each as it has tasks there, or GPUs.
+
+    None outside of one. On one node a notebook needs no launcher.
+    """
+    job, tasks = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_TASKS_PER_NODE", "")
+    counts = counts_of(tasks)
+    if not job or len(counts) < 2:
+        return None
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdigit() and int(gpus) and set(counts) == {1}:  # one task on each node: a job for a launcher like ours
+        counts = (int(gpus),) * len(counts)
+    return AllocationRequest(job, counts)
+
+
+def counts_of(tasks: str) -> tuple[int, ...]:
+    """The numbers in SLURM_TASKS_PER_NODE, "4(x2),2" being 4, 4 and 2."""
+    found: list[int] = []
+    for part in filter(None, tasks.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError("Slurm's tasks on each node cannot be read.", numbers=f"SLURM_TASKS_PER_NODE={tasks}")
+        found += [int(match[1])] * int(match[2] or 1)
+    return tuple(found)
+
+
+class AllocatedNodes:
+    """The step of one cluster. A starter, see `request.Starter`."""
+
+    def __init__(self, request: AllocationRequest, folder: Path) -> None:
+        self.request, self.folder, self.cpu, self.counts = request, folder, request.cpu, request.counts
+        self.address = address_towards(_node_addresses(request.job))
+        self._step: subprocess.Popen[bytes] | None = None
+
+    def start(self, payload: str) -> None:
+        """Start the step: it shares the nodes with whatever else of the job runs there."""
+        nodes = len(self.counts)
+        asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+        kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
+        with open(self.folder / "logs" / "step.log", "ab") as log:
+            self._step = subprocess.Popen(
+                ["srun", *asked, *kept, self.request.python or sys.executable, "-m", AGENT],
+                env={**os.environ, "NBKIT_AGENT": payload},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def look(self) -> Seen:
+        """Whether the step runs."""
+        if self._step is not None and self._step.poll() is not None:
+            return Seen("over", f"the step in job {self.request.job} has ended")
+        return Seen("running", f"in job {self.request.job}, which this notebook runs in")
+
+    def log(self) -> str:
+        """The last lines of the step's output."""
+        path = self.folder / "logs" / "step.log"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def end(self) -> None:
+        """End the step; the allocation stays."""
+        if self._step is not None:
+            self._step.terminate()
+            try:
+                self._step.wait(10)
+            except subprocess.TimeoutExpired:
+                self._step.kill()
+
+
+def _node_addresses(job: str) -> list[str]:
+    try:
+        nodes = _lines("squeue", "-h", "-j", job, "-o", "%N")
+        return _lines("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%o")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ClusterError(
+            f"Slurm does not say on which nodes job {job} runs.", numbers=str(error), hint="squeue   (in a terminal)"
+        ) from None
+
+
+def _lines(*words: str) -> list[str]:
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+    return list(dict.fromkeys(done.stdout.split()))
