@@ -11,7 +11,7 @@ Z ?=
 L ?=
 SEEDS ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check check clean
+.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make zoo     train 48 architectures under every strategy: equal to one process, or refused: about 10 minutes"
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make plan-check measure what the planner foretells, memory and seconds: about 40 minutes"
+	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -63,7 +64,12 @@ fuzz-tp: $(READY)
 	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
-plan-check: $(READY)
+plan-# As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
+machines: $(READY)
+	@$(BIN)/python -m tests.support.machine_times
+	@$(BIN)/python -m pytest tests/machines
+
+check: $(READY)
 	@$(BIN)/python -m bench.plan $(P)
 
 check: $(READY)

@@ -115,6 +115,6 @@ def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
     assert "Ranks 0-1: released" in str(caught.value)
 
 
-def test_restart_gives_fresh_ranks_on_the_hosts(spread: Cluster) -> None:
-    spread.restart()
-    assert set(spread.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}
+def test_restart_gives_fresh_ranks_on_the_hosts(on_slurm: Cluster) -> None:
+    on_slurm.restart()
+    assert set(on_slurm.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}

@@ -43,5 +43,5 @@ def interface_of(address: str) -> str:
     """The network interface that has `address`, "" if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
-            return name
+            return str(name)
     return ""
