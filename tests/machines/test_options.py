@@ -1,0 +1,50 @@
+"""`%cluster start` says where: what its options ask for, and what does not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from magics.arguments import cluster_parser, parse
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.hosts.asked import requested
+from nbkit.notebook.cluster.hosts.request import AllocationRequest, Request, SlurmRequest, SshRequest, loaded, saved
+
+
+def asked(line: str, *rest: str) -> Request | None:
+    options = parse(cluster_parser(), f"start {line}")
+    options.rest = rest
+    return requested(options)
+
+
+def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked("-n 2 --cpu") is None
+    assert asked("") is None
+    found = asked("--slurm -n 8 --nodes 2 --partition gpu --time 1:00:00", "--mem=4G")
+    assert found == SlurmRequest(8, 2, "gpu", "1:00:00", options=("--mem=4G",))
+    assert asked("--hosts node1:2,node2 --cpu") == SshRequest((("node1", 2), ("node2", 1)), cpu=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    assert asked("--cpu") == AllocationRequest("7", (2, 2), cpu=True)
+    assert asked("-n 2") is None  # beside the notebook, as everywhere
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("-n 2 --nodes 2", "--nodes is for --slurm"),
+        ("--slurm --hosts a:1", "Either Slurm or SSH"),
+        ("--slurm", "How many ranks shall Slurm start"),
+        ("--slurm -n 2 --gpus 0,1", "GPUs are not listed"),
+        ("--hosts a:1 -n 2", "--hosts says how many ranks"),
+        ("-n 2 --python /bin/python", "--python is for other hosts"),
+        ("--slurm -n 0", "at least one rank"),
+    ],
+)
+def test_what_does_not_go_together_is_said(line: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        asked(line)
+
+
+def test_a_request_is_kept_as_json_takes_it() -> None:
+    for request in (SlurmRequest(4, options=("-A", "x")), SshRequest((("a", 2),)), AllocationRequest("7", (1, 2))):
+        assert loaded(saved(request)) == request
