@@ -1,25 +1,50 @@
-"""python -m bench.plan [peak ...] [words that a cell has]: what the planner foretells beside what is measured."""
+"""python -m bench.plan [peak regret published planning] [names of models]: what is foretold beside what is measured."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from bench.plan import peak
+from bench.plan import peak, published, regret
 from bench.plan.models import NAMES
+from nbkit.notebook.planning import plan
+from nbkit.planner.gpt_config import GPTConfig
+
+_BARS = {"8 H100": 0.2, "128 x 8 H100": 1.0, "2048 x 8 H100": 3.0}
+"""Seconds that a plan of GPT-175B may take."""
+
+
+def planning() -> tuple[bool, str]:
+    """Seconds of processor time of a plan, without start-up."""
+    config = GPTConfig(vocab=50304, block=2048, layers=96, heads=96, width=12288)
+    took = {}
+    for on in _BARS:
+        began = time.process_time()
+        plan(config, batch=4096, on=on)
+        took[on] = time.process_time() - began
+    text = ", ".join(f"{on} {seconds:.2f} s (bar {_BARS[on]:g})" for on, seconds in took.items())
+    return all(took[on] <= bar for on, bar in _BARS.items()), f"a plan of GPT-175B: {text}"
 
 
 def main(words: list[str]) -> int:
     """Run the parts that are named, all without a name. Returns the exit status."""
-    parts = [word for word in words if word in ("peak",)] or ["peak"]
     names = [word for word in words if word in NAMES] or NAMES
-    good = True
     with tempfile.TemporaryDirectory() as folder:
-        if "peak" in parts:
-            met, text = peak.bars(peak.run(Path(folder), names=names))
+        parts: dict[str, Callable[[], tuple[bool, str]]] = {
+            "planning": planning,
+            "published": lambda: published.bars(published.run()),
+            "regret": lambda: regret.bars(regret.run(Path(folder))),
+            "peak": lambda: peak.bars(peak.run(Path(folder), names=names)),
+        }
+        asked = [word for word in words if word in parts] or list(parts)
+        good = True
+        for part in asked:
+            met, text = parts[part]()
             good = good and met
-            print(f"{'met' if met else 'MISSED'}: {text}")
+            print(f"{'met' if met else 'MISSED'}: {text}", flush=True)
     return 0 if good else 1
 
 

@@ -19,6 +19,8 @@ from nbkit.strategy import Strategy
 
 _DELAY = 20e-6
 """Seconds until a collective is under way."""
+_CALIBRATED = 0.1
+"""How far off a calibrated prediction may be: the worst of the published steps in docs/plan.md."""
 _BACK = 2.0
 """A backward pass multiplies twice as much as its forward."""
 
@@ -116,4 +118,4 @@ def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *,
         middle = (low + high) / 2
         took = seconds(load, strategy, on, replace(rates, flops=middle)).total
         low, high = (middle, high) if took > measured else (low, middle)
-    return replace(rates, flops=high, spread=0.05)
+    return replace(rates, flops=high, spread=_CALIBRATED)

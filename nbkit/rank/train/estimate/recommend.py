@@ -18,8 +18,8 @@ from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.first_seconds import ALIKE, seconds_before_a_step
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
-from nbkit.rank.train.estimate.time_model import ALIKE, seconds_before_a_step
 from nbkit.strategy import Strategy
 
 AUTO = "auto"

@@ -14,8 +14,9 @@ from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.first_seconds import ALIKE
 from nbkit.rank.train.estimate.peak_bytes import largest
-from nbkit.rank.train.estimate.time_model import ALIKE, measured_step, predicted_pause, predicted_step
+from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy, divisors
 

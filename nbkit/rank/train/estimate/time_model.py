@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING
 
 from nbkit.planner.reshard.placement import orders
 from nbkit.planner.step_time import Seen, Sends, step_seconds
-from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
+from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from nbkit.rank.train.builder import Builder
     from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
 
 _STEPS = 20
 _SWITCHES = 12  # the newest that a prediction follows
 _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them
-ALIKE = 1.02
-"""Seconds this close count as equal: the simpler strategy is recommended."""
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
@@ -79,22 +76,6 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy) -> float | Non
     return step_seconds(
         Seen(now, parts), Sends(here[0], updates[0]), strategy, Sends(terms[0], updates[1]), link, costs
     )
-
-
-def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
-    """Of a step of `batch` rows, from what the blocks and the links took when they were measured; None: not known."""
-    options, link = builder.options, builder.link
-    costs, example = options.costs, builder.config.example
-    if not costs or example is None:
-        return None
-    compute = sum(costs) / rows_of(example) * batch
-    if link is None:
-        return compute
-    terms = model.terms(strategy)
-    if not terms and strategy.mesh.size > 1:
-        return None
-    seen = Seen(Strategy(), {"compute": compute})
-    return step_seconds(seen, Sends((), 0), strategy, Sends(terms[0] if terms else (), 0), link, costs)
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:

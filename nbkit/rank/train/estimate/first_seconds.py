@@ -1,0 +1,28 @@
+"""Seconds of a step before any was made, from what the blocks and the links took when they were measured."""
+
+from __future__ import annotations
+
+from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.rank.data.batch import rows_of
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.strategy import Strategy
+
+ALIKE = 1.02
+"""Seconds this close count as equal: the simpler strategy is recommended."""
+
+
+def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
+    """Of a step of `batch` rows, None where something that it takes is not known."""
+    options, link = builder.options, builder.link
+    costs, example = options.costs, builder.config.example
+    if not costs or example is None:
+        return None
+    compute = sum(costs) / rows_of(example) * batch
+    if link is None:
+        return compute
+    terms = model.terms(strategy)
+    if not terms and strategy.mesh.size > 1:
+        return None
+    seen = Seen(Strategy(), {"compute": compute})
+    return step_seconds(seen, Sends((), 0), strategy, Sends(terms[0] if terms else (), 0), link, costs)
