@@ -75,7 +75,8 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
     usable = memory or USABLE * on.device.memory
     facts = replace(subject.facts(batch), world=on.devices, node=on.node)
     subjects = {recompute: _Known(subject.recomputing(recompute)) for recompute in (False, True)}
-    timed, refused = [], []
+    timed: list[tuple[tuple[float, ...], _Candidate, Load, Rest]] = []
+    refused: list[Refused] = []
     for strategy in _strategies(facts, on):
         if why := next((finding for finding in validate(strategy, facts) if finding.error), None):
             refused.append(Refused(str(strategy), why.what, why.numbers))

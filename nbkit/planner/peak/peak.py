@@ -239,8 +239,8 @@ class _Step:
                 if kind == "B":
                     kept -= stage.kept
         if self.strategy.zero in (1, 2):
-            own = [size for i in self._own for size in _all(self.weights[i])]
-            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1])), reverse=True)[:2]
+            every = [size for i in self._own for size in _all(self.weights[i])]
+            sizes = sorted((sum(bucket) for bucket in _buckets(every[::-1])), reverse=True)[:2]
             yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + sum(sizes))
         elif self.strategy.zero == 3:
             yield _Moment("backward", 0.0, 2 * total + max(sum(self.weights[i].inside) for i in self._own))

@@ -110,8 +110,11 @@ class Trainer:
                 "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
             )
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile
-        read = {"sample": lambda: sample_of(data, collate), "batch": batch_size}
-        config = TrainConfig(loss, seed, inputs, precision, microbatch_size, *settings, **read)
+        config = TrainConfig(
+            *(loss, seed, inputs, precision, microbatch_size, *settings),
+            sample=lambda: sample_of(data, collate),
+            batch=batch_size,
+        )
         self.job = Job(model, optimizer, config, strategy=strategy, switches=switches)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
         self._stream = open_stream(

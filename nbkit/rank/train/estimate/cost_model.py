@@ -46,7 +46,7 @@ class CostModel:
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
         self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
-        self.peaks = PeakBytes(builder, self.census, before=before.peaks if before is not None else None)
+        self.peaks: PeakBytes = PeakBytes(builder, self.census, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
 

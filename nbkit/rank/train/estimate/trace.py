@@ -113,7 +113,7 @@ class _Run:
                 ends.append(self._live.now)
                 given = [t for t in tensors_in((args, kwargs)) if t.requires_grad][:1]
                 self.segments[number - 1].carried = sum((t.part if isinstance(t, InParts) else t).nbytes for t in given)
-                return marked(args, kwargs, lambda: marks.setdefault(number, self._mark(params)))
+                return marked(args, kwargs, lambda: self._mark(marks, number, params))
 
             with watched(module, enter, names=names), self._live, precision.autocast():
                 output = call(module, value)
@@ -137,9 +137,10 @@ class _Run:
             self.segments[number].backward = own or [self.segments[number].kept]
             start, grads = stop, made
 
-    def _mark(self, params: list[nn.Parameter]) -> tuple[int, int]:
-        """(operations so far, bytes of gradients so far)."""
-        return len(self._live.levels), sum(p.grad.nbytes for p in params if p.grad is not None)
+    def _mark(self, marks: dict[int, tuple[int, int]], number: int, params: list[nn.Parameter]) -> None:
+        """Note, the first time, (operations so far, bytes of gradients so far)."""
+        made = sum(p.grad.nbytes for p in params if p.grad is not None)
+        marks.setdefault(number, (len(self._live.levels), made))
 
 
 def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
@@ -191,10 +192,9 @@ def updating(make: Any) -> Updating:
         for _ in range(2):
             for p in params:
                 p.grad = torch.ones_like(p)
-            state = [value for held in optimizer.state.values() for value in held.values()]
-            with LiveBytes(
-                [*params, *(p.grad for p in params), *filter(torch.is_tensor, state)], counted=False
-            ) as live:
+            beside = [*params, *(p.grad for p in params if p.grad is not None)]
+            beside += [v for held in optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+            with LiveBytes(beside, counted=False) as live:
                 optimizer.step()
         found.append((live.peak, params[0].nbytes))
     two, four = (peak / size for peak, size in found)
