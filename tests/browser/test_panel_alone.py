@@ -140,7 +140,7 @@ def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(pag
     assert "while it switches" in (row.locator("td").nth(1).get_attribute("title") or "")
     rest, during = (row.locator(f"i.{part}").evaluate("i => i.offsetWidth") for part in ("rest", "during"))
     assert 0 < rest < during
-    sends = [td.inner_text() for td in page.locator("tr[data-strategy='dp=4 zero=1'] td").all()][3]
+    sends = [td.inner_text() for td in page.locator("tr[data-strategy='dp=4 zero=1'] td").all()][4]
     assert sends == "250 kB"
 
 
@@ -187,6 +187,15 @@ def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(browser: Any) -> Non
     page.close()
 
 
+def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
+    first = page.locator("tbody tr").first
+
+    assert first.get_attribute("data-strategy") == "pp=4 schedule=1f1b microbatches=8"
+    assert page.locator(".badge").all_inner_texts() == ["recommended"] and first.locator(".badge").count() == 1
+    assert page.locator("th").all_inner_texts()[1:4] == ["memory", "peak", "step"]
+    assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "3 MB", "≈ 20 ms"]
+
+
 def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
     assert "Try 10 steps" in page.locator("td.dim").first.get_attribute("title")
     assert page.locator(".grid .side").all_inner_texts()[1:] == [
@@ -202,7 +211,13 @@ def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> Non
     table["link"] = "0.287 GB/s within a node, 0.1 GB/s between nodes, 6.05 ms"
     for row in table["options"]:
         if row["ok"]:  # as wide as figures get
-            row |= {"step_s": 0.0676, "moved_bytes": 10_230_000, "step_bytes": 10_230_000, "switch_s": 0.0755}
+            row |= {
+                "step_s": 0.0676,
+                "moved_bytes": 10_230_000,
+                "step_bytes": 10_230_000,
+                "switch_s": 0.0755,
+                "peak_bytes": 10_230_000,
+            }
             row["memory"] = {key: 10_230_000 for key in row["memory"]}
     page = shown(browser, table)
     page.set_viewport_size({"width": 950, "height": 800})

@@ -9,13 +9,15 @@ const KEYS = [
 const TITLES = {
   "strategy": "",
   "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
+  "peak": "of the fullest rank within a step, activations counted",
   "step": "seconds of a step: measured where it has run in this job, ≈ predicted",
-  "sends a step": "bytes that the busiest rank sends in a step, by the formulas",
+  "sends": "bytes that the busiest rank sends in a step, by the formulas",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
-  "pays back in": "steps after which the pause is won back",
+  "pays back": "steps after which the pause is won back",
 };
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
+const UNTOLD = "what this strategy keeps for backward is not known";
 const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
 const APART = [
   ["pause", "Pause", "", "pause"],
@@ -309,8 +311,12 @@ function render({ model, el }) {
     element.setAttribute("aria-disabled", !row.ok);
     const first = make("td", "", row.label);
     first.title = row.strategy;
+    if (row.recommended) {
+      const badge = make("span", "badge", "recommended");
+      badge.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";
+      first.append(badge);
+    }
     if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
-    if (row.recommended) first.append(make("small", "", "recommended"));
     element.append(first);
     if (row.ok) {
       const memory = make("td");
@@ -324,14 +330,15 @@ function render({ model, el }) {
       memory.title = row.memory_words;
       if (row.tight) memory.className = "tight";
       element.append(memory);
-      for (const text of [row.step, row.sends, row.moved, row.pause, row.payback]) {
-        const cell = make("td", text === "unknown" ? "dim" : "", text === "unknown" ? "?" : text);
-        if (text === "unknown") cell.title = UNKNOWN;
+      for (const name of ["peak", "step", "sends", "moved", "pause", "payback"]) {
+        const known = row[name] !== "unknown";
+        const cell = make("td", known ? "" : "dim", known ? row[name] : "?");
+        if (!known) cell.title = name === "peak" ? UNTOLD : UNKNOWN;
         element.append(cell);
       }
     } else {
       const why = make("td", "", row.why);
-      why.colSpan = 6;
+      why.colSpan = Object.keys(TITLES).length - 1;
       element.append(why);
     }
     element.addEventListener("click", () => choose(row.strategy));
