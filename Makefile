@@ -10,8 +10,9 @@ P ?=
 Z ?=
 L ?=
 SEEDS ?=
+G ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines check clean
+.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make plan-check measure what the planner foretells, memory and seconds: about 40 minutes"
 	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
+	@echo "make gpu-check  strategies, switches and errors on a pretended GPU, beside one process: about 15 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -64,13 +66,17 @@ fuzz-tp: $(READY)
 	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
-plan-# As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
+plan-check: $(READY)
+	@$(BIN)/python -m bench.plan $(P)
+
+# As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
 machines: $(READY)
 	@$(BIN)/python -m tests.support.machine_times
 	@$(BIN)/python -m pytest tests/machines
 
-check: $(READY)
-	@$(BIN)/python -m bench.plan $(P)
+# Some of it:  make gpu-check G="llama errors"
+gpu-check: $(READY)
+	@$(BIN)/python -m tests.support.gpu_check $(G)
 
 check: $(READY)
 	$(BIN)/ruff check

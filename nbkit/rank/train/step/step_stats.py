@@ -8,6 +8,7 @@ is launched early is why it mostly is there by then.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,10 @@ class StepReduction:
 
     def _read(self) -> StepNumbers:
         values = self._underway.read().tolist()
+        if values[_CANARY] != ALIVE or not all(map(math.isfinite, values[_WEIGHTED:])):
+            # Broken off on a device, where no call raises: what is there was never a sum, and may be anything.
+            none = [0] * self.world_size
+            return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
         ranks = values[_SHARED:]
         weight = values[_WEIGHT]
         return StepNumbers(
@@ -123,7 +128,6 @@ class StepReduction:
             seconds=ranks[0::3],
             not_finite=[rank for rank, flag in enumerate(ranks[1::3]) if flag],
             fingerprints=[round(value) for value in ranks[2::3]],
-            whole=values[_CANARY] == ALIVE,
         )
 
 

@@ -1,0 +1,246 @@
+"""Strategies, switches and errors on the pretended GPU, beside one process.
+
+python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches errors
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).resolve().parents[1]
+for _folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
+    sys.path.insert(0, str(_folder))
+
+import torch  # noqa: E402
+from pretend import Communicator, Limits, PretendAccelerator, checked, join  # noqa: E402
+from ranks import RankFailed, next_generation, run_ranks  # noqa: E402
+
+from nbkit.errors import NbkitError, TrainingError  # noqa: E402
+from nbkit.rank.comm import link_probe  # noqa: E402
+from nbkit.rank.train.trainer import Trainer  # noqa: E402
+from nbkit.rank.world import watchdog  # noqa: E402
+from parity.cells import Cell, layers_for, matrix  # noqa: E402
+from parity.figures import BARS, compared  # noqa: E402
+from parity.rounds import truths  # noqa: E402
+from parity.subjects import SUBJECTS, mean  # noqa: E402
+from parity.training import BATCH, LR, SEED, ours  # noqa: E402
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4")
+PER_SET = 8  # cells in one set of processes: a bug that ends one takes no more along
+_RELEASED_S = 1.0
+
+
+def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
+    """(world, GPU) of a rank, on which every training is checked operation by operation."""
+    warnings.simplefilter("ignore")
+    Limits.come = Limits.wait = 40.0
+    link_probe._LARGE_ON_DEVICES = 1 << 14  # bandwidths of a GPU, through Python, would take minutes
+    world, gpu = join(rank, ranks)
+    fit = Trainer.fit
+
+    def fitted(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        with checked(gpu):
+            return fit(trainer, *args, **kwargs)
+
+    Trainer.fit = fitted  # type: ignore[method-assign]
+    return world, gpu
+
+
+def trained(rank: int, ranks: int, cells: Sequence[Cell]) -> list[Any]:
+    """Every cell, on a rank; why there is nothing of one that failed on all ranks alike."""
+    begun(rank, ranks)
+    found: list[Any] = []
+    for cell in cells:
+        try:
+            found.append(ours(cell))
+        except NbkitError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def trainer_of(strategy: str, **more: Any) -> Trainer:
+    """Of the GPT whose truth is `Cell("gpt", "")`."""
+    gpt = SUBJECTS["gpt"]
+    asked: dict[str, Any] = {
+        "model": lambda: gpt.build(torch.float64, 0.0, 4),
+        "loss": mean,
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=LR),
+        "data": gpt.items(4 * BATCH, torch.float64, masked=False),
+        "batch_size": BATCH,
+        "strategy": strategy,
+        "seed": SEED,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | more))
+
+
+def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
+    """Losses of a training with a step under each strategy of `walk`; every other switch is beside the training."""
+    begun(rank, ranks)
+    trainer = trainer_of(walk[0])
+    trainer.fit(1)
+    for number, strategy in enumerate(walk[1:]):
+        trainer.switch(strategy, beside=bool(number % 2))
+        trainer.fit(1)
+    return [record["loss"] for record in trainer.history]
+
+
+def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[float] | str]:
+    """Losses under each strategy, with an error on rank 1 after the second step, of which the others hear later."""
+    world, _ = begun(rank, ranks)
+    found: dict[str, list[float] | str] = {}
+    for strategy in strategies:
+        reached = threading.Event()
+        trainer = trainer_of(strategy, callbacks=[_error_after(2, rank, reached)])
+        _broken_off(partial(trainer.fit, 4), reached)
+        Communicator.give_up()
+        next_generation(world)
+        trainer._callbacks = ()
+        try:
+            trainer.fit(until=4)
+        except TrainingError as error:
+            found[strategy] = str(error)  # no step was whole, on any rank
+            continue
+        found[strategy] = [record["loss"] for record in trainer.history]
+    return found
+
+
+class _Error(Exception):
+    pass
+
+
+def _error_after(step: int, rank: int, reached: threading.Event) -> Callable[[Any, dict[str, Any]], None]:
+    def error(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            reached.set()
+            if rank == 1:
+                raise _Error
+
+    return error
+
+
+def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
+    """As the bridge does for a rank whose peer has failed: out of its collectives, then an interrupt."""
+    ended = threading.Event()
+
+    def release() -> None:
+        reached.wait()
+        if not ended.wait(_RELEASED_S):
+            watchdog.break_out("rank 1 failed")
+        if not ended.wait(1.0):
+            _thread.interrupt_main()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        train()
+    except (_Error, KeyboardInterrupt, RuntimeError, NbkitError):
+        pass
+    finally:
+        ended.set()
+        reached.set()
+    try:
+        thread.join()
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        thread.join()
+
+
+def every_pair(strategies: Sequence[str]) -> list[str]:
+    """A walk that goes from each of `strategies` to each other one, once."""
+    left = {one: [other for other in strategies if other != one] for one in strategies}
+    stack, walk = [strategies[0]], list[str]()
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop(0))
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def cells(models: Sequence[str] = ("gpt", "llama", "ten_convs")) -> list[Cell]:
+    """Each strategy on each of `models`."""
+    return [cell for cell in matrix("float64", 3) if cell.subject in models]
+
+
+def check_cells(some: Sequence[Cell]) -> Iterator[str]:
+    """A line for each, ending with what is wrong, if anything is."""
+    known = truths(some)
+    for ranks in sorted({cell.ranks for cell in some}):
+        alike = [cell for cell in some if cell.ranks == ranks]
+        for first in range(0, len(alike), PER_SET):
+            part = alike[first : first + PER_SET]
+            try:
+                found = run_ranks(trained, ranks, ranks, part, join=False, timeout=60 + 60 * len(part))
+            except RankFailed as error:
+                yield from (f"{cell}: failed in the set: {str(error)[-600:]}" for cell in part)
+                continue
+            for number, cell in enumerate(part):
+                outcomes = [one[number] for one in found]
+                if why := next((one for one in outcomes if isinstance(one, str)), ""):
+                    yield f"{cell}: failed: {why}"
+                else:
+                    missed = compared(outcomes, known[cell.truth]).missed(BARS[cell.dtype])
+                    yield f"{cell}: {'wrong: ' + ', '.join(missed) if missed else 'equal'}"
+
+
+def check_switches(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
+    """One line."""
+    walk = every_pair(strategies)
+    yield _lines(f"{len(walk) - 1} switches", len(walk), lambda: run_ranks(
+        switched, ranks, ranks, walk, join=False, timeout=120 + 20 * len(walk)))  # fmt: skip
+
+
+def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
+    """A line for each strategy."""
+    for strategy in strategies:
+
+        def run(strategy: str = strategy) -> list[Any]:
+            found = run_ranks(failed, ranks, ranks, [strategy], join=False, generations=2, timeout=150)
+            return [one[strategy] for one in found]
+
+        yield _lines(f"an error under {strategy}", 4, run)
+
+
+def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
+    known = Cell("gpt", "", "float64", steps, layers=layers_for(""))
+    losses = truths([known])[known.truth].losses
+    try:
+        found = run()
+    except RankFailed as error:
+        return f"{what}: failed: {str(error)[-1500:]}"
+    if any(isinstance(one, str) for one in found):
+        said = all(isinstance(one, str) and "no step is whole" in one for one in found)
+        return f"{what}: {'refused on every rank, since no step is whole: right' if said else f'wrong: {found}'}"
+    off = [max(abs(a - b) for a, b in zip(one, losses, strict=True)) if len(one) == steps else 9.0 for one in found]
+    return f"{what}: {'equal' if max(off) < 1e-10 else f'wrong: losses {max(off):.3g} off'}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints a line for each check; how many are not equal."""
+    started, wrong = time.monotonic(), 0
+    chosen = [cell for cell in cells() if not words or any(word in str(cell) for word in words)]
+    lines: list[Iterator[str]] = [check_cells(chosen)] if chosen else []
+    if not words or "switches" in words:
+        lines.append(check_switches())
+    if not words or "errors" in words:
+        lines.append(check_errors())
+    for each in lines:
+        for line in each:
+            wrong += not line.endswith((": equal", ": right"))
+            print(line, flush=True)
+    print(f"{wrong} not equal, {time.monotonic() - started:.0f} s")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
