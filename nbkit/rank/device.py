@@ -16,6 +16,9 @@ from torch import Tensor
 BACKENDS = {"cuda": "nccl"}
 """Kind of device -> the backend between devices of that kind. What is not here trains on the CPU."""
 
+_CONTEXT_LOST = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
+"""In an error of CUDA: every later call in this process gives the same one."""
+
 Event = Any
 """A place in a stream: query(), synchronize(); a stamp also elapsed_time(later), in ms."""
 
@@ -108,6 +111,15 @@ class Accelerator:
         """Bytes that tensors can still take: free on `device`, or in reserve of torch's allocator."""
         reserve = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return torch.accelerator.get_memory_info(device)[0] + reserve
+
+    def trim(self) -> None:
+        """Give what torch's allocator has in reserve back to the device, where NCCL takes its own memory from."""
+        torch.accelerator.empty_cache()
+
+    def context_lost(self, error: BaseException) -> str:
+        """What the device says when nothing can be computed on it any more by this process; "" of other errors."""
+        said = str(error).partition("\n")[0]
+        return said if any(sign in said for sign in _CONTEXT_LOST) else ""
 
     def seed(self, value: int) -> None:
         """Seed the generator of the chosen device, if this process has used one."""

@@ -7,17 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 from jobs import quiet
-from pretend import Communicator, Limits, PretendAccelerator, join, works
+from pretend import Communicator, Limits, PretendAccelerator, checked, join, works
 from ranks import next_generation, run_ranks
 from torch import nn
 
-from nbkit.errors import NbkitError
+from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.rank import device
 from nbkit.rank.comm import link_probe
+from nbkit.rank.parallel.pipeline.p2p import Channels
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.world import watchdog
 
@@ -102,6 +105,21 @@ def alone_in_new_group(world: Any, gpu: PretendAccelerator) -> str:
     return _released(lambda: dist.new_group([0, 1])) if gpu.rank == 0 else ""
 
 
+def asserted(world: Any, gpu: PretendAccelerator) -> str:
+    def breaks(trainer: Any, record: dict[str, Any]) -> None:
+        gpu.lost = "device-side assert triggered" if record["step"] == 2 else ""
+
+    trainer = quiet(callbacks=[breaks])
+    try:
+        with checked(gpu):
+            trainer.fit(4)
+    except TrainingError as error:
+        return error.what
+    finally:
+        gpu.lost = ""
+    return ""
+
+
 def leaving(world: Any, gpu: PretendAccelerator) -> str:
     """With a group that somebody holds, as a mesh of the user's does."""
     held = dist.new_group([0, 1])
@@ -126,7 +144,7 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """By rank: what became of the scenes after which the ranks go on."""
-    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, leaving]
+    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, asserted, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=4, timeout=120)
 
 
@@ -148,6 +166,18 @@ def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting
 
 def test_a_rank_that_comes_alone_to_the_first_use_of_a_group_is_released(lasting: list[dict[str, Any]]) -> None:
     assert lasting[0]["alone_in_a_first_use"] == "ClusterError"
+
+
+def test_a_device_that_computes_nothing_any_more_is_named(lasting: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(lasting):
+        assert rank["asserted"].startswith(f"The CUDA context of rank {number} is gone")
+
+
+def test_a_pipeline_of_gpus_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_accelerator", PretendAccelerator())
+
+    with pytest.raises(StrategyError, match="over nccl, and these ranks have gloo"):
+        Channels(MagicMock(), torch.device("cpu"))
 
 
 def test_no_communicator_is_aborted_after_it_was_destroyed(lasting: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from nbkit.errors import NotFinite, Stopped, TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
+from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
@@ -229,6 +230,13 @@ class Job(Switchable):
             self._prove()
             reason = "done"
         except BaseException as error:
+            if lost := accelerator().context_lost(error):
+                reason = self.ledger.ended_by(error)
+                raise TrainingError(
+                    f"The CUDA context of rank {self.rank} is gone, and with it what it holds on its GPU.",
+                    numbers=lost,
+                    hint="%cluster restart, then trainer.load(path). CPU ranks name an index out of range",
+                ) from error
             self.integrity.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
             reason = self.ledger.ended_by(error)
             self.integrity.half_way |= self.ledger.torn()

@@ -169,6 +169,9 @@ class PretendAccelerator(Accelerator):
     def free_memory(self, device: torch.device) -> int:
         return 1 << 40
 
+    def trim(self) -> None:
+        pass
+
     def seed(self, value: int) -> None:
         pass  # the one generator there is has been seeded
 

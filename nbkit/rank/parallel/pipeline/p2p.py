@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.errors import TrainingError
+from nbkit.errors import StrategyError, TrainingError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, meet
 from nbkit.rank.parallel.pipeline.routing import Message, Routes
 
@@ -78,6 +79,12 @@ class Channels:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, edges: Edges | None = None) -> None:
+        if group is not None and not edges and accelerator().holds(device):
+            raise StrategyError(
+                "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
+                numbers="several ranks on one GPU, or dist.init_process_group('gloo')",
+                hint="a strategy without pp, or a GPU for each rank",
+            )
         self.device, self.edges = device, edges or {}
         self._ends = _ends(group, self.edges) if group is not None else {}
         self._left_over: list[_Posted | _Sent] = []

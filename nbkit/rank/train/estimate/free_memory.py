@@ -69,8 +69,10 @@ def _of_state(kinds: Mapping[str, int]) -> int:
 
 
 def trim(device: torch.device) -> None:
-    """Have the C library give free memory back to the kernel: small tensors lie in its heap, and it keeps that."""
-    if not accelerator().holds(device) and _malloc_trim is not None:
+    """Have whoever keeps free memory in reserve give it back: torch's allocator on a device, else the C library."""
+    if accelerator().holds(device):
+        accelerator().trim()
+    elif _malloc_trim is not None:
         _malloc_trim(0)
 
 
