@@ -25,6 +25,7 @@ from nbkit.rank.parallel.whole_step.prove_step import refusal_of
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.train.job import prepare
 from nbkit.strategy import Strategy
+from zoo.training import SUBJECTS
 
 COMPOSED = {
     "dp=2": 2,
@@ -187,3 +188,24 @@ def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     monkeypatch.setattr(process_groups, "_ties", lambda *_: ())
     said = nbkit.check(zoo.build(), "pp", zoo.batch(8), 2)
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)
+
+
+# What once trained wrong, or failed after check had said "fits": (model, strategy). All of them: make zoo.
+ONCE = {
+    "a weight in three places": ("t5", "tp=2"),
+    "a tied head and an embedding of another class": ("gemma2", "tp=2"),
+    "rows and positions in one dim": ("opt", "tp=2"),
+    "a bias of all heads from outside": ("bloom", "tp=2"),
+    "two towers": ("clip", "tp=2"),
+    "the dtype of a weight of another stage": ("vit", "pp=2"),
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, facts: Facts) -> None:
+    name, strategy = ONCE[what]
+    specimen = SUBJECTS[name]
+    torch.manual_seed(0)
+    model, batch = specimen.build().double(), specimen.batch(4, dtype=torch.float64)
+    said = nbkit.check(model, strategy, batch, 2, loss=specimen.loss)
+    assert said.ok, str(said)
