@@ -171,6 +171,44 @@ def gpt() -> nn.Module:
     return model
 
 
+class Towers(nn.Module):
+    """Two towers that drop and attend by hand, the first used behind the second; what crosses a cut is dropped too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.drop, self.head = nn.Embedding(32, 16), nn.Dropout(0.3), nn.Linear(16, 32)
+        self.one, self.other = (nn.ModuleList(Reader() for _ in range(2)) for _ in range(2))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        one, other = self.drop(self.tokens(ids)), self.drop(self.tokens(ids.flip(1)))
+        for block in self.one:
+            one = block(one)
+        for block in self.other:
+            other = block(other)
+        return self.head(self.drop(one) * F.dropout(other, 0.3, self.training))
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.up, self.down = Attend(), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        return x + self.down(F.dropout(torch.tanh(self.up(x)), 0.2, self.training))
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps, self.drop = nn.Linear(16, 48), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.maps(x).chunk(3, -1)
+        return self.drop((q @ k.transpose(1, 2)).softmax(-1)) @ v
+
+
 def texts() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(3)
     pairs = [torch.randint(32, (2, 8), generator=draw) for _ in range(3 * ROWS)]
@@ -186,6 +224,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Without an example beforehand. On two ranks a draw for all rows is as long as a rank has rows.
     "streamed": {"model": Noisy, "data": Stream(), "shuffle": None},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
+    "towers": {"model": Towers, "data": texts(), "loss": of_texts},
 }
 
 # (model, strategy) -> what else the Trainer gets
@@ -199,8 +238,14 @@ STRATEGIES: dict[tuple[str, str], dict[str, Any]] = {
     ("streamed", "tp"): {},
     ("gpt", "tp"): {},
     ("gpt", "cp=2"): {},
+    ("towers", "pp"): {},
+    ("towers", "cp=2"): {},
 }
-ALONE: dict[tuple[str, str], dict[str, Any]] = {("noisy", "ddp"): {"microbatch_size": 4}, ("gpt", "ddp"): {}}
+ALONE: dict[tuple[str, str], dict[str, Any]] = {
+    ("noisy", "ddp"): {"microbatch_size": 4},
+    ("gpt", "ddp"): {},
+    ("towers", "ddp"): {},
+}
 
 
 def trained(world: Any, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[tuple[str, str], list[float]]:
