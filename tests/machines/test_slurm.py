@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -71,6 +73,30 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_err
     assert "was cancelled before the cluster was ready" in str(starting.raised[0])
     assert registry.find("queued") is None
     slurm.command("scancel", other)
+
+
+def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes, nbkit_home: Path) -> None:
+    slurm.command("sbatch", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60")
+    start = "Cluster.start(name='orphan', on=SlurmRequest(2, nodes=2, cpu=True))"
+    source = "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.request import SlurmRequest\n"
+    notebook = subprocess.Popen([sys.executable, "-c", source + start], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    mine = ("squeue", "-h", "-n", "nbkit-orphan", "-o", "%T")
+    while not slurm.command(*mine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert slurm.command(*mine) == "PENDING\n"
+    entry = registry.find("orphan")
+    assert entry is not None
+    notebook.kill()
+    notebook.wait()
+    while (slurm.command(*mine) or entry.left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert slurm.command(*mine) == ""
+    assert entry.left() == []
+    registry.end(entry)
+    slurm.command("scancel", "-u", "root")
+    while slurm.jobs() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def test_a_notebook_in_an_allocation_of_several_nodes_uses_them_and_leaves_them(slurm: SlurmNodes) -> None:

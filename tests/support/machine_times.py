@@ -57,7 +57,8 @@ def main() -> int:
     if why := slurm_nodes.missing():
         print(f"slurm     skipped: {why}")
     else:
-        nodes = slurm_nodes.SlurmNodes(Path(tempfile.mkdtemp(prefix="nbkit-slurm-")))
+        folder = tempfile.TemporaryDirectory(prefix="nbkit-slurm-")
+        nodes = slurm_nodes.SlurmNodes(Path(folder.name))
         os.environ.update(nodes.environment)
         try:
             wrong = max(wrong, measured("slurm", SlurmRequest(4, nodes=2, cpu=True), expected)[1])

@@ -70,6 +70,7 @@ class Coordinator:
         self.first_sign = 0.0
         self.looked, self.look = 0.0, Seen("pending", "")
         self.controller: Process | None = None
+        self._launcher = Process(**plan["launcher"])  # the notebook, whose end gives up a start
 
     def run(self) -> None:
         """Until the cluster has ended."""
@@ -89,10 +90,9 @@ class Coordinator:
     def _payload(self) -> str:
         """What an agent has to know. Raises ClusterError when the start was given up."""
         path = Path(self.plan["engine_file"])
-        launcher = Process(**self.plan["launcher"])
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
-            if self.ending or not launcher.is_alive():
+            if self.ending or not self._launcher.is_alive():
                 raise ClusterError("The start was given up.")
         return json.dumps(
             {
@@ -235,6 +235,8 @@ class Coordinator:
         controller = self._find_controller()
         if controller and not controller.is_alive():
             self.end("the controller is gone")
+        elif not self.going and not self._launcher.is_alive():
+            self.end("the notebook has ended while the cluster was starting")
         elif self.going and time.monotonic() - self.seen > self.plan["ttl"]:
             self.end(f"no notebook and no cell for {self.plan['ttl']:.0f} s")
         seen = self._look()
@@ -291,7 +293,7 @@ class Coordinator:
                     self.hosts = {index: host for index, host in self.hosts.items() if host is not key.data}
         self.starter.end()
         # Who waits for the start is told why it failed, and ends the controller itself.
-        if self.controller and (self.going or not Process(**self.plan["launcher"]).is_alive()):
+        if self.controller and (self.going or not self._launcher.is_alive()):
             self.controller.end(signal.SIGTERM)
             deadline = time.monotonic() + END_SECONDS
             while self.controller.is_alive() and time.monotonic() < deadline:
