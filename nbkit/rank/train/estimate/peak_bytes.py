@@ -13,7 +13,7 @@ from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
-from nbkit.rank.train.estimate.trace import Traced, trace, updating
+from nbkit.rank.train.estimate.trace import Traced, blocks_of, trace, updating
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
 
@@ -121,11 +121,13 @@ class PeakBytes:
         gathers = self.builder.options.gathers
         units = gathers.units if gathers is not None else chain.units if chain is not None else ()
         rooted = gathers.rooted if gathers is not None else ()
-        count = len(chain) if chain is not None else 1
+        blocks = blocks_of(self.builder.options)
+        count = len(blocks)
         here = [i for start, stop in own for i in range(start, stop)]
-        home = dict.fromkeys(params, 0)
         if chain is not None:
             home = {name: i for i in here for name in chain.parameters[i]}
+        else:
+            home = _homes(list(params), blocks)
         found = []
         for i in range(count):
             names = [name for name in params if home.get(name) == i]
@@ -139,6 +141,13 @@ class PeakBytes:
                 )
             )
         return found
+
+
+def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
+    """The piece of each parameter: its block's; else the first, or the last for what is declared behind the blocks."""
+    within = {name: i for name in names for i, block in enumerate(blocks) if name.startswith(f"{block}.")}
+    first = min((names.index(name) for name in within), default=0)
+    return {n: within.get(n, 0 if at <= first else len(blocks) - 1) for at, n in enumerate(names)}
 
 
 def largest(peaks: Sequence[Peak]) -> Peak | None:

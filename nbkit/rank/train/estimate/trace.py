@@ -57,7 +57,7 @@ def trace(
     rows: int = FEW,
     real: bool = False,
 ) -> Traced:
-    """The pieces of the model's chain, the whole model where there is none, on a rank of these axes.
+    """The pieces of the model (see `blocks_of`; the whole model where none are known), on a rank of these axes.
 
     config.example: a batch, of any number of rows. rows: of the smaller run; the larger has twice as many. real:
     compute, on the CPU, with weights that are drawn. Raises what the model raises; StrategyError for what cannot be
@@ -81,6 +81,13 @@ def trace(
     )
 
 
+def blocks_of(options: Options) -> tuple[str, ...]:
+    """Names of the modules with which pieces begin: of the chain, else of what zero 3 gathers one at a time."""
+    if options.chain is not None:
+        return options.chain.blocks
+    return options.gathers.units if options.gathers is not None and options.gathers.units else ("",)
+
+
 class _Segment:
     """Levels within a piece, and at its ends, above the level at which its forward began."""
 
@@ -94,8 +101,7 @@ class _Run:
     """One forward and backward of `module`, which it uses up."""
 
     def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
-        chain = options.chain
-        names = chain.blocks[1:] if chain is not None else ()
+        names = blocks_of(options)[1:]
         self.segments = [_Segment() for _ in range(1 + len(names))]
         params = list(module.parameters())
         value, target = pair(batch, config.inputs)
