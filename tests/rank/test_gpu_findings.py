@@ -20,6 +20,7 @@ from torch import nn
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank import device
 from nbkit.rank.comm import link_probe
+from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.parallel.pipeline.p2p import Channels
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.world import watchdog
@@ -177,7 +178,7 @@ def test_a_pipeline_of_gpus_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "_accelerator", PretendAccelerator())
 
     with pytest.raises(StrategyError, match="over nccl, and these ranks have gloo"):
-        Channels(MagicMock(), torch.device("cpu"))
+        Channels(MagicMock(spec=DelegatingGroup), torch.device("cpu"))
 
 
 def test_no_communicator_is_aborted_after_it_was_destroyed(lasting: list[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import StrategyError, TrainingError
+from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.p2p_groups import Edges, meet
 from nbkit.rank.parallel.pipeline.routing import Message, Routes
@@ -79,7 +80,8 @@ class Channels:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, edges: Edges | None = None) -> None:
-        if group is not None and not edges and accelerator().holds(device):
+        # A group of other kinds, as of ranks that are threads, sends by no wire.
+        if isinstance(group, DelegatingGroup) and not edges and accelerator().holds(device):
             raise StrategyError(
                 "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
                 numbers="several ranks on one GPU, or dist.init_process_group('gloo')",
