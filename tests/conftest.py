@@ -13,7 +13,19 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
 
 
 # What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
-_LONG = ("machines", "browser", "commands", "notebooks", "magics", "parity", "bench", "notebook", "bridge", "test_docs.py", "rank")
+_LONG = (
+    "machines",
+    "browser",
+    "commands",
+    "notebooks",
+    "magics",
+    "parity",
+    "bench",
+    "notebook",
+    "bridge",
+    "test_docs.py",
+    "rank",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
