@@ -1,4 +1,4 @@
-"""Clusters on several hosts that all files of this folder share, over a Slurm and over SSH hosts that are started here.
+"""Clusters on several hosts: over a Slurm and over SSH hosts that are started here, shared by the files of this folder.
 
 `python -m pytest tests/machines` is all of it. Where Slurm or sshd cannot be had, the tests say why they are skipped.
 """
@@ -47,7 +47,7 @@ def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
     """Two ranks on each of two nodes."""
     cluster = Cluster.start(name="jobs", on=SlurmRequest(4, nodes=2, cpu=True), ttl=600)
@@ -67,7 +67,7 @@ def ssh(nbkit_home: Path) -> Iterator[SshHosts]:
     hosts.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
     """Two ranks on each of two hosts."""
     cluster = Cluster.start(name="hosts", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
@@ -76,7 +76,7 @@ def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
     assert [ssh.processes(name) for name in ssh.names] == [[], []]
 
 
-@pytest.fixture(scope="package", params=["on_slurm", "on_ssh"])
+@pytest.fixture(scope="module", params=["on_slurm", "on_ssh"])
 def spread(request: pytest.FixtureRequest) -> Any:
     """A cluster on two hosts, once over each launcher."""
     return request.getfixturevalue(request.param)
