@@ -191,7 +191,9 @@ def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
     first = page.locator("tbody tr").first
 
     assert first.get_attribute("data-strategy") == "pp=4 schedule=1f1b microbatches=8"
-    assert page.locator(".badge").all_inner_texts() == ["recommended"] and first.locator(".badge").count() == 1
+    assert (
+        page.locator(".recommended").all_inner_texts() == ["recommended"] and first.locator(".recommended").count() == 1
+    )
     assert page.locator("th").all_inner_texts()[1:4] == ["memory", "peak", "step"]
     assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "3 MB", "≈ 20 ms"]
 

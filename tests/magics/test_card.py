@@ -40,7 +40,7 @@ def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel
     assert [kind for kind, _ in found][:2] == ["display_data", "update_display_data"]
     assert {kind for kind, _ in found[1:]} == {"update_display_data"}
     first, last = found[0][1], found[-1][1]
-    assert first["text/plain"].startswith("dp=2   step ") and " of 120 · loss " in first["text/plain"]
+    assert first["text/plain"].startswith("dp=2   step ") and " of 120 · " in first["text/plain"]
     assert last["text/plain"].startswith("dp=2   120 steps · loss ") and "→" in last["text/plain"]
     assert "<svg" in last["text/html"] and "polyline" in last["text/html"]
     assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack

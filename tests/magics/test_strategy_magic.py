@@ -51,12 +51,12 @@ def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
 def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -> None:
     shown = kernel.run("%strategy")
 
-    bundle = next(content["data"] for _, kind, content in shown.messages if kind == "execute_result")
+    bundle = next(content["data"] for _, kind, content in shown.messages if kind == "display_data")
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert "* dp=2 zero=3" in bundle["text/plain"]
     plain = kernel.run("import sys\nsys.modules['anywidget'] = None\nget_ipython().run_line_magic('strategy', '')")
     kernel.run("del sys.modules['anywidget']")
-    bundle = next(content["data"] for _, kind, content in plain.messages if kind == "execute_result")
+    bundle = next(content["data"] for _, kind, content in plain.messages if kind == "display_data")
     assert set(bundle) == {"text/plain", "text/html"}
     assert "* dp=2 zero=3" in bundle["text/plain"]
 

@@ -18,6 +18,7 @@ from nbkit.rank.data.batch import Shard, call, pair
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import Examined, examine
 from nbkit.rank.loss.row_selection import varying
+from nbkit.rank.loss.row_trial import kept
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -100,6 +101,13 @@ class FirstBatches:
             part = sample.part([i % sample.rows for i in range(rows)], self._device)
             run(pair(part, self._inputs)[0])
 
-        with suppress(Exception), undrawn(), unchanged(sharded_model.module), sharded_model.data.computing():
-            return find_draws(sharded_model.module, of_rows)
+        module = sharded_model.module
+        with (
+            suppress(Exception),
+            undrawn(),
+            unchanged(module),
+            kept(module, training=True),
+            sharded_model.data.computing(),
+        ):
+            return find_draws(module, of_rows)
         return None

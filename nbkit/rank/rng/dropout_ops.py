@@ -117,6 +117,8 @@ def _multi_head(func: FunctionType, mask: Mask, *args: Any, **kwargs: Any) -> An
         return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
 
     names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
+    # It has been dispatched: to a mode around this one (torch.set_default_device is one) it would hand on the original.
+    names["has_torch_function"] = lambda _: False
     rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     rebound.__kwdefaults__ = func.__kwdefaults__
     return rebound(*args, **kwargs)

@@ -36,7 +36,7 @@ def switch(do: str, step: int, old: str, new: str, **args: str) -> Any:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     pins = [SimpleNamespace(kind="cores", threads=4)]
     made = SimpleNamespace(
-        entry=SimpleNamespace(n=2, name="calm-lark"),
+        entry=SimpleNamespace(n=2, name="calm-lark", labels=("cores 0-3", "cores 4-7")),
         sent=[],
         pinning=SimpleNamespace(pins=pins),
         training=SimpleNamespace(switched=[]),

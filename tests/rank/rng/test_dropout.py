@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
@@ -307,3 +308,21 @@ def test_a_model_that_recomputes_its_blocks_itself_drops_what_it_dropped(reentra
 def test_a_recomputation_of_somebody_elses_is_refused_where_it_would_drop_other_elements() -> None:
     with pytest.raises(TrainingError, match=r"blocks\.2\.1 is computed again in the backward pass"):
         gradients_of(lambda block, x: Foreign.apply(block, x))
+
+
+class Around(TorchFunctionMode):
+    """Does nothing, as torch.set_default_device does where nothing is made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_around_the_model_changes_no_mask() -> None:
+    model, x = everything()
+    keyed = KeyedDropout(model, 0)
+    with keyed.step(0, range(ROWS)):
+        alone = model(x)
+    with Around(), keyed.step(0, range(ROWS)):
+        inside = model(x)
+
+    assert torch.equal(alone, inside)

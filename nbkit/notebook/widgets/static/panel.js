@@ -312,9 +312,9 @@ function render({ model, el }) {
     const first = make("td", "", row.label);
     first.title = row.strategy;
     if (row.recommended) {
-      const badge = make("span", "badge", "recommended");
-      badge.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";
-      first.append(badge);
+      const mark = make("span", "recommended", "recommended");
+      mark.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";
+      first.append(mark);
     }
     if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
     element.append(first);

@@ -29,7 +29,9 @@ def drawn_model(skeleton: nn.Module, dtype: torch.dtype) -> nn.Module:
     for part in model.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = buffer.to("cpu", dtype) if buffer.is_floating_point() else buffer.cpu()
+                # A forward may change them, in the model of which this is one copy of several.
+                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                part._buffers[name] = buffer.detach().to("cpu", kind, copy=True)
     return model
 
 

@@ -71,11 +71,10 @@ def refusal_of(
         with suppress(Exception):
             rows = _rows(small, 1 if size > _EXACT else 2, microbatch_size)
             batch = _batch(example, rows, dtype, loss or _sum_of_output, inputs, microbatch_size)
-            model = drawn_model(skeleton, dtype)
             with coarsest() as seen:
-                whole = step_of_one(model, batch, options)
+                whole = step_of_one(drawn_model(skeleton, dtype), batch, options)
             if isfinite(whole.loss + whole.norm):
-                return _compared(model, whole, strategy, small, batch, options, seen.eps)
+                return _compared(drawn_model(skeleton, dtype), whole, strategy, small, batch, options, seen.eps)
     return None  # what is wrong with the model is said where it trains
 
 
