@@ -209,3 +209,12 @@ def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, 
     model, batch = specimen.build().double(), specimen.batch(4, dtype=torch.float64)
     said = nbkit.check(model, strategy, batch, 2, loss=specimen.loss)
     assert said.ok, str(said)
+
+
+def test_a_loss_that_does_not_repeat_proves_nothing(facts: Facts) -> None:
+    calls = iter(range(1, 1000))
+
+    def drifting(output: Any, target: Any) -> Any:
+        return facts.loss(output, target) * next(calls)
+
+    assert facts.refusal("dp=2", loss=drifting) is None

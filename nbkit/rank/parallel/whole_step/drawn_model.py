@@ -40,7 +40,6 @@ def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
     enough = numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1)
     noise = enough[:size].view(old.shape)
     if old.ndim > 1:
-        return noise / math.sqrt(
-            max(size // max(old.shape[0], 1), 1)
-        )  # sums of as many products stay as large as what goes in
+        # Sums of as many products stay as large as what goes in.
+        return noise / math.sqrt(max(size // max(old.shape[0], 1), 1))
     return 0.2 * noise + (0 if name.endswith("bias") else 1)

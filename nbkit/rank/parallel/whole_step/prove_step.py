@@ -74,7 +74,10 @@ def refusal_of(
             with coarsest() as seen:
                 whole = step_of_one(drawn_model(skeleton, dtype), batch, options)
             if isfinite(whole.loss + whole.norm):
-                return _compared(drawn_model(skeleton, dtype), whole, strategy, small, batch, options, seen.eps)
+                refusal = _compared(drawn_model(skeleton, dtype), whole, strategy, small, batch, options, seen.eps)
+                # One process may differ from itself: then its step says nothing about the ranks.
+                again = step_of_one(drawn_model(skeleton, dtype), batch, options) if refusal is not None else whole
+                return refusal if (again.loss, again.norm) == (whole.loss, whole.norm) else None
     return None  # what is wrong with the model is said where it trains
 
 
@@ -89,7 +92,7 @@ def _compared(
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
             numbers=f"{type(error).__name__}: {str(error).strip()[:200]}",
-            hint="another strategy, such as 'ddp'",
+            hint=_hint(strategy),
         )
     found = [text for rank in ranks for text in _differences(whole, rank, max(1e-9, 64 * eps))]
     if not found:
@@ -97,8 +100,14 @@ def _compared(
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
         numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}",
-        hint="another strategy, such as 'ddp'",
+        hint=_hint(strategy),
     )
+
+
+def _hint(strategy: Strategy) -> str:
+    if strategy.dp < strategy.mesh.size or strategy.zero:
+        return "another strategy, such as 'ddp'"
+    return "%cluster start -n 1   trains it on one rank"
 
 
 def _differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
