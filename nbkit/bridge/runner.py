@@ -26,6 +26,7 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 
 from nbkit.bridge.output.capture import Capture
+from nbkit.bridge.output.length_limit import shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.train.control.detached import DETACHED
@@ -255,7 +256,7 @@ def _status(failure: Failure | None, running: Running) -> Status:
 def _said(error: BaseException) -> str:
     """The text of an error, which its own code makes, as text that can be sent."""
     try:
-        return str(encodable(str(error)))
+        return shortened(str(encodable(str(error))))
     except BaseException as another:
         return f"(its text cannot be made: {type(another).__name__})"
 
@@ -270,6 +271,8 @@ def _is_muted(source: str) -> bool:
 
 def _plain(value: Any) -> Any:
     """`value` if it is plain data of moderate size, else None: the notebook must not import torch to read it."""
+    if isinstance(value, str | bytes) and len(value) > VALUE_LIMIT:
+        return None
     try:
         return value if _is_plain(value) and len(repr(value)) <= VALUE_LIMIT else None
     except RecursionError:  # it contains itself, or is very deep

@@ -89,3 +89,35 @@ def test_a_rank_knows_whether_its_cell_is_detached(two: Cluster) -> None:
     told = [two.run(ask + start + "DETACHED.get()", detach=True).wait().values for start in ("", awaits)]
     assert told == [dict.fromkeys((0, 1), True)] * 2
     assert two.run(ask + "DETACHED.get()").values == dict.fromkeys((0, 1), False)
+
+
+LONG = 3_000_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["'y' * LONG", "from IPython.display import display; display({'text/plain': 'y' * LONG}, raw=True)"],
+    ids=["a value", "displayed"],
+)
+def test_a_long_value_is_shown_by_its_two_ends(two: Cluster, capsys: pytest.CaptureFixture[str], source: str) -> None:
+    two.run(source.replace("LONG", str(LONG)), ranks=[1])
+    shown = capsys.readouterr().out
+    assert "characters left out: %pull brings the whole value" in shown
+    assert 50_000 < len(shown) < 110_000
+
+
+def test_a_picture_over_the_limit_is_not_sent_and_said(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    two.run(
+        "from IPython.display import display; display({'image/png': 'y' * (17 << 20), 'text/plain': 'plot'}, raw=True)",
+        ranks=[1],
+    )
+    shown = capsys.readouterr().out
+    assert "plot" in shown
+    assert "not shown, the limit is 16,777,216: image/png of 17,825,792 characters" in shown
+
+
+def test_a_long_error_is_shown_by_its_two_ends(two: Cluster) -> None:
+    with pytest.raises(CellError) as failed:
+        two.run(f"raise ValueError('y' * {LONG} + 'the end')", ranks=[1])
+    assert "the end" in failed.value.traceback
+    assert len(failed.value.traceback) + len(str(failed.value)) < 500_000

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nbkit.bridge.output.comms import Comms
+from nbkit.bridge.output.length_limit import limited
 from nbkit.wire.cells import COMM_TYPES
 from nbkit.wire.text_encoding import encodable
 
@@ -94,12 +95,18 @@ class Capture:
             with self.lock:
                 if self.stack:
                     body = msg_or_type["content"] if message else content
-                    setattr(self.stack[-1], "result" if kind == "execute_result" else "error", encodable(body))
+                    setattr(self.stack[-1], "result" if kind == "execute_result" else "error", encodable(limited(body)))
                     return None
         if kind in COMM_TYPES:
             return self.comms.send(stream, kind, content, **options)
         if kind in OUTPUT_TYPES:
             body = msg_or_type["content"] if message else content
+            if kind in ("display_data", "update_display_data"):
+                body = limited(body)
+                if message:
+                    msg_or_type = {**msg_or_type, "content": body}
+                else:
+                    content = body
             if self.comms.take(kind, body):
                 return self._write_text(kind, body)
             mark = self._keep(kind, body)
