@@ -15,13 +15,18 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import Any
 
+from nbkit.wire.processes import Process, boot_id
+
+_SHARED = Path("/dev/shm")
 _ALIGN = 64
 _SPARE = 16 << 20  # of shared memory, left for others
 LIMIT_BYTES = 1 << 30
+LEFT_AFTER = 600.0  # seconds; a process of another container, which shares /dev/shm, cannot be looked up here
 
 
 class _Packer(pickle.Pickler):
@@ -66,9 +71,8 @@ def _without_torch(array: Any, dtype: str) -> Any:
 def folder(size: int = 0) -> Path:
     """Where a parcel of `size` bytes lies: shared memory where there is enough (containers often have 64 MB), else
     the temporary folder."""
-    shared = Path("/dev/shm")
-    if shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > size + _SPARE:
-        return shared
+    if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).free > size + _SPARE:
+        return _SHARED
     return Path(tempfile.gettempdir())
 
 
@@ -87,7 +91,7 @@ def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
 
 def reserve() -> str:
     """A new token: parcels named `token/...` can be written until `discard(token)`, and none after it."""
-    token = f"nbkit-{uuid.uuid4().hex}"
+    token = _new_name()
     for place in _places():
         (place / token).mkdir(mode=0o700)
     return token
@@ -100,7 +104,7 @@ def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> st
     """
     head, buffers = packed
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    path = folder(size_of(packed)) / (name or f"nbkit-{uuid.uuid4().hex}")
+    path = folder(size_of(packed)) / (name or _new_name())
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(fd, "wb", buffering=0) as file:
@@ -132,6 +136,32 @@ def discard(token: str) -> None:
         # A parcel created between the listing and the removal of its folder takes another round.
         while (place / token).exists():
             shutil.rmtree(place / token, ignore_errors=True)
+
+
+def remove_left() -> int:
+    """Remove this user's parcels whose notebook died before it could; returns how many there were."""
+    removed = 0
+    # Not `_places`: shared memory that is full counts as none there, and is what wants to be cleaned.
+    for path in (path for place in (_SHARED, Path(tempfile.gettempdir())) for path in place.glob("nbkit-*-*-*")):
+        try:
+            pid, started = map(int, path.name.split("-")[1:3])
+            about = path.lstat()
+        except (ValueError, OSError):
+            continue
+        old = time.time() - about.st_mtime > LEFT_AFTER
+        if old and about.st_uid == os.getuid() and not Process(pid, started, boot_id()).is_alive():
+            removed += 1
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    return removed
+
+
+def _new_name() -> str:
+    """Of a parcel that this process answers for: its pid and start tell, later, whether anybody still does."""
+    own = Process.of(os.getpid())
+    return f"nbkit-{own.pid}-{own.started:.0f}-{uuid.uuid4().hex}"
 
 
 def _places() -> set[Path]:

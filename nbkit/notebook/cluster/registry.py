@@ -26,6 +26,7 @@ from typing import Any
 
 from nbkit.errors import ClusterError, ClusterNotFound
 from nbkit.notebook.cluster.site_settings import home_here
+from nbkit.wire import parcel
 from nbkit.wire.processes import Process as Process
 from nbkit.wire.processes import followers
 
@@ -191,11 +192,16 @@ def forget(name: str) -> None:
 
 
 def clean() -> list[str]:
-    """End what half-dead clusters of this host have left, and forget them. Returns a line about each."""
+    """End what half-dead clusters of this host have left, and forget them; remove values that never arrived.
+
+    Returns a line about each cluster, and one about the values.
+    """
     done = []
     for entry in entries():
         if entry.is_here and not entry.is_alive():
             left = entry.left()
             end(entry)
             done.append(f"{entry.name}: ended, {len(left)} processes were left")
+    if left_values := parcel.remove_left():
+        done.append(f"values on their way to or from ranks, of notebooks that died: {left_values} removed")
     return done

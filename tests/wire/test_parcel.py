@@ -1,0 +1,33 @@
+"""Values whose notebook died on the way: found by the process that answers for them, and removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nbkit.wire import parcel
+
+SENDER = """
+from nbkit.wire import parcel
+token = parcel.reserve()
+print(parcel.write(parcel.pack([1] * 1000)), parcel.write(parcel.pack(2), token + "/0"), flush=True)
+"""
+
+
+def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_are_kept() -> None:
+    parcel.remove_left()
+    paths = subprocess.run([sys.executable, "-c", SENDER], capture_output=True, text=True, check=True).stdout.split()
+    left = [Path(paths[0]), Path(paths[1]).parent]
+    own = Path(parcel.write(parcel.pack(3)))
+    try:
+        assert parcel.remove_left() == 0  # too young: somebody of another container may still read it
+        for path in (*left, own):
+            os.utime(path, (time.time() - 2 * parcel.LEFT_AFTER,) * 2)
+        assert parcel.remove_left() == len(left)
+        assert not any(path.exists() for path in left)
+        assert parcel.read(str(own)) == 3
+    finally:
+        own.unlink(missing_ok=True)
