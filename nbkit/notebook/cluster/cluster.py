@@ -203,7 +203,8 @@ class Cluster:
         return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
-        """End the cluster: its ranks, its controller, and nothing else."""
+        """End the cluster: its ranks, its controller, and nothing else. ClusterError: another notebook has taken it."""
+        self.connection.check_ours()
         waiting, self.before_stop = self.before_stop, []
         try:
             for callback in waiting:
@@ -219,6 +220,7 @@ class Cluster:
 
     def restart(self) -> Cluster:
         """End every rank and start again: same name, same pins, same ids; variables are lost."""
+        self.connection.check_ours()
         self._end()
         entry, options = self.entry, self.entry.options
         if self.pinning is None:

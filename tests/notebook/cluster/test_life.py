@@ -70,15 +70,26 @@ def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluste
 
 
 def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluster) -> None:
-    code = "from nbkit import Cluster\ncluster = Cluster.attach('life', take={take})\nprint(cluster.run('rank').values)"
+    code = (
+        "from nbkit import Cluster\ncluster = Cluster.attach('life', take={take})\n"
+        "print(cluster.run('rank').values, flush=True); input()"
+    )
     refused = subprocess.run(
         [sys.executable, "-c", code.format(take=False)], capture_output=True, text=True, timeout=60
     )
     assert "Another notebook uses the cluster" in refused.stderr
-    taken = subprocess.run([sys.executable, "-c", code.format(take=True)], capture_output=True, text=True, timeout=60)
-    assert "{0: 0, 1: 1}" in taken.stdout
-    with pytest.raises(ClusterError, match=r"taken.*\n.*--take"):
-        cluster.run("1")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code.format(take=True)], **pipes) as taker:
+        assert any("{0: 0, 1: 1}" in line for line in taker.stdout or ())
+        with pytest.raises(ClusterError, match=r"taken.*\n.*--take"):
+            cluster.run("1")
+        for end in (cluster.stop, cluster.restart):  # they would end what the other notebook uses
+            with pytest.raises(ClusterError, match=r"taken the cluster over, and uses it.*\n.*--take"):
+                end()
+        assert all(process.is_alive() for process in cluster.entry.ranks)
+        taker.communicate("\n", timeout=60)
+    cluster.stop()  # nobody uses it any more
+    assert registry.find("life") is None
 
 
 def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:

@@ -104,6 +104,18 @@ class Connection:
             again = f"%cluster attach {self.entry.name} --take" if why == _TAKEN else "%cluster start"
             raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
 
+    def check_ours(self) -> None:
+        """Raise ClusterError if another notebook, which lives, has taken the cluster: it is not ours to end."""
+        if self.why_gone() != _TAKEN:
+            return
+        with suppress(ClusterError):
+            if (found := registry.find(self.entry.name)) and not found.is_attached():
+                return
+        raise ClusterError(
+            f"{self.entry.name}: {_TAKEN}, and uses it.",
+            hint=f"%cluster attach {self.entry.name} --take   first; or leave it to that notebook",
+        )
+
     def check_idle(self, what: str) -> None:
         """Raise CellRunning, naming the cell, if one runs. what: "cell", "push" or "pull"."""
         busy = self.busy()
