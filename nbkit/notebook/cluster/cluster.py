@@ -27,7 +27,7 @@ from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.hosts.request import Request, loaded, saved
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
-from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of
+from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.machine.machine import read_machine
@@ -189,9 +189,12 @@ class Cluster:
         if _current is not None and is_current(name):
             _current.connection.close("the cluster was attached anew")
         entry = replace(found, kernel=Process.of(os.getpid()))
-        client = connect(entry)
         registry.save(entry)
-        client.wait_for(entry.n, 1.0)
+        if entry.ranks:
+            client = connect(entry)
+            client.wait_for(entry.n, 1.0)
+        else:  # the notebook that started it died before the ranks were there
+            entry, client = with_all_ranks(entry)
         connection = Connection(entry, client)
         cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(entry)))
         connection.take_up(display.here())

@@ -92,6 +92,21 @@ def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluste
     assert registry.find("life") is None
 
 
+def test_a_cluster_whose_notebook_is_killed_while_it_starts_can_be_taken_up(nbkit_home: Path) -> None:
+    code = "from nbkit import Cluster; Cluster.start(2, cpu=True, name='orphan')"
+    with subprocess.Popen([sys.executable, "-c", code]) as starting:
+        wait_until(lambda: registry.find("orphan"))
+        starting.kill()
+    found = registry.find("orphan")
+    assert found and not found.ranks, "it was killed too late to show anything"
+    cluster = Cluster.attach("orphan")
+    try:
+        assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+        assert len(cluster.status().rows) == 2
+    finally:
+        cluster.stop()
+
+
 def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:
     os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
     wait_until(lambda: cluster.connection.deaths)

@@ -46,7 +46,6 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
     folder = make_folder(name)
     # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
     launcher, controller = _parent_launcher(folder, name), controller_launcher(folder, name)
-    client = None
     try:
         _write_spec(folder, name, pinning, ttl)
         launcher.start()
@@ -68,19 +67,26 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
             options=options,
         )
         registry.save(entry)
-        deadline = time.monotonic() + START_SECONDS
-        client = connect(entry, deadline)
+        return with_all_ranks(entry)
+    except BaseException:
+        for started in (launcher, controller):
+            if started.pid > 0:
+                end(started.pid, folder)
+        registry.forget(name)
+        raise
+
+
+def with_all_ranks(entry: Entry) -> tuple[Entry, Client]:
+    """Wait until all ranks of a cluster that is starting are there, and register them. Raises ClusterError."""
+    deadline = time.monotonic() + START_SECONDS
+    client = connect(entry, deadline)
+    try:
         _await_ranks(entry, client, deadline)
         entry = with_ranks(entry, client)
         registry.save(entry)
         return entry, client
     except BaseException:
-        if client is not None:
-            client.close()
-        for started in (launcher, controller):
-            if started.pid > 0:
-                end(started.pid, folder)
-        registry.forget(name)
+        client.close()
         raise
 
 
