@@ -87,8 +87,11 @@ def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS)
         thread.join(max(until - time.monotonic(), 0.0))
 
 
-def reform_group(group: DelegatingGroup, store: Store) -> None:
-    """Give `group` a new inner group that meets in `store`; every member must call this, in one common order."""
+def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") -> None:
+    """Give `group` a new inner group that meets in `store`; every member must call this, in one common order.
+
+    meets_as: a name that all members give, where the group may be called differently on some.
+    """
     name = c10d._world.pg_names[group]
     members = [] if group is c10d._world.default_pg else list(group.members)
     recipe = {**group.recipe, "pg_tag": None}  # a tag would make torch find the old group again
@@ -100,7 +103,7 @@ def reform_group(group: DelegatingGroup, store: Store) -> None:
     c10d._world.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
     c10d._unregister_process_group(name)  # type: ignore[attr-defined]
     try:
-        raw, prefixed, held = _make(group.size(), group.rank(), members, store, name, recipe)
+        raw, prefixed, held = _make(group.size(), group.rank(), members, store, meets_as or name, recipe)
         _forget(raw)
     finally:
         c10d._get_split_source = split_source

@@ -201,7 +201,7 @@ class World:
         )
 
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
-        held, count = self._compare(groups)
+        held, name, count = self._compare(groups)
         # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
         abort(live())
         for group in live():
@@ -211,8 +211,9 @@ class World:
             clear_broken_steps()
         default = dist.group.WORLD
         if isinstance(default, DelegatingGroup):
-            reform_group(default, self._next_store())
+            reform_group(default, self._next_store(), meets_as=name)
         else:
+            c10d._world.group_count = int(name)
             self._init(self.place.torch_backend)
         # torch names a new group by a running number, which must be the same on all ranks, also on a replaced one.
         c10d._world.group_count = max(count, c10d._world.group_count)
@@ -231,16 +232,24 @@ class World:
             reform_group(group, PrefixStore(f"{self.key}/{members}", self._require_store()))
         self._check()
 
-    def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], int]:
+    def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], str, int]:
         """Tell all ranks which groups this one holds, and hear the same of them.
 
-        Returns the groups, index == rank, and the highest count of groups that torch made on any rank.
+        Returns the groups, index == rank; the number that is the default group's name on the first rank which has one
+        (user code may have destroyed it on some, or made it again); and torch's highest number for a next group.
         """
         store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
-        mine = {"groups": [_key(group) for group in groups], "count": c10d._world.group_count}
+        default = dist.group.WORLD
+        mine = {
+            "groups": [_key(group) for group in groups],
+            "default": c10d._world.pg_names[default] if default is not None else "",
+            "count": c10d._world.group_count,
+        }
         store.set(str(self.place.rank), json.dumps(mine))
         told = [json.loads(store.get(str(rank))) for rank in range(self.place.world_size)]
-        return [set(one["groups"]) for one in told], max(one["count"] for one in told)
+        count = max(one["count"] for one in told)
+        name = next((one["default"] for one in told if one["default"]), str(count))
+        return [set(one["groups"]) for one in told], name, count
 
     def _init(self, backend: str, **options: Any) -> None:
         init_process_group.init_process_group(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -214,6 +215,18 @@ def test_ddp_and_fsdp_objects_train_on_in_the_next_generation(two: Cluster) -> N
 def test_a_world_destroyed_by_the_user_is_there_again(two: Cluster) -> None:
     two.run("dist.destroy_process_group()")
     assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["dist.destroy_process_group()", "dist.destroy_process_group(); dist.init_process_group('gloo')"],
+    ids=["destroyed", "destroyed and initialised"],
+)
+def test_a_world_that_one_rank_alone_destroyed_is_there_again(two: Cluster, source: str) -> None:
+    with suppress(CellError):  # it waits for the other rank, as under torchrun
+        two.run(source, ranks=[0], timeout=0.5)
+    for _ in range(2):
+        assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
 
 def test_a_cell_sent_while_another_runs_names_it(two: Cluster) -> None:
