@@ -72,10 +72,11 @@ def test_the_replay_log_is_cut_before_a_cell_and_never_loses_the_last_one(two: C
         "kept = capture.LOG_LIMIT; capture.LOG_LIMIT = 4000\n"
         "first = calls.runner.running[0].request.id; print('x' * 5000)"
     )
-    log = two.entry.folder / "output" / "rank0.jsonl"
-    assert "xxx" in log.read_text()
+    logs = [two.entry.folder / "output" / name for name in ("rank0.jsonl", "rank0.out")]
+    assert all("xxx" in log.read_text() for log in logs)
     two.run("second = calls.runner.running[0].request.id; print('the second')")
-    assert "xxx" not in log.read_text()
+    assert not any("xxx" in log.read_text() for log in logs)
+    assert all("the second" in log.read_text() for log in logs)
     found = two.run(
         "capture.LOG_LIMIT = kept\nfound, _ = calls.runner.capture.missed(second, 0, 10_000)\n"
         "''.join(output['content']['text'] for output in found)"

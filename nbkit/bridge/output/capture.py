@@ -22,7 +22,7 @@ from nbkit.wire.text_encoding import encodable
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
-LOG_LIMIT = 64 << 20  # bytes of one rank's replay log; older cells are dropped first
+LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
 
 
 @dataclass
@@ -170,6 +170,8 @@ class Capture:
             self._replay.seek(0)  # truncating leaves the position, and `starts` is made of it
             self._replay.truncate()
             self.starts.clear()
+        if self._text.tell() > LOG_LIMIT and not self.stack:
+            self._text.truncate(0)
 
 
 def _open_private(path: Path) -> TextIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,10 +26,32 @@ def kill_group(pid: int) -> None:
             continue
 
 
-def oom_kills() -> int:
-    """The number of processes of this cgroup that the kernel has ended for want of memory; 0 where it does not say."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
+def oom_kills(root: Path = Path("/")) -> int:
+    """The number of processes that the kernel has ended for want of memory; 0 where it does not say.
+
+    Of this cgroup, by version 2 (a container's own is the root that it sees) or 1; else of the whole machine.
+    """
+    own = _own_cgroup(root)
+    places = (
+        f"sys/fs/cgroup{own}/memory.events",
+        "sys/fs/cgroup/memory.events",
+        f"sys/fs/cgroup/memory{own}/memory.oom_control",
+        "sys/fs/cgroup/memory/memory.oom_control",
+        "proc/vmstat",
+    )
+    for place in places:
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (root / place).read_text().splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+def _own_cgroup(root: Path) -> str:
+    """The path of this process's cgroup under the memory controller, "" for the root."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                return path.rstrip("/")
+    return ""

@@ -1,0 +1,33 @@
+"""Where the kernel says how many processes it has ended for want of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nbkit.bridge.parent.child_processes import oom_kills
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "low 0\noom 2\noom_kill 3\n"}, 3),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.events": "oom_kill 4\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/c\n4:memory,hugetlb:/a\n",
+                "sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 5\n",
+            },
+            5,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 7\noom_kill 6\n"}, 6),
+        ({}, 0),
+    ],
+    ids=["container", "cgroup of its own", "version 1", "machine", "not said"],
+)
+def test_kills_are_counted_where_the_system_says_them(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills(tmp_path) == kills
