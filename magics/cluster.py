@@ -12,7 +12,7 @@ from magics.arguments import DETACHED, HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
-from nbkit.notebook.cluster.hosts.asked import requested
+from nbkit.notebook.cluster.hosts.start_options import requested
 
 
 @magics_class

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-SILENT_SECONDS = 15  # a host that acknowledges nothing for so long is taken for gone
+SILENT_SECONDS = 4  # a host that acknowledges nothing for so long is taken for gone
 
 
 class Link:
@@ -81,7 +81,7 @@ class SignedLink(Link):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The kernel asks the other host, so that neither a busy nor a suspended process seems to be gone.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENT_SECONDS - 1)):
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

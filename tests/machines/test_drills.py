@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ssh_hosts import SshHosts
 
 from nbkit import Cluster
 from nbkit.errors import CellError, ClusterError, RankDied
@@ -113,6 +114,17 @@ def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
     with pytest.raises(RankDied, match=r"Rank 2 died: the agent of its host .* ended") as caught:
         handle.wait(20)
     assert "Ranks 0-1: released" in str(caught.value)
+
+
+def test_a_host_whose_cable_is_out_is_named_within_seconds(on_ssh: Cluster, ssh: SshHosts) -> None:
+    handle = on_ssh.run("import time; time.sleep(100)", ranks=[0, 1], detach=True)
+    time.sleep(0.5)
+    ssh.link(1, "down")
+    try:
+        with pytest.raises(RankDied, match=r"Rank 0 died: its host node1 does not answer"):
+            handle.wait(15)
+    finally:
+        ssh.link(1, "up")
 
 
 def test_restart_gives_fresh_ranks_on_the_hosts(on_slurm: Cluster) -> None:

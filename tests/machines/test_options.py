@@ -6,8 +6,8 @@ import pytest
 
 from magics.arguments import cluster_parser, parse
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.hosts.asked import requested
 from nbkit.notebook.cluster.hosts.request import AllocationRequest, Request, SlurmRequest, SshRequest, loaded, saved
+from nbkit.notebook.cluster.hosts.start_options import requested
 
 
 def asked(line: str, *rest: str) -> Request | None:

@@ -35,7 +35,7 @@ from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry, Process
-from nbkit.notebook.cluster.sent import SentCell, SentValues
+from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
 from nbkit.notebook.cluster.training_control import Training
 from nbkit.notebook.cluster.transfer import pull, push

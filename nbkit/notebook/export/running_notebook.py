@@ -7,7 +7,7 @@ import ast
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.naming import notebook_number, notebook_shell
-from nbkit.notebook.cluster.sent import SentCell
+from nbkit.notebook.cluster.sent_cells import SentCell
 from nbkit.notebook.export.cell_source import masked
 from nbkit.notebook.export.source import (
     Code,

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.naming import chosen_ranks
-from nbkit.notebook.cluster.sent import literal_text
+from nbkit.notebook.cluster.sent_cells import literal_text
 from nbkit.notebook.export.cell_source import masked, names_of
 from nbkit.notebook.export.source import Code, LeftOut, Source, Switch, Values, code_of, imports_of, plain_code
 

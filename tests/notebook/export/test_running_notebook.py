@@ -12,7 +12,7 @@ import pytest
 
 from nbkit.errors import CellError, UsageError
 from nbkit.notebook.cluster.cells.results import Results
-from nbkit.notebook.cluster.sent import SentCell, SentValues
+from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.export import export as module
 from nbkit.notebook.export.export import export
 from nbkit.wire.cells import CellRequest

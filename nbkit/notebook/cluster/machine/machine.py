@@ -13,7 +13,7 @@ from pathlib import Path
 from nbkit.notebook.cluster.machine import cuda_driver
 from nbkit.notebook.cluster.machine.cpu_cores import cores_here, quota_here
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDriver
-from nbkit.notebook.cluster.machine.fitness import unfit
+from nbkit.notebook.cluster.machine.gpu_support import unfit
 from nbkit.notebook.cluster.machine.gpus import Gpu, Survey, survey_gpus
 from nbkit.notebook.cluster.machine.links import Adapter, Link, gpu_links, network_adapters
 from nbkit.notebook.cluster.machine.pci_gpus import PciGpu, near_cores, nvidia_driver_gpus, pci_gpus
