@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbkit.rank.watching_mode import WatchingMode
 
 Place = tuple[int, int, int]
 """Of a draw: (path of the module, call of the module, draw within the call), as keyed_dropout.py counts them."""
@@ -56,7 +57,7 @@ def plan_of(two: Trace, three: Trace) -> DrawPlan:
     return DrawPlan(frozenset(shared), tuple(two.unkeyed))
 
 
-class Elsewhere(TorchDispatchMode):
+class Elsewhere(WatchingMode):
     """Notes in a trace what torch draws and nothing replaces, dropout aside. where: the module that is being called."""
 
     def __init__(self, trace: Trace, where: Callable[[], str]) -> None:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in, written_by
+from nbkit.rank.watching_mode import WatchingMode
 
 
 class Skip(NamedTuple):
@@ -51,7 +51,7 @@ class Entry:
     skips: tuple[Skip, ...] = ()
 
 
-class Flow(TorchDispatchMode):
+class Flow(WatchingMode):
     """Follows one run of `module`; `blocks` are called once each, in this order ("" first: the run begins with it).
 
     skipped: modules of which a later stage can be given the outputs. None of them is in another.

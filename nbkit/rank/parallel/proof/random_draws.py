@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.rank.rng.dropout_ops import DRAWS
+from nbkit.rank.watching_mode import WatchingMode
 
 
-class Draws(TorchDispatchMode):
+class Draws(WatchingMode):
     """Notes every operation that draws random numbers in `found`, a list that several may share.
 
     Attention counts as none: it may draw, and does so for dropout alone.

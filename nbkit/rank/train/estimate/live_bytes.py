@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nbkit.rank.watching_mode import WatchingMode
 
-class LiveBytes(TorchDispatchMode):
+
+class LiveBytes(WatchingMode):
     """Within it, `now` is the bytes of all storages that operations have made and that are still there.
 
     beside: tensors that were there before; their bytes are in `now` too, or not with counted=False. resized: look

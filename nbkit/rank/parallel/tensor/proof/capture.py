@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.proof.calls import watched
@@ -25,6 +24,7 @@ from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, writ
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.paths import inside
+from nbkit.rank.watching_mode import WatchingMode
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Capture:
             watch.end(output)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(WatchingMode):
     def __init__(self, seen: Capture, kept: Collection[str]) -> None:
         super().__init__()
         self.seen, self.kept = seen, kept

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.flow_plan import Flow, Product
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_packed_attention
+from nbkit.rank.watching_mode import WatchingMode
 
 _PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 """Operation -> where its first factor stands among its arguments."""
@@ -34,7 +34,7 @@ def data_flow(model: nn.Module, call: Callable[[], Any]) -> Flow:
     return watch.flow()
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(WatchingMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.sources: dict[str, set[str]] = {}
