@@ -35,7 +35,7 @@ from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.whole_step.prove_step import refusal_of
+from nbkit.rank.parallel.whole_step.prove_step import prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws, repeating
@@ -122,10 +122,11 @@ def check(
             if chosen.zero == 3:
                 with suppress(Exception):
                     gathers = plan_gathers(module, run)
-            with repeating(module, draws, take(batch, 0, min(2, rows), rows=rows)) as drawing:
-                chain = find_chain(module, lambda: drawing(run), stages=stages)
-                if chosen.cp > 1:
-                    positionwise = try_in_parts(module, chain.units, lambda: drawing(run))
+            if chosen.pp > 1 or chosen.cp > 1 or (chosen.zero == 3 and gathers is None):
+                with repeating(module, draws, take(batch, 0, min(2, rows), rows=rows)) as drawing:
+                    chain = find_chain(module, lambda: drawing(run), stages=stages)
+                    if chosen.cp > 1:
+                        positionwise = try_in_parts(module, chain.units, lambda: drawing(run))
         except Exception as error:
             why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
     elif chosen.pp > 1:
@@ -160,11 +161,10 @@ def check(
         except StrategyError as error:
             found.append(Finding(True, error.what, error.numbers, error.hint))
     found += _norms(module, chosen)
-    if batch is not None and not isinstance(batch, int) and not any(finding.error for finding in found):
-        example = take(batch, 0, min(2, rows or 0), rows=rows or 0)
-        refused = refusal_of(skeleton, chosen, options, example, loss=loss, inputs=inputs)
-        if refused is not None:
-            found.append(Finding(True, refused.what, refused.numbers, refused.hint))
+    if not any(finding.error for finding in found):
+        example = None if batch is None or isinstance(batch, int) else take(batch, 0, min(2, rows or 0), rows=rows or 0)
+        finding = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs).finding(chosen)
+        found += [finding] if finding is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
     found.sort(key=lambda finding: not finding.error)

@@ -42,7 +42,7 @@ from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weigh
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.whole_step.prove_step import refusal_of
+from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws, repeating
@@ -106,7 +106,7 @@ class Builder:
         self.plans = PlanCache(self.shard_layouts, rank)
         self._connected: dict[Strategy, Connections] = {}
         self._warned: set[Strategy] = set()
-        self._proven: dict[Strategy, NbkitError | None] = {}
+        self._proven: dict[Strategy, StepProof] = {}
         self._agreed: set[Strategy] = set()
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -187,11 +187,13 @@ class Builder:
             warn_of(self.skeleton, strategy, self.options)
         if strategy not in self._agreed:
             self.shard_layouts.of(strategy)
-            refused = [self._refusal(strategy) if self.rank == 0 else None]
+            proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
             if self.world_size > 1:
-                dist.broadcast_object_list(refused, src=0, device=self.device)
-            if refused[0] is not None:
-                raise refused[0]
+                dist.broadcast_object_list(proofs, src=0, device=self.device)
+            if (refusal := proofs[0].refusal) is not None:
+                raise refusal
+            if (finding := proofs[0].finding(strategy)) is not None:
+                warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
             self._agreed.add(strategy)
         if strategy not in self._connected:
             self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
@@ -199,11 +201,11 @@ class Builder:
         meet(self._connected[strategy].edges, self.device)
         return self._connected[strategy]
 
-    def _refusal(self, strategy: Strategy) -> NbkitError | None:
+    def _step_proof(self, strategy: Strategy) -> StepProof:
         """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
         if strategy not in self._proven:
             config = self.config
-            self._proven[strategy] = refusal_of(
+            self._proven[strategy] = prove_step(
                 self.skeleton,
                 strategy,
                 self.options,
@@ -227,7 +229,7 @@ class Builder:
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         if self.rank == 0:
-            self._refusal(new)  # which `connect` tells to all
+            self._step_proof(new)  # which `connect` tells to all
         self._beside = new, time.perf_counter() - began
         if new in self._connected or served(new, self.shard_layouts.of(new)):
             self.create_groups(new)

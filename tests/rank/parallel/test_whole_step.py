@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +20,12 @@ from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
 from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import Coupled, Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.whole_step.prove_step import refusal_of
+from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step, tiny
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.train.job import prepare
 from nbkit.strategy import Strategy
 from zoo.training import SUBJECTS
@@ -57,12 +60,14 @@ class Facts:
         self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
         self.skeleton = skeleton_of(model)
 
+    def proof(self, text: str, loss: Any = None, **asked: Any) -> StepProof:
+        strategy, given = Strategy.parse(text, COMPOSED[text]), {"inputs": None, "loss": loss or self.loss}
+        return prove_step(self.skeleton, strategy, self.options, self.example, **given | asked)
+
     def refusal(self, text: str, loss: Any = None, **asked: Any) -> NbkitError | None:
-        strategy = Strategy.parse(text, COMPOSED[text])
-        found = refusal_of(
-            self.skeleton, strategy, self.options, self.example, loss=loss or self.loss, inputs=None, **asked
-        )
-        return found
+        found = self.proof(text, loss, **asked)
+        assert not found.unproven or found.refusal is not None, found.unproven
+        return found.refusal
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +95,18 @@ def doubled(output: Any, target: Any) -> torch.Tensor:
     return ZOO["gpt_tied"].loss(output, target) * len(target)
 
 
+def not_a_number(held: Any, *_: Any, **__: Any) -> torch.Tensor:
+    return next(iter(held.values())).grad.sum() * torch.nan
+
+
 # what breaks around the blocks -> (where, name, by what, strategy, words)
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
     "a tied weight whose gradients are not summed": (
         sharded_model.ShardedModel, "_sum", unsummed, "dp=2 pp=2 zero=1", "gradient of 'tokens.weight'"),
     "weights of which several ranks hold the same": (
         sharded_model, "grad_norm", counted_twice, "dp=2 tp=2", "norm of the gradients"),
+    "a norm that is no number": (
+        sharded_model, "grad_norm", not_a_number, "dp=2 zero=2", "norm of the gradients nan"),
     "stages that are tied to nobody": (
         process_groups, "_ties", lambda *_: (), "pp=2 tp=2", "gradient of 'tokens.weight'"),
 }  # fmt: skip
@@ -149,21 +160,21 @@ def asked_of_ranks(world: Any) -> list[str]:
     zoo = ZOO["gpt_tied"]
     batch, found = zoo.batch(8), []
 
-    def job(strategy: str) -> Any:
+    def job(strategy: str, *, example: Any) -> Any:
         return prepare(
             zoo.build(),
             lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
             loss=zoo.loss,
             strategy=strategy,
-            example=zoo.batch(2),
+            example=example,
             log_dir=None,
         )
 
     try:
-        job("pp")
+        job("pp", example=zoo.batch(2))
     except StrategyError as error:
         found.append(str(error))
-    going = job("ddp")
+    going = job("ddp", example=zoo.batch(2))
     for step, each in enumerate(going.batches([batch] * 3)):
         going.backward(each)
         going.optimizer.step()
@@ -173,18 +184,25 @@ def asked_of_ranks(world: Any) -> list[str]:
                 going.switch("pp")
             except NbkitError as error:
                 found.append(str(error))
-    return [*found, str(going.strategy), str(going.step)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        job("zero1", example=None)
+    unproven = [str(each.message) for each in said if "No whole step" in str(each.message)]
+    return [*found, *unproven, str(going.strategy), str(going.step)]
 
 
 def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for found in run_ranks(asked_of_ranks, 2):
-        assert len(found) == 4, found
+        assert len(found) == 5, found
         assert all("gradient of 'tokens.weight'" in text for text in found[:2]), found
-        assert found[2:] == ["dp=2", "3"]
+        assert "dp=2 zero=1" in found[2] and "example=" in found[2]
+        assert found[3:] == ["dp=2", "3"]
     zoo = ZOO["gpt_tied"]
     assert nbkit.check(zoo.build(), "pp", zoo.batch(8), 2, loss=zoo.loss).ok
+    said = nbkit.check(zoo.build(), "pp", world_size=2)
+    assert said.ok and "No whole step of pp=2" in str(said)
     monkeypatch.setattr(process_groups, "_ties", lambda *_: ())
     said = nbkit.check(zoo.build(), "pp", zoo.batch(8), 2)
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)
@@ -211,10 +229,72 @@ def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, 
     assert said.ok, str(said)
 
 
-def test_a_loss_that_does_not_repeat_proves_nothing(facts: Facts) -> None:
+def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(facts: Facts) -> None:
     calls = iter(range(1, 1000))
 
     def drifting(output: Any, target: Any) -> Any:
         return facts.loss(output, target) * next(calls)
 
-    assert facts.refusal("dp=2", loss=drifting) is None
+    def breaking(output: Any, target: Any) -> Any:
+        raise KeyError("mask")
+
+    def endless(output: Any, target: Any) -> Any:
+        return facts.loss(output, target) / 0
+
+    for loss, words in ((drifting, "does not repeat"), (breaking, "KeyError: 'mask'"), (endless, "the loss is inf")):
+        assert words in facts.proof("dp=2", loss).unproven
+        assert facts.proof("dp=2", loss).refusal is None
+        refused = facts.proof("pp=2 tp=2", loss).refusal
+        assert isinstance(refused, StrategyError) and words in refused.numbers and "ddp" in refused.hint, words
+
+
+def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "example=" in prove_step(
+        facts.skeleton, Strategy(tp=2), facts.options, None, loss=facts.loss, inputs=None
+    ).unproven  # fmt: skip
+    drawing = replace(facts.options, draws=DrawPlan(unkeyed=("randperm in blocks.0",)))
+    asked = {"loss": facts.loss, "inputs": None}
+    found = prove_step(facts.skeleton, Strategy(pp=2), drawing, facts.example, **asked)
+    assert found.refusal is None and "randperm in blocks.0" in found.unproven
+    found = prove_step(facts.skeleton, Strategy(tp=64), facts.options, facts.example, **asked)
+    assert found.refusal is None and "64 ranks" in found.unproven
+    monkeypatch.setattr("nbkit.rank.parallel.whole_step.prove_step._WIDE", 1000)
+    assert "M parameters" in facts.proof("pp=2 tp=2").unproven
+
+
+def test_of_many_ranks_fewer_stages_are_run() -> None:
+    assert tiny(Strategy(dp=8, tp=4, pp=16)) == Strategy(dp=2, tp=4, pp=4, microbatches=32)
+    assert tiny(Strategy(dp=8, zero=3, shard=4, cp=16)) == Strategy(dp=4, zero=3, shard=2, cp=8)
+
+
+def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_process(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def balanced(output: Any, target: Any) -> Any:
+        return facts.loss(output, target) + output.mean((0, 1)).square().sum()
+
+    assert facts.refusal("dp=2 pp=2 zero=1", balanced) is not None
+    monkeypatch.setattr(facts, "options", replace(facts.options, coupled=Coupled("a term", "", "", trains=True)))
+    assert facts.refusal("dp=2 pp=2 zero=1", balanced) is None
+    monkeypatch.setattr(sharded_model.ShardedModel, "_sum", unsummed)
+    refused = facts.refusal("dp=2 pp=2 zero=1", balanced)
+    assert refused is not None and "gradient of 'tokens.weight'" in refused.numbers
+
+
+class Rates(nn.Module):
+    """Takes the logarithm of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(4, 4) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.rates.log()
+
+
+def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
+    example = (torch.randn(2, 4), torch.randn(2, 4))
+    found = prove_step(
+        skeleton_of(Rates()), Strategy(dp=2, zero=3), Options(), example, loss=nn.functional.mse_loss, inputs=None
+    )
+    assert found == StepProof()

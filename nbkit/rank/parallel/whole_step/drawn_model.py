@@ -13,13 +13,14 @@ from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
 _PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
 
 
-def drawn_model(skeleton: nn.Module, dtype: torch.dtype) -> nn.Module:
+def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> nn.Module:
     """A copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
 
-    Draws from a generator of its own: another thread may be training.
+    positive: all weights are above zero. Draws from a generator of its own: another thread may be training.
     """
     model = skeleton_of(skeleton)
     numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0), dtype=torch.float64).repeat(2)
+    numbers = numbers.abs() + 0.01 if positive else numbers
     start = 0
     for name, places in homes(model).items():
         old: nn.Parameter = getattr(*places[0])

@@ -9,8 +9,7 @@ in any thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError
+from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import pick, rows_of
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
@@ -26,24 +26,51 @@ from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.whole_step.drawn_model import drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Stepped, step_of_one, steps_of_ranks
-from nbkit.strategy import Strategy
+from nbkit.strategy import Strategy, divisors
 
 _EXACT, _WIDE = 1 << 22, 1 << 26
 """Models of more parameters are run in float32 on fewer rows, and of still more not at all: for memory, and time."""
 
-_RANKS = 16
+_RANKS = 32
 _LEAST = 1e-3  # of the norm of all gradients: what is smaller than this is measured by it
 
 
+@dataclass(frozen=True)
+class StepProof:
+    """What a whole step of a strategy showed beside one process; nothing where it makes the step of one process.
+
+    refusal: why the strategy does not train; unproven: why no step could be compared, where it trains all the same.
+    """
+
+    refusal: NbkitError | None = None
+    unproven: str = ""
+
+    def finding(self, strategy: Strategy) -> Finding | None:
+        """What is to be said of it beforehand."""
+        if self.refusal is not None:
+            return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
+        if self.unproven:
+            return Finding(False, f"No whole step of {strategy} was compared with one process.", self.unproven)
+        return None
+
+
 def tiny(strategy: Strategy) -> Strategy:
-    """The smallest strategy that is composed as `strategy` is: further ranks of dp do what two of them do."""
+    """The smallest strategy that is composed as `strategy` is: further ranks of dp do what two of them do.
+
+    Where it still has more ranks than are run, fewer stages and fewer parts of the positions.
+    """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    return replace(strategy, dp=dp, shard=shard if strategy.zero else 0)
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0)
+    for axis in ("pp", "cp"):
+        for degree in reversed(divisors(getattr(strategy, axis))):
+            if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
+                small = replace(small, **{axis: degree})
+    return small
 
 
-def refusal_of(
+def prove_step(
     skeleton: nn.Module,
     strategy: Strategy,
     options: Options,
@@ -52,33 +79,86 @@ def refusal_of(
     loss: Loss | None,
     inputs: Sequence[str] | None,
     microbatch_size: int | None = None,
-) -> NbkitError | None:
-    """Why `strategy` does not train the model as one process does; None where it does, and where that cannot be told.
+) -> StepProof:
+    """Whether `strategy` trains the model as one process does. Sends nothing.
 
     skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
-    over the first tensor that the model gives. Sends nothing.
+    over the first tensor that the model gives. A cut of the model (tp, pp, cp, zero 3) is refused where one process
+    makes no step that could be compared; what only parts the rows trains, and the reason is given.
     """
     small = tiny(strategy)
-    alone = small.mesh.size == 1 and microbatch_size is None
-    draws = options.draws is not None and options.draws.unkeyed
-    # The mean of an auxiliary term over parts of a batch is not that of the whole, and is warned of.
-    auxiliary = options.coupled is not None and parts_rows(options, strategy)
-    if example is None or alone or draws or auxiliary or small.mesh.size > _RANKS:
-        return None
-    options = replace(options, compile=False)
+    if small.mesh.size == 1 and microbatch_size is None:
+        return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
-    for dtype in () if size > _WIDE else (torch.float64, torch.float32)[size > _EXACT :]:
-        with suppress(Exception):
-            rows = _rows(small, 1 if size > _EXACT else 2, microbatch_size)
+    if beforehand := _unmakeable(small, options, example, size):
+        return StepProof(unproven=beforehand)
+    options = replace(options, compile=False)
+    # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
+    in_parts = options.coupled is not None and parts_rows(options, strategy)
+    rows = _rows(small, 1 if size > _EXACT or in_parts else 2, microbatch_size)
+    why = ""
+    for dtype, positive in _DRAWS[size > _EXACT :]:
+        try:
             batch = _batch(example, rows, dtype, loss or _sum_of_output, inputs, microbatch_size)
             with coarsest() as seen:
-                whole = step_of_one(drawn_model(skeleton, dtype), batch, options)
-            if isfinite(whole.loss + whole.norm):
-                refusal = _compared(drawn_model(skeleton, dtype), whole, strategy, small, batch, options, seen.eps)
-                # One process may differ from itself: then its step says nothing about the ranks.
-                again = step_of_one(drawn_model(skeleton, dtype), batch, options) if refusal is not None else whole
-                return refusal if (again.loss, again.norm) == (whole.loss, whole.norm) else None
-    return None  # what is wrong with the model is said where it trains
+                whole = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
+        except Exception as error:
+            why = why or f"a step of {rows} rows in one process fails: {_told(error)}"
+            continue
+        if not isfinite(whole.loss + whole.norm):
+            why = why or f"on drawn weights the loss is {whole.loss:.3g}, the norm of its gradients {whole.norm:.3g}"
+            continue
+        model = drawn_model(skeleton, dtype, positive=positive)
+        refusal = _compared(model, whole, strategy, small, batch, options, seen.eps)
+        if refusal is None:
+            return StepProof()
+        # One process may differ from itself: then its step says nothing about the ranks.
+        again = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
+        if not list(_differences(whole, again, max(1e-9, 64 * seen.eps))):
+            return StepProof(refusal)
+        why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
+        break
+    return StepProof(_unprovable(strategy, why) if _cuts(strategy) else None, why)
+
+
+_DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
+"""(dtype, weights above zero alone), tried in this order. Who takes logarithms of weights needs the last."""
+
+
+def _cuts(strategy: Strategy) -> bool:
+    """Whether a rank computes with a part of the model, or of a row."""
+    return strategy.dp < strategy.mesh.size or strategy.zero == 3
+
+
+def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> str:
+    """Why no step is made of `small`, of a model of `size` parameters; "" where one is."""
+    if example is None:
+        return (
+            "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
+        )
+    if options.draws is not None and options.draws.unkeyed:
+        return f"the model draws numbers that are not keyed: {options.draws.unkeyed[0]}"
+    if small.mesh.size > _RANKS:
+        return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
+    if size > _WIDE:
+        return f"{size / 1e6:,.0f} M parameters, more than {_WIDE / 1e6:.0f} M; blocks were run by themselves"
+    return ""
+
+
+def _unprovable(strategy: Strategy, why: str) -> StrategyError:
+    return StrategyError(
+        f"{strategy} cannot be compared with one process before it trains this model.",
+        numbers=why,
+        hint=_hint(strategy),
+    )
+
+
+def _alone(model: nn.Module, batch: Batch, options: Options, in_parts: bool) -> Stepped:
+    """By one process; in_parts: a forward for each row, as the ranks make them."""
+    if not in_parts:
+        return step_of_one(model, batch, options)
+    (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True))
+    return stepped
 
 
 def _compared(
@@ -91,7 +171,7 @@ def _compared(
     except Exception as error:
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
-            numbers=f"{type(error).__name__}: {str(error).strip()[:200]}",
+            numbers=_told(error),
             hint=_hint(strategy),
         )
     found = [text for rank in ranks for text in _differences(whole, rank, max(1e-9, 64 * eps))]
@@ -104,6 +184,10 @@ def _compared(
     )
 
 
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _hint(strategy: Strategy) -> str:
     if strategy.dp < strategy.mesh.size or strategy.zero:
         return "another strategy, such as 'ddp'"
@@ -111,13 +195,15 @@ def _hint(strategy: Strategy) -> str:
 
 
 def _differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
-    if abs(whole.loss - rank.loss) > tolerance * max(abs(whole.loss), 1e-3):
+    # What is not finite is not within any bound.
+    if not abs(whole.loss - rank.loss) <= tolerance * max(abs(whole.loss), 1e-3):
         yield f"loss {rank.loss:.6g} instead of {whole.loss:.6g}"
-    if abs(whole.norm - rank.norm) > 8 * tolerance * whole.norm:
+    if not abs(whole.norm - rank.norm) <= 8 * tolerance * whole.norm:
         yield f"norm of the gradients {rank.norm:.6g} instead of {whole.norm:.6g}"
     for name, (grad, layout) in rank.gradients.items():
         expected = whole.gradients[name][0]
-        if (off := _off(grad, expected, layout)) > 64 * tolerance * _scale(expected, whole.norm):
+        off = _off(grad, expected, layout)
+        if off > 64 * tolerance * _LEAST * whole.norm and off > 64 * tolerance * _scale(expected, whole.norm):
             yield f"gradient of {name!r} {off:.3g} off, of {_scale(expected, 0):.3g}"
 
 
@@ -131,12 +217,13 @@ def _off(grad: Tensor | None, expected: Tensor | None, layout: Any) -> float:
     if grad is None and expected is None:
         return 0.0
     largest = 0.0
+    grad, expected = (each.to_dense() if each is not None and each.is_sparse else each for each in (grad, expected))
     for here, there in layout.pieces:
         own = grad[here.slices] if grad is not None else torch.zeros(())
         true = expected[there.slices] if expected is not None else torch.zeros(())
-        if (away := (own.double() - true.double()).abs()).numel():
-            largest = max(largest, float(away.max()))
-    return largest if isfinite(largest) else float("inf")
+        if (away := (own - true).abs_()).numel():
+            largest = max(largest, float(away.nan_to_num(torch.inf).max()))
+    return largest
 
 
 def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
