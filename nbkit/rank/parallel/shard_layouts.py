@@ -104,11 +104,12 @@ class ShardLayouts:
     def split(self, size: int, index: int) -> dict[str, Layout]:
         """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
         if (size, index) not in self._parts:
-            module = skeleton_of(self.skeleton)
             self._parts[size, index] = (
-                {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
+                {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(self.skeleton).items()}
                 if size == 1
-                else dict(parts_of(module, self.options.plan(self.skeleton, size), size, index).layouts)
+                else dict(
+                    parts_of(skeleton_of(self.skeleton), self.options.plan(self.skeleton, size), size, index).layouts
+                )
             )
         return self._parts[size, index]
 
