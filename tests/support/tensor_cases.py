@@ -60,9 +60,11 @@ def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGrou
 
 
 def proven(model: nn.Module, value: Any, said: Any = None) -> TensorPlan:
-    """The plan of `model` for the ranks that there are, run on `value`."""
+    """The plan of `model` for the ranks that there are, run on `value` by rank 0, as in a job."""
     size = dist.get_world_size()
-    return plan_of(model, size, said, prove(model, lambda: call(model, value), [size], said))
+    proof = [prove(model, lambda: call(model, value), [size], said) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(proof, src=0)
+    return plan_of(model, size, said, proof[0])
 
 
 def compared(
@@ -74,13 +76,17 @@ def compared(
     plan: Any = None,
     sequence: bool = True,
 ) -> tuple[float, float, TensorSplit, nn.Module]:
-    """(largest difference of a gradient / largest gradient, difference of the losses, the split, this rank's part)."""
+    """(largest difference of a gradient / largest gradient, difference of the losses, the split, this rank's part).
+
+    plan: made of the model already, or the user's roles.
+    """
     whole = copy.deepcopy(model)
     truth = loss(call(whole, value))
     truth.backward()
     part = skeleton_of(model)
     axes = axes_of(world)
-    split = tensor_parallel(part, axes, plan=proven(model, value, plan), sequence=sequence)
+    made = plan if isinstance(plan, TensorPlan) else proven(model, value, plan)
+    split = tensor_parallel(part, axes, plan=made, sequence=sequence)
     fill(part, model, split)
     ours = loss(call(part, value))
     ours.backward()
