@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import NbkitError
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.train import builder
 from nbkit.rank.train import trainer as training
 from nbkit.rank.train.trainer import Trainer
 
@@ -414,13 +417,19 @@ def verdict(
 ) -> tuple[str, str]:
     """("equal" to one process, or "wrong", by how much), or ("refused" | "refused in a step" | "crashed", the text).
 
+    Of the proofs the job has what `strategy` asks for. No whole step is made beforehand: what it would refuse shows.
     seen: the job has an example of the data. first: the strategy it begins with, before it switches.
     """
     before, after, evaluated = one_process(make, loss)
     model, example_of = built(make), training.example_of
     stage = "refused"
     try:
-        with warnings.catch_warnings():
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(builder, "refusal_of", lambda *_, **__: None)
+            if "cp" not in strategy:
+                patch.setattr(builder, "try_in_parts", lambda *_: None)
+            if "tp" not in strategy:
+                patch.setattr(builder, "prove", lambda *_: Proof())
             warnings.simplefilter("ignore")
             if not seen:
                 training.example_of = lambda *_: None

@@ -16,6 +16,7 @@ from nbkit.rank.telemetry import collectives
 
 def measured(world: Any, forgets: int) -> dict[str, Any]:
     collectives.set_mode("count")
+    link_probe._known = None
     first = link_probe.link_of(torch.device("cpu"))
     calls = collectives.ring.end
     again = link_probe.link_of(torch.device("cpu"))
