@@ -1,7 +1,8 @@
 """Batches: which rows of a global batch are this rank's, how they are cut, and how a model is called on them.
 
 Rows are dim 0 of every tensor in a batch. A global batch of B rows over R ranks gives rank r contiguous rows; when R
-does not divide B the first B mod R ranks hold one more (so the last ranks may hold none).
+does not divide B the first B mod R ranks hold one more (so the last ranks may hold none). Of balanced data the ranks
+hold rows of the same cost instead, wherever they lie in the batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "call",
     "check_inputs",
     "fingerprint",
+    "numbers_of",
     "on_device",
     "pair",
     "pick",
@@ -35,6 +37,9 @@ __all__ = [
 ]
 
 
+Parts = Sequence[Sequence[int]] | None
+
+
 @dataclass(frozen=True)
 class Shard:
     """This rank's rows of one global batch.
@@ -43,6 +48,7 @@ class Shard:
     indices: dataset index (or position in the stream) of each row of the global batch.
     fingerprint: equal on all ranks exactly when they saw the same stream; 0 when they cannot differ.
     everything: makes a Sample of the whole global batch, where every rank has read it.
+    parts: which rows of the global batch each rank has, where they are not contiguous.
     """
 
     data: Any
@@ -51,6 +57,16 @@ class Shard:
     indices: Sequence[int]
     fingerprint: int = 0
     everything: Callable[[], tuple[Any, ...]] | None = None
+    parts: Parts = None
+
+    def most(self, ranks: int) -> int:
+        """Rows of the rank that has most."""
+        return bounds(self.total, ranks, 0)[1] if self.parts is None else max(map(len, self.parts))
+
+
+def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]:
+    """Which rows of a global batch of `total` rows `rank` has. parts: see Shard."""
+    return range(*bounds(total, ranks, rank)) if parts is None else parts[rank]
 
 
 def rows_of(batch: Any) -> int:

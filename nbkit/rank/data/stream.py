@@ -18,11 +18,15 @@ from typing import Any, ClassVar
 import torch
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, bounds, fingerprint, rows_of
+from nbkit.rank.data.balanced import Balanced
+from nbkit.rank.data.balanced_order import BalancedOrder
+from nbkit.rank.data.batch import Parts, Shard, bounds, fingerprint, numbers_of, rows_of
 from nbkit.rank.data.data_rng import Compared, content
+from nbkit.rank.data.equal_shares import equal_shares
 from nbkit.rank.rng.seeding import ITERATED, mixed
 
 Collate = Callable[[list[Any]], Any]
+Order = range | torch.Tensor | BalancedOrder
 
 
 def is_map_style(data: Any) -> bool:
@@ -76,7 +80,7 @@ class MapStream(Stream):
                 hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
             )
         self.length = len(data)
-        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 2), self.collate).data))
+        self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 1), self.collate).data))
         self.seek(0, 0)
 
     def seek(self, epoch: int, offset: int) -> None:
@@ -84,9 +88,7 @@ class MapStream(Stream):
         if offset > self.length:
             raise _shorter(epoch, offset, self.length)
         self.epoch, self.offset = epoch, offset
-        self._order: Sequence[int] | torch.Tensor = range(self.length)
-        if self.shuffle:
-            self._order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        self._order = self._ordered(epoch)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
 
@@ -97,14 +99,56 @@ class MapStream(Stream):
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)
             left = self.length
-        total = min(self.batch_size, left)
+        total = self._rows(left)
         chosen = self._order[self.offset : self.offset + total]
         indices = chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen)
         # Lengths, seeds or batch sizes that differ between ranks show here.
         mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
         self.offset += total
-        shard = _fetched(self.data, indices, bounds(total, self.ranks, self.rank), self.collate)
-        return replace(shard, fingerprint=zlib.crc32(mark.encode()))
+        parts = self._parts(indices)
+        shard = _fetched(self.data, indices, numbers_of(parts, total, self.ranks, self.rank), self.collate)
+        return replace(shard, fingerprint=zlib.crc32(mark.encode()), parts=parts)
+
+    def _ordered(self, epoch: int) -> Order:
+        if self.shuffle:
+            return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        return range(self.length)
+
+    def _rows(self, left: int) -> int:
+        """Rows of the next batch, with `left` samples left in the epoch."""
+        return min(self.batch_size, left)
+
+    def _parts(self, indices: Sequence[int]) -> Parts:
+        """Which rows of the batch each rank has; None: contiguous ones."""
+        return None
+
+
+class BalancedStream(MapStream):
+    """Shards of Balanced data, each of the same cost.
+
+    The batches of an epoch differ by one sample at most: a short last one could not be shared evenly.
+    """
+
+    data: Balanced
+
+    def __post_init__(self) -> None:
+        self.data.measured(together=True)
+        super().__post_init__()
+
+    def _ordered(self, epoch: int) -> Order:
+        if not self.shuffle:
+            return range(self.length)
+        return BalancedOrder(self.data.costs, self.data.groups, seed=self.seed, epoch=epoch)
+
+    def _rows(self, left: int) -> int:
+        if self.drop_last:
+            return self.batch_size
+        return -(-left // -(-left // self.batch_size))
+
+    def _parts(self, indices: Sequence[int]) -> Parts:
+        costs, groups = self.data.costs, self.data.groups
+        of_groups = None if groups is None else [groups[i] for i in indices]
+        return equal_shares([costs[i] for i in indices], self.ranks, of_groups)
 
 
 @dataclass(eq=False)
@@ -207,6 +251,8 @@ class IterableStream(Stream):
 def open_stream(data: Any, **how: Any) -> Stream:
     """The stream that fits the kind of `data`; how: see Stream. Raises TrainingError when it is neither kind."""
     _refuse_loader(data)
+    if isinstance(data, Balanced):
+        return BalancedStream(data, **how)
     if is_map_style(data):
         return MapStream(data, **how)
     if not isinstance(data, Iterable):
@@ -225,7 +271,7 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
     if is_map_style(data):
         for first in range(0, len(data), batch_size):
             total = min(batch_size, len(data) - first)
-            yield _fetched(data, list(range(first, first + total)), bounds(total, ranks, rank), collate)
+            yield _fetched(data, list(range(first, first + total)), range(*bounds(total, ranks, rank)), collate)
         return
     samples, first = iter(data), 0
     while taken := list(islice(samples, batch_size)):
@@ -235,8 +281,8 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
         first += len(taken)
 
 
-def _fetched(data: Any, indices: list[int], mine: tuple[int, int], collate: Collate) -> Shard:
-    own = indices[mine[0] : mine[1]]
+def _fetched(data: Any, indices: list[int], mine: Sequence[int], collate: Collate) -> Shard:
+    own = [indices[row] for row in mine]
     if not own:
         return Shard(None, 0, len(indices), indices)
     samples = data.__getitems__(own) if hasattr(data, "__getitems__") else [data[i] for i in own]

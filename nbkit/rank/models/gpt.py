@@ -23,10 +23,10 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         drop = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=drop, is_causal=mask is None)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -42,8 +42,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, **mask: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), **mask))
         x = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return x
 
@@ -66,11 +66,14 @@ class GPT(nn.Module):
             if name.endswith(("attention.out.weight", "down.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * config.layers) ** 0.5)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits. positions: (B, T), of each token in its document, where documents are packed: 0 begins one."""
+        mask = {} if positions is None else {"mask": _within_documents(positions)}
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        x = self.tokens(ids) + self.positions(places)
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, **mask)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -97,6 +100,12 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
         return bytes(ids[0].tolist())
+
+
+def _within_documents(positions: Tensor) -> Tensor:
+    """(B, 1, T, T), what a position may look at: its own document, up to itself."""
+    document = (positions == 0).cumsum(1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def _init_weights(module: nn.Module) -> None:

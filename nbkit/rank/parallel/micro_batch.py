@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.rank.data.batch import Shard, bounds, on_device, pair, take, tokens_of
+from nbkit.rank.data.batch import Shard, bounds, numbers_of, on_device, pair, take, tokens_of
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.row_weights import Loss, Weighed, weigh
 from nbkit.rank.loss.target_counts import share_of
@@ -19,28 +20,28 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch: its data, how many rows, and which of the global batch the first one is."""
+    """A micro-batch: its data, how many rows, and which of the global batch they are."""
 
     data: Any
     rows: int
-    first: int
+    numbers: Sequence[int]
 
 
 def micro_batches(shard: Shard, model: ShardedModel, size: int | None) -> list[Micro]:
     """A shard in as many micro-batches as the strategy of a pipeline says, else of `size` rows, else in one."""
     axes, rows = model.axes, shard.rows
-    first, _ = bounds(shard.total, axes.size("dp"), axes.index("dp"))
+    numbers = numbers_of(shard.parts, shard.total, axes.size("dp"), axes.index("dp"))
     if (count := model.strategy.microbatches) is not None:
         cuts = [bounds(rows, min(count, rows), i) for i in range(min(count, rows))]
     else:
         size = size or max(rows, 1)
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-    return [Micro(take(shard.data, start, stop, rows=rows), stop - start, first + start) for start, stop in cuts]
+    return [Micro(take(shard.data, start, stop, rows=rows), stop - start, numbers[start:stop]) for start, stop in cuts]
 
 
 def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
     """Micro-batches of the rank that has most."""
-    _, most = bounds(shard.total, model.axes.size("dp"), 0)
+    most = shard.most(model.axes.size("dp"))
     if (count := model.strategy.microbatches) is not None:
         return min(count, most)
     return -(-most // (size or max(most, 1)))

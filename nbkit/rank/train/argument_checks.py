@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
+from nbkit.rank.data.batch import numbers_of
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
-from nbkit.tensor_layout import bounds
 
 
 def check_counts(**counts: int | None) -> None:
@@ -39,8 +39,8 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
         return
     where = []
     for rank in numbers.not_finite[:4]:
-        start, stop = bounds(pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
-        shown = ", ".join(map(str, pending.indices[start:stop][:16])) + ", ..." * (stop - start > 16)
+        rows = numbers_of(pending.parts, pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
+        shown = ", ".join(str(pending.indices[row]) for row in rows[:16]) + ", ..." * (len(rows) > 16)
         where.append(f"rank {rank}: samples {shown}")
     ranks = ", ".join(map(str, numbers.not_finite))
     made = (

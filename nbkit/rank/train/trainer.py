@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
 from nbkit.errors import NbkitError, NotFinite, TrainingError
+from nbkit.rank.data.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
@@ -116,6 +117,7 @@ class Trainer:
             batch=batch_size,
         )
         self.job = Job(model, optimizer, config, strategy=strategy, switches=switches)
+        check_packed(data, self.job.model)
         self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
         self._stream = open_stream(
             data,

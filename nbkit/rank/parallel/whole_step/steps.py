@@ -103,7 +103,7 @@ def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             nonlocal summed
             micro = micros[number]
-            with draws.step(0, range(micro.first, micro.first + micro.rows)):
+            with draws.step(0, micro.numbers):
                 output, part, _ = forward_pass.run(micro, stage, received, counted, whole)
             if part is None:
                 return output  # type: ignore[no-any-return]

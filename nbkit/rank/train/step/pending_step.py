@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.mesh import Mesh
+from nbkit.rank.data.batch import Parts
 from nbkit.rank.train.step.async_copy import Underway, arrived, sent
 from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction
 
@@ -20,7 +21,8 @@ _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
 class Pending:
     """A step whose numbers are under way.
 
-    mesh, strategy: those the step was made under. asked: the number of the request its reduction asked about.
+    mesh, strategy, parts: those the step was made under; parts: see Shard.
+    asked: the number of the request its reduction asked about.
     made: the optimizer took the step. remarks: what words there are to the record.
     """
 
@@ -32,6 +34,7 @@ class Pending:
     lr: float | Underway
     mesh: Mesh
     strategy: str
+    parts: Parts = None
     extra: dict[str, float | Underway] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False

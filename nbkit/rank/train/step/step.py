@@ -174,7 +174,8 @@ class TrainingStep:
             self._drift_unknown = False
         self.reduced = True
         strategy, lr = sharded_model.strategy, sent(self.optimizer.param_groups[0]["lr"])
-        pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, strategy.mesh, str(strategy))
+        shape = strategy.mesh, str(strategy), shard.parts
+        pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, *shape)
         if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)
@@ -242,6 +243,5 @@ class TrainingStep:
 
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:
-        rows = range(micro.first, micro.first + micro.rows)
-        with phase("forward"), self.precision.autocast(), self._dropout.step(step, rows):
+        with phase("forward"), self.precision.autocast(), self._dropout.step(step, micro.numbers):
             yield

@@ -1,0 +1,172 @@
+"""Data that says what its samples cost, so that a Trainer gives every rank the same at every step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.data_rng import alike
+from nbkit.rank.data.packing import Packed
+
+Cost = Callable[[Any], float] | Sequence[float]
+Group = Callable[[Any], Hashable] | Sequence[Hashable]
+
+
+class Balanced(Dataset[Any]):
+    """`data` for a Trainer that divides every batch so that all ranks have the same cost, and the same of each group.
+
+    data: map-style. cost: of a sample, as a function of it or a number for each; without it, the length of the first
+    tensor of the sample. group: a label of a sample, as a function of it or one for each. Functions read all of the
+    data once, the ranks together, when the training is made.
+
+    pack: documents become blocks of so many positions, each by itself (see nbkit.rank.data.packing.Packed). cost is
+    then that of a piece of a document, called with its token ids, and group a label of a document.
+
+    Each sample comes once an epoch, shuffled by the Trainer's seed, in batches that differ by one sample at most, of
+    like cost and groups; which they are does not depend on the strategy. Raises TrainingError for data that cannot be
+    read by index.
+    """
+
+    def __init__(
+        self, data: Any, cost: Cost | None = None, group: Group | None = None, pack: int | None = None
+    ) -> None:
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise TrainingError(
+                "What is balanced can be read by index.",
+                numbers=f"{type(data).__name__}: __len__ {hasattr(data, '__len__')}, "
+                f"__getitem__ {hasattr(data, '__getitem__')}",
+                hint="nbkit.Balanced(list(data)), or a map-style dataset",
+            )
+        self._values: tuple[list[float], list[Hashable] | None] | None = None
+        if pack is not None:
+            if cost is not None and not callable(cost):
+                raise TrainingError(
+                    "Of packed documents, the cost is a function of a piece's ids.",
+                    numbers=f"{len(cost)} costs of whole documents",
+                    hint="cost=lambda ids: len(ids) ** 2",
+                )
+            labels = [group(data[i]) for i in range(len(data))] if callable(group) else group
+            data = Packed(data, pack, _checked("group", labels, len(data)))
+            self._values = _numbers(data.costs(cost), len(data)), data.groups
+        self.data, self.pack = data, pack
+        self._cost, self._group = cost, group
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = data.__getitems__
+        if hasattr(data, "set_epoch"):
+            self.set_epoch = data.set_epoch
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of each sample."""
+        return self.measured()[0]
+
+    @property
+    def groups(self) -> Sequence[Hashable] | None:
+        """Of each sample, None where none were asked for."""
+        return self.measured()[1]
+
+    @property
+    def waste(self) -> float:
+        """Share of all positions that hold no document; 0 where nothing is packed."""
+        return self.data.waste if isinstance(self.data, Packed) else 0.0
+
+    def measured(self, *, together: bool = False) -> tuple[Sequence[float], Sequence[Hashable] | None]:
+        """(costs, groups). together: each rank reads a part of the data; collective, and the same on every rank.
+
+        Raises TrainingError for a cost that is none, or lists of another length than the data.
+        """
+        if self._values is None:
+            number = len(self.data)
+            costs, groups = self._cost, self._group
+            if costs is None or callable(costs) or callable(groups):
+                found = self._read(together)
+                costs = [cost for cost, _ in found] if costs is None or callable(costs) else costs
+                groups = [group for _, group in found] if callable(groups) else groups
+            self._values = _numbers(costs, number), _checked("group", groups, number)
+            if number > 1 and groups is None and min(self._values[0]) == max(self._values[0]):
+                warnings.warn(
+                    f"every sample costs the same, {self._values[0][0]:g}: nothing is balanced. "
+                    "cost=lambda sample: ... is called with a sample as the dataset gives it",
+                    stacklevel=3,
+                )
+        return self._values
+
+    def _read(self, together: bool) -> list[tuple[float, Hashable]]:
+        ranks = dist.get_world_size() if together and dist.is_initialized() else 1
+        rank = dist.get_rank() if ranks > 1 else 0
+        own: list[tuple[float, Hashable]] | BaseException
+        try:
+            with alike():
+                own = [self._of(self.data[i]) for i in range(rank, len(self.data), ranks)]
+        except Exception as error:  # raised when all have come to it: the others wait for this one
+            own = error
+        parts: list[Any] = [own]
+        if ranks > 1:
+            parts = [None] * ranks
+            failed = own if isinstance(own, Exception) else None
+            dist.all_gather_object(
+                parts, own if failed is None else TrainingError("The cost of a sample.", str(failed))
+            )
+            own = failed or own
+        for part in [own, *parts]:
+            if isinstance(part, BaseException):
+                raise part
+        return [parts[i % ranks][i // ranks] for i in range(len(self.data))]
+
+    def _of(self, sample: Any) -> tuple[float, Hashable]:
+        cost = self._cost(sample) if callable(self._cost) else _length(sample) if self._cost is None else 0.0
+        return cost, self._group(sample) if callable(self._group) else None
+
+
+def check_packed(data: Any, model: nn.Module) -> None:
+    """Raises TrainingError for a model of transformers that would look from one packed document into another."""
+    if isinstance(data, Balanced) and data.pack and getattr(getattr(model, "config", None), "use_cache", False):
+        raise TrainingError(
+            "With a cache the model does not see where packed documents begin, and attends across them.",
+            numbers=f"{type(model).__name__}: config.use_cache is True, pack={data.pack}",
+            hint="use_cache=False: from_pretrained(..., use_cache=False), or model.config.use_cache = False",
+        )
+
+
+def _length(sample: Any) -> float:
+    """Entries of the first tensor (or list, or text) in a sample."""
+    while isinstance(sample, Mapping | tuple):
+        sample = next(iter(sample.values())) if isinstance(sample, Mapping) else sample[0]
+    if isinstance(sample, Tensor) and not sample.ndim:
+        return 1.0
+    return float(len(sample)) if hasattr(sample, "__len__") else 1.0
+
+
+def _checked(name: str, given: Any, number: int) -> Any:
+    if given is not None and len(given) != number:
+        raise TrainingError(
+            f"{name}= has another length than the data.",
+            numbers=f"{len(given)} of {name}, {number} samples",
+            hint=f"{name}=[...] with one for each sample, or a function of a sample",
+        )
+    return given
+
+
+def _numbers(costs: Sequence[float], number: int) -> list[float]:
+    found = [float(cost) for cost in _checked("cost", costs, number)]
+    wrong = [i for i, cost in enumerate(found) if not (math.isfinite(cost) and cost >= 0)]
+    if wrong:
+        raise TrainingError(
+            "The cost of a sample is a number >= 0.",
+            numbers=f"{found[wrong[0]]} of sample {wrong[0]}",
+            hint="cost=lambda sample: ...",
+        )
+    return found

@@ -1,0 +1,136 @@
+"""Divides the rows of a batch over ranks, so that all have as many rows, as many of each group, and the same cost.
+
+Balanced number partitioning in two steps. First rows are dealt in rounds, as in the balanced differencing method of
+Yakir (1996): a round holds as many neighbours in the order of costs as there are ranks, the rounds that differ most
+come first, and the largest of a round goes to whoever has least so far (Graham's rule of the longest first, 1969). Then
+pairs of rows of one group are exchanged between two ranks for as long as that brings the costliest rank down.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+_NEAR, _ENOUGH = 2e-4, 1.01  # of the mean
+_SUMS = 1 << 15  # that are told apart
+
+
+@dataclass
+class _Part:
+    rows: list[int] = field(default_factory=list)
+    cost: float = 0.0
+
+
+def equal_shares(
+    costs: Sequence[float], ranks: int, groups: Sequence[Hashable] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the rows of each rank, ascending; ranks with more rows come first.
+
+    costs, groups: of each row of the batch. Numbers of rows differ by one at most, and so do those of a group, unless
+    that leaves a rank more than 1 % above the mean: then rows move until it is not, where there is a way.
+    Equal input gives equal output, on every rank.
+    """
+    near, groups = _NEAR * sum(costs) / ranks, groups or [0] * len(costs)
+    parts = _dealt(costs, ranks, groups)
+    _exchange(parts, costs, groups, near)
+    if near and max(part.cost for part in parts) * ranks > _ENOUGH * sum(costs):
+        _divide_anew(parts, costs, near)
+    parts.sort(key=lambda part: (-len(part.rows), min(part.rows, default=0)))
+    return tuple(tuple(sorted(part.rows)) for part in parts)
+
+
+def unevenness(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
+    """Cost of the rank that has most, against the mean."""
+    sums = [sum(costs[row] for row in share) for share in shares]
+    return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
+
+
+def _dealt(costs: Sequence[float], ranks: int, groups: Sequence[Hashable]) -> list[_Part]:
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    rounds, rests = [], []
+    for rows in members.values():
+        rows.sort(key=lambda row: (-costs[row], row))
+        whole = len(rows) // ranks * ranks
+        rounds += [rows[start : start + ranks] for start in range(0, whole, ranks)]
+        rests.append(rows[whole:])
+    rounds.sort(key=lambda rows: costs[rows[-1]] - costs[rows[0]])
+    parts = [_Part() for _ in range(ranks)]
+    # What is left of a group goes to ranks that have fewest rows.
+    for rows in [*rounds, *sorted(rests, key=len, reverse=True)]:
+        taking = sorted(parts, key=lambda part: (len(part.rows), part.cost))[: len(rows)]
+        for row, part in zip(rows, sorted(taking, key=lambda part: part.cost), strict=True):
+            part.rows.append(row)
+            part.cost += costs[row]
+    return parts
+
+
+def _exchange(parts: list[_Part], costs: Sequence[float], groups: Sequence[Hashable], near: float) -> None:
+    """Exchange rows of one group between the costliest rank and another, as long as that makes it cheaper.
+
+    near: costs that differ by less are equal.
+    """
+    for _ in range(8 * len(costs)):
+        parts.sort(key=lambda part: part.cost)
+        most = parts[-1]
+        for part in parts[:-1]:
+            if most.cost - part.cost > near and (pair := _best(most, part, costs, groups)) is not None:
+                most.rows[most.rows.index(pair[0])], part.rows[part.rows.index(pair[1])] = pair[1], pair[0]
+                gain = costs[pair[0]] - costs[pair[1]]
+                most.cost, part.cost = most.cost - gain, part.cost + gain
+                break
+        else:
+            return
+
+
+def _best(most: _Part, part: _Part, costs: Sequence[float], groups: Sequence[Hashable]) -> tuple[int, int] | None:
+    """A row of each, whose exchange brings their costs nearest; None where none makes the costlier one cheaper."""
+    gap = most.cost - part.cost
+    by_group: dict[Hashable, list[tuple[float, int]]] = {}
+    for row in part.rows:
+        by_group.setdefault(groups[row], []).append((costs[row], row))
+    for others in by_group.values():
+        others.sort()
+    found, left = None, gap
+    for row in most.rows:
+        others = by_group.get(groups[row], [])
+        at = bisect_left(others, (costs[row] - gap / 2, -1))
+        for cost, other in others[max(at - 1, 0) : at + 1]:
+            if 0 < (gain := costs[row] - cost) < gap and (rest := abs(gap - 2 * gain)) < left:
+                found, left = (row, other), rest
+    return found
+
+
+def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> None:
+    """Divide the rows of two ranks anew, whatever their numbers and groups, as long as that brings two nearer."""
+    for _ in range(4 * len(parts)):
+        parts.sort(key=lambda part: part.cost)
+        pairs = [(parts[-1], part) for part in parts[:-1]] + [(part, parts[0]) for part in parts[-2:0:-1]]
+        for most, part in pairs:
+            if (gap := most.cost - part.cost) > near:
+                rows = most.rows + part.rows
+                half = _nearest([costs[row] for row in rows], 0.5)
+                cost = sum(costs[rows[i]] for i in half)
+                if abs(most.cost + part.cost - 2 * cost) < gap - near:
+                    most.cost, part.cost = most.cost + part.cost - cost, cost
+                    most.rows, part.rows = [r for i, r in enumerate(rows) if i not in half], [rows[i] for i in half]
+                    break
+        else:
+            return
+
+
+def _nearest(costs: Sequence[float], share: float) -> set[int]:
+    """Which of `costs` have the sum that is nearest below `share` of all: every sum that there is, as a bit."""
+    unit = sum(costs) / _SUMS
+    whole = [round(cost / unit) for cost in costs]
+    sums = list(accumulate(whole, lambda found, cost: found | found << cost, initial=1))
+    left = (sums[-1] & ((1 << int(sum(whole) * share) + 1) - 1)).bit_length() - 1
+    taken = set()
+    for i in reversed(range(len(whole))):
+        if not sums[i] >> left & 1:
+            taken.add(i)
+            left -= whole[i]
+    return taken
