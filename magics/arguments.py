@@ -214,6 +214,8 @@ def nbkit_parser() -> MagicParser:
     trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
     trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
+    why = commands.add_parser("why", help="who is stuck where: what every rank does, and one sentence")
+    why.add_argument("--stacks", action="store_true", help="with the stack of every thread")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`%nbkit plan`, before a training; `report`, `trace` and `export`: what is made of one for elsewhere."""
+"""`%nbkit plan`, before a training; `why`, when one is stuck; `report`, `trace` and `export`: what is made of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, nbkit_parser, parse
 from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.cluster.why.why import Why
 from nbkit.notebook.export.export import Exported, export
 from nbkit.notebook.planning import planned
 from nbkit.notebook.tracing import Traced
@@ -19,7 +20,7 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """One line magic with commands."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Written | Traced | Exported | Plan | Words | None:
+    def nbkit(self, line: str) -> Written | Traced | Exported | Plan | Words | Why | None:
         try:
             options = vars(parse(nbkit_parser(), line))
         except HelpShown:
@@ -29,6 +30,8 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return planned(self.shell.user_ns, **options)
         if command == "trace":
             return current().trace(**options)
+        if command == "why":
+            return current().why(**options)
         if command == "export":
             return export(**options)
         board = Dashboard(options["run"])

@@ -19,10 +19,14 @@ from nbkit.bridge.record_files import recorded
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.bridge.training_requests import Control, Controls
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog, world
+from nbkit.rank.world.activity import activity
+from nbkit.wire import process_state
 from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
+from nbkit.wire.processes import Process
 
 MESSAGE_TYPE = "nbkit_request"
 COMPLETIONS = 200
@@ -52,6 +56,9 @@ class Requests:
             "follow": self.follow,
             "complete": self.complete,
             "seen": self.seen,
+            "why": self.why,
+            "moved": self.moved,
+            "outside": self.outside,
             "interrupt": self.interrupt,
             "end": self.end,
         }
@@ -146,6 +153,30 @@ class Requests:
         if cell:
             self.delivered = cell
         return {}
+
+    def why(self, stacks: bool = False) -> dict[str, Any]:
+        """What this rank does right now: see nbkit.wire.activity."""
+        running = list(self.runner.running)
+        known: dict[str, Any] = {}
+        if running:
+            known = {"cell": running[-1].request.number, "seconds": time.time() - running[-1].started}
+        if step_boundary.training() is not None:
+            known["step"] = step_boundary.progress().get("step", 0)
+        found = activity(self.runner.rank, self.runner.own.cells, stacks=stacks, **known)
+        return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
+
+    def moved(self) -> dict[str, Any]:
+        """What is another value when this rank has issued an operation, or made a step."""
+        return {"moved": [delegating_group.num_issued(), step_boundary.progress().get("step", 0)]}
+
+    def outside(self, processes: dict[str, list[Any]]) -> dict[str, Any]:
+        """How processes of other ranks look from outside, those that are of this host. processes: by rank."""
+        logs = self.runner.capture.folder.parent / "logs"
+        looks = {}
+        for rank, process in processes.items():
+            if found := process_state.look(Process(*process), logs / f"rank{rank}.log"):
+                looks[int(rank)] = found
+        return {"looks": base64.b64encode(pickle.dumps(looks)).decode()}
 
     def interrupt(self, rank: int, cell: str) -> dict[str, Any]:
         """Ask the parent to interrupt another rank, which does not answer, in a cell."""

@@ -172,7 +172,12 @@ class Shell:
 
     def is_cell(self, frame: FrameType) -> bool:
         """Whether its code is a cell's own."""
-        return frame.f_code.co_filename in getattr(self.shell.compile, "_filename_map", {})
+        return frame.f_code.co_filename in self.cells
+
+    @property
+    def cells(self) -> dict[str, int]:
+        """The number of each cell, by the file that its code is said to be in."""
+        return getattr(self.shell.compile, "_filename_map", {})
 
 
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:

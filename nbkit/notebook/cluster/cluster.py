@@ -39,6 +39,7 @@ from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
 from nbkit.notebook.cluster.training_control import Training
 from nbkit.notebook.cluster.transfer import pull, push
+from nbkit.notebook.cluster.why.why import Why, ask_why
 from nbkit.notebook.tracing import Traced
 from nbkit.wire.cells import CellRequest
 
@@ -339,6 +340,14 @@ class Cluster:
         answers = self.connection.client.ask(range(self.entry.n), "status")
         rows = rank_rows(self.entry, answers, self.connection.deaths)
         return Status(self.entry, rows, self.connection.generation.number, self.notes)
+
+    def why(self, *, stacks: bool = False) -> Why:
+        """Who is stuck where: what every rank does, and one sentence; within 5 s, whatever they do.
+
+        stacks: with the stack of every thread.
+        """
+        self.connection.check_open()
+        return ask_why(self.entry, self.connection.client, self.connection.deaths, stacks=stacks)
 
     def __repr__(self) -> str:
         state = "stopped" if self.ended else f"{self.entry.n} ranks over {self.entry.backend}"

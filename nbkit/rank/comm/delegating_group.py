@@ -21,9 +21,10 @@ from torch.distributed import ProcessGroup
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import Meeting
 from nbkit.rank.comm.gloo_reduce_scatter import method
-from nbkit.rank.comm.operations import COLLECTIVES, SILENT, first_of, num_bytes
+from nbkit.rank.comm.operations import COLLECTIVES, ROOTED, SILENT, first_of, num_bytes
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives
+from nbkit.wire.activity import ANYONE, Operation
 
 FOREVER = timedelta(days=365)
 """The time-out of a group whose user asked for none: torch's own 10 or 30 minutes would be a hidden one."""
@@ -33,7 +34,7 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
 
-_last: tuple[str, str, int, float] | None = None
+_last: tuple[str, int | str | None, collectives.Seen, int, float] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
 _born_lock = threading.Lock()
 
@@ -164,7 +165,7 @@ class DelegatingGroup(ProcessGroup):
     ) -> Any:
         global _last
         counts[peer] = number = counts.get(peer, 0) + 1
-        _last = (f"{operation} {'to' if operation == 'send' else 'from'} {peer}", self.label, number, time.monotonic())
+        _last = (operation, peer, self.seen, number, time.monotonic())
         alone = not self._batching and isinstance(peer, int)
         if self.meeting is not None and alone and accelerator().holds(tensors[0]):
             # nccl has a communicator for each pair of ranks that sends by itself.
@@ -174,10 +175,12 @@ class DelegatingGroup(ProcessGroup):
             tell(operation, self.label, num_bytes(tensors))
         if collectives.mode() == "off":
             return issue(tensors, *how)
-        other = self.members[peer] if isinstance(peer, int) else collectives.ANYONE
+        other = self.members[peer] if isinstance(peer, int) else ANYONE
         timed = not self._batching
         cuda = timed and self._nccl and accelerator().holds(tensors[0])
-        call = collectives.begin(operation, self.seen, other, number, num_bytes(tensors), cuda=cuda)
+        call = collectives.begin(
+            operation, self.seen, other, number, num_bytes(tensors), cuda=cuda, dtype=tensors[0].dtype, tag=how[-1]
+        )
         work = issue(tensors, *how)
         return collectives.follow(call, work) if timed else work
 
@@ -186,7 +189,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
         self.count = number = self.count + 1
-        _last = (spoken, self.label, number, time.monotonic())
+        _last = (spoken, None, self.seen, number, time.monotonic())
         if self.meeting is not None and "all" not in self.meeting.been and name != "monitored_barrier":
             tensor = _tensor(args[payload]) if payload is not None and payload < len(args) else None
             # CPU tensors of such a group go over gloo, which has met when it was formed.
@@ -202,8 +205,12 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         if collectives.mode() == "off":
             return method(self.inner, name)(*args, **kwargs)
         timed = not self._batching
-        cuda = timed and self._nccl and accelerator().holds(_tensor(given))
-        call = collectives.begin(spoken, self.seen, None, number, moved, cuda=cuda)
+        tensor = _tensor(given)
+        cuda = timed and self._nccl and accelerator().holds(tensor)
+        dtype = None if tensor is None else tensor.dtype
+        call = collectives.begin(spoken, self.seen, None, number, moved, cuda=cuda, dtype=dtype)
+        if spoken in ROOTED:
+            call.root = self.members[args[-1].rootRank]
         work = method(self.inner, name)(*args, **kwargs)
         # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
         return (
@@ -257,6 +264,7 @@ def reset_counts() -> None:
     """Start counting anew in every group: a new generation begins on all ranks alike."""
     global _last
     _last = None
+    collectives.ring.generation = collectives.ring.end
     for group in registered():
         group.count, group._batching = 0, False
         group.sent.clear()
@@ -280,12 +288,29 @@ def fingerprint() -> dict[str, int]:
     return counts
 
 
+def num_issued() -> int:
+    """How many operations this rank has issued in the groups that it has. Any thread."""
+    groups = registered()
+    return sum(group.count + sum([*group.sent.values(), *group.received.values()]) for group in groups)
+
+
 def where() -> str:
     """The operation this process issued last, which it waits in if it waits; "" before the first. Any thread."""
     if _last is None:
         return ""
-    operation, label, number, since = _last
-    return f"{operation} #{number} of group {label}, issued {time.monotonic() - since:.1f} s ago"
+    operation, peer, seen, number, since = _last
+    whom = "" if peer is None else f" {'to' if operation == 'send' else 'from'} {peer}"
+    return f"{operation}{whom} #{number} of group {seen.label}, issued {time.monotonic() - since:.1f} s ago"
+
+
+def last_issued() -> Operation | None:
+    """The same as a value, with the little that is known of it where nothing is noted. Any thread."""
+    if _last is None:
+        return None
+    operation, peer, seen, number, since = _last
+    other = peer if peer is None else seen.members[peer] if isinstance(peer, int) else ANYONE
+    seconds = time.monotonic() - since
+    return Operation(operation, seen.label, seen.axis, seen.members, number, other, seconds=seconds)
 
 
 def _label(name: str, desc: str, members: tuple[int, ...]) -> str:

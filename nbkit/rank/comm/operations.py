@@ -32,6 +32,9 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "alltoall_base": ("all_to_all", 1),
 }
 
+# Those whose options, which come last, name a rank of the group.
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
 # Handed on without counting: they issue nothing, or belong to operations already counted.
 SILENT = (
     "_backend_id",

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from time import perf_counter_ns as now
+from types import CodeType
 from typing import Any
 
 from nbkit.errors import UsageError
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed_work import CudaCall, Timed
+from nbkit.wire.user_code import is_users
 
 BATCH = "batch"
 """The operation that stands for the waiting of several messages issued as one; its parts carry the bytes."""
-
-ANYONE = -1
-"""The peer of a message that is taken from whoever sends first."""
 
 MODES = ("off", "count", "time")
 _AXES = ("pp", "dp", "cp", "tp", "shard", "replicate")
@@ -49,11 +49,13 @@ class Call:
     issued; waited: when the first wait() began; done: when it ended, None when nobody could tell; blocked: what this
     rank stood still for it. outside: between the steps of a training, or without one. heard: whether `done` may be
     believed. Not of an asynchronous collective in a step that does not listen: wait() would see only the ends of those
-    still under way, the longest. Nor of a message that wait() found there already.
+    still under way, the longest. Nor of a message that wait() found there already. code, at: the user's code that
+    issued it and the instruction in that, None when none is near. dtype: of its first tensor. tag: of a message. root:
+    the global rank that a broadcast, reduce, gather or scatter goes out from or comes together on.
     """
 
-    __slots__ = ("blocked", "bytes", "cuda", "done", "group", "heard", "issued", "number", "op", "outside", "peer",
-                 "place", "waited")  # fmt: skip
+    __slots__ = ("at", "blocked", "bytes", "code", "cuda", "done", "dtype", "group", "heard", "issued", "number", "op",
+                 "outside", "peer", "place", "root", "tag", "waited")  # fmt: skip
 
     def __init__(self, op: str, group: Seen, peer: int | None, place: int, num_bytes: int) -> None:
         self.op, self.group, self.peer, self.place, self.bytes = op, group, peer, place, num_bytes
@@ -64,11 +66,21 @@ class Call:
         self.outside = clock.outside
         self.heard = True
         self.cuda: CudaCall | None = None
+        self.dtype: Any = None
+        self.tag = 0
+        self.root: int | None = None
+        self.code: CodeType | None = None
+        self.at = 0
 
     @property
     def axis(self) -> str:
         """The axis of its group: pp, dp, cp, tp, shard, replicate, world, or the name of a group of the user's."""
         return self.group.axis
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known to be under way: a collective on the host that tells when it ends, and has not."""
+        return self.peer is None and self.cuda is None and self.heard and self.done is None and _mode == "time"
 
     @property
     def seconds(self) -> float | None:
@@ -89,13 +101,16 @@ class Call:
 
 
 class Ring:
-    """The newest `size` calls (a power of two); older ones are written over. Any thread puts, any thread reads."""
+    """The newest `size` calls (a power of two); older ones are written over. Any thread puts, any thread reads.
+
+    end: how many have been put. generation: how many of them before this generation of the world began.
+    """
 
     def __init__(self, size: int = 1 << 14) -> None:
         self._slots: list[Call | None] = [None] * size
         self._mask = size - 1
         self._numbers = itertools.count()
-        self.end = 0
+        self.end = self.generation = 0
 
     def put(self, call: Call) -> None:
         """Note a call."""
@@ -113,6 +128,8 @@ class Ring:
 
 
 ring = Ring()
+_users: dict[str, bool] = {}  # file -> whether it is the user's
+_FRAMES = 12  # between an operation and the user's code; what is farther away is the work of a library
 _mode = os.environ.get("NBKIT_TELEMETRY", "time")
 if _mode not in MODES:
     _mode = "time"
@@ -155,11 +172,27 @@ def axis_of(desc: str, name: str) -> str:
     return "world" if desc == "default_pg" else name if desc in ("", "undefined") else desc
 
 
-def begin(op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *, cuda: bool) -> Call:
+def begin(
+    op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *, cuda: bool, dtype: Any = None, tag: int = 0
+) -> Call:
     """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host."""
     global _own
     entered = now()
     call = Call(op, group, peer, place, num_bytes)
+    call.dtype, call.tag = dtype, tag
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        code = frame.f_code
+        # Looked up by the file's text: the hash of a code object is made anew each time.
+        users = _users.get(code.co_filename)
+        if users is None:
+            users = _users[code.co_filename] = is_users(code.co_filename)
+        if users:
+            call.code, call.at = code, frame.f_lasti
+            break
+        if (outer := frame.f_back) is None:
+            break
+        frame = outer
     ring.put(call)
     if _mode == "time":
         if cuda:

@@ -46,6 +46,11 @@ class CudaCall:
             if self.seconds is None and work.is_completed():
                 self.seconds = work._get_duration() / 1e3
 
+    def is_open(self) -> bool:
+        """Whether a stream is known to stand still for it now. From any thread."""
+        stalls = list(self._stalls)
+        return bool(stalls) and not stalls[-1][1].query()
+
     def resolve(self) -> bool:
         """Read what has passed; whether that is everything. For the writing thread."""
         if self._stalls and not self._stalls[-1][1].query():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
 import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,9 +20,10 @@ from nbkit.notebook.cluster.hosts.progress import how_ended
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
-from nbkit.notebook.cluster.output.root_cause import Death
+from nbkit.notebook.cluster.output.root_cause import Death, deaths_in
 from nbkit.notebook.cluster.output.widget_comms import Comms
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.why.quiet import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
 
@@ -69,6 +68,7 @@ class Connection:
         if held:
             request = CellRequest(held["cell"], held["source"], held["number"], tuple(held["ranks"]))
             self.latest = self._execution(request, screen, fetched=True)
+            self._watch_quiet(self.latest)
             for rank in request.ranks:
                 self.client.soon(self._follow, self.latest, rank, 0)
 
@@ -149,6 +149,7 @@ class Connection:
             return execution
         futures = self.client.call(request.ranks, "nbkit.bridge.calls:run_cell", request)
         self.latest = execution
+        self._watch_quiet(execution)
         for rank, future in futures.items():
             future.add_done_callback(partial(self._on_call_over, execution, rank))
         return execution
@@ -184,6 +185,9 @@ class Connection:
             self.client.soon(execution.guard, "the death", death.rank, execution.on_death, death)
         execution.done.add_done_callback(lambda _: self._on_end(execution))
         return execution
+
+    def _watch_quiet(self, execution: Execution) -> None:
+        self.client.soon(QuietWatch(self.entry, self.client, self.deaths, execution).begin)
 
     def _keep_in_touch(self, seconds: float) -> None:
         """Say to the cluster every so often that this notebook is there."""
@@ -264,10 +268,8 @@ class Connection:
 
     def _read_deaths(self) -> None:
         """Read what the parent of the ranks wrote of those that ended, before it told anybody."""
-        for path in self.entry.folder.glob("rank*.end.json"):
-            with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
-                read = json.loads(path.read_text())
-                self._on_death(Death(read["rank"], read["how"], read["when"]))
+        for death in deaths_in(self.entry.folder):
+            self._on_death(death)
 
     def _on_end(self, execution: Execution) -> None:
         self.cells.pop(execution.request.id, None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbkit.errors import CellError, RankDied
 from nbkit.wire.cells import CellRecord, ranks_named
@@ -16,6 +19,14 @@ class Death:
     rank: int
     how: str
     when: float
+
+
+def deaths_in(folder: Path) -> Iterator[Death]:
+    """What the parent of the ranks wrote in the cluster's folder of those that ended, before it told anybody."""
+    for path in folder.glob("rank*.end.json"):
+        with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
+            read = json.loads(path.read_text())
+            yield Death(read["rank"], read["how"], read["when"])
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:

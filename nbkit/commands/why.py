@@ -1,0 +1,27 @@
+"""Say who is stuck where, while a cell holds the notebook: what every rank of a cluster does, and one sentence."""
+
+from __future__ import annotations
+
+import argparse
+
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.launch.launch import connect
+from nbkit.notebook.cluster.output.root_cause import deaths_in
+from nbkit.notebook.cluster.why.why import ask_why
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the cluster; nbkit list has them")
+    parser.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    entry = registry.running(arguments.name)
+    client = connect(entry)
+    try:
+        client.wait_for(entry.n, 1.0)
+        deaths = {death.rank: death for death in deaths_in(entry.folder)}
+        print(ask_why(entry, client, deaths, stacks=arguments.stacks))
+    finally:
+        client.close()
+    return 0

@@ -1,0 +1,231 @@
+"""What this rank does right now, told by another thread than the one that does it: see nbkit.wire.activity."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from time import perf_counter_ns as now
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.autograd.graph
+import torch.distributed as dist
+
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.comm.operations import num_bytes
+from nbkit.rank.telemetry import collectives
+from nbkit.rank.telemetry.collectives import Call
+from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.telemetry.timed_work import Timed
+from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
+from nbkit.wire.user_code import is_users
+
+OPERATIONS = 64  # of a group that are told, and as many messages
+_CALLS = 4096  # that are looked through for them
+_DEVICE_SECONDS = 1.0  # an operation that a device has not finished after this is waited for
+_CALL_CHARACTERS = 60
+_C10D = dist.distributed_c10d.__file__
+_AUTOGRAD = torch.autograd.graph.__file__
+_READERS = ("torch/utils/data/", "nbkit/rank/data/")
+_WAIT = Timed.wait.__code__
+_NEW_GROUP = "_new_group_with_tag"
+
+
+def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **known: Any) -> Activity:
+    """What this rank does. cells: file -> cell number, of the code in cells. known: further fields of an Activity."""
+    frames = sys._current_frames()
+    main = list(_outwards(frames.get(threading.main_thread().ident or 0)))
+    line, logs = _innermost(main, cells), _logs(cells)
+    waits, on_device = _awaited(main, line, cells), False
+    for ident, frame in frames.items():  # on a device the backward pass runs in a thread of its own
+        if waits is None and ident not in (threading.main_thread().ident, threading.get_ident()):
+            call = next((each.f_locals["call"] for each in _outwards(frame) if each.f_code is _WAIT), None)
+            waits = None if call is None else _operation(call, cells, line)
+    if waits is None:
+        waits = _on_device(cells)
+        on_device = waits is not None
+    return Activity(
+        rank,
+        line=line,
+        reads_data=_reads_data(main),
+        waits=waits,
+        on_device=on_device,
+        groups=logs,
+        stacks=_stacks(frames) if stacks else "",
+        cells=dict(cells),
+        **known,
+    )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _innermost(frames: list[FrameType], cells: Mapping[str, int]) -> CodeLine | None:
+    users = next((frame for frame in frames if is_users(frame.f_code.co_filename)), None)
+    return None if users is None else _line(users.f_code, users.f_lasti, cells)
+
+
+def _line(code: CodeType, at: int, cells: Mapping[str, int]) -> CodeLine:
+    positions = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
+    file, line = code.co_filename, positions[0] or code.co_firstlineno
+    return CodeLine(file, line, code.co_name, cells.get(file, 0), _called(file, positions))
+
+
+def _called(file: str, positions: tuple[int | None, ...]) -> str:
+    """What a call at these positions calls: "time.sleep"; "" for what is no call, or has no source."""
+    first, last, start, stop = positions
+    if first is None or last is None or start is None or stop is None:
+        return ""
+    lines = [line.encode() for line in linecache.getlines(file)[first - 1 : last]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:stop]
+    lines[0] = lines[0][start:]
+    try:
+        node = ast.parse(b"".join(lines).decode().strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return ""
+    if not isinstance(node, ast.Call):
+        return ""
+    called = ast.unparse(node.func)
+    return called if len(called) <= _CALL_CHARACTERS and "\n" not in called else ""
+
+
+def _reads_data(frames: list[FrameType]) -> bool:
+    files = (frame.f_code.co_filename.replace("\\", "/") for frame in frames)
+    return clock.state == "data" or any(reader in file for file in files for reader in _READERS)
+
+
+# What it waits in ---------------------------------------------------------------------------------------------------
+
+
+def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str, int]) -> Operation | None:
+    """What the innermost frames wait in, up to the user's own code that has called them."""
+    for frame in frames:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            return None
+        if code is _WAIT:
+            return _operation(frame.f_locals["call"], cells, line)
+        if code.co_filename == delegating_group.__file__ and code.co_name in ("issue", "_transfer"):
+            return _being_issued(frame, line)
+        if code.co_filename == _C10D and code.co_name == _NEW_GROUP:
+            return _being_made(frame, line)
+        if code.co_filename == _C10D and collectives.mode() != "time":
+            last = delegating_group.last_issued()  # the handles tell nothing where nothing is timed
+            return None if last is None else replace(last, line=line)
+        if code.co_filename == _AUTOGRAD and (call := _oldest(lambda call: call.is_open)) is not None:
+            return _operation(call, cells, line)  # torch's DDP waits in C++, within the backward pass
+    return None
+
+
+def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
+    """The operation that the inner group has not taken yet: members have to meet before the first use of some."""
+    known, group = frame.f_locals, frame.f_locals.get("self")
+    if not isinstance(group, DelegatingGroup) or "number" not in known:
+        return None
+    last = delegating_group.last_issued()
+    if frame.f_code.co_name == "_transfer":
+        peer, given = known["peer"], known["tensors"]
+        peer, name = group.members[peer] if isinstance(peer, int) else ANYONE, known["operation"]
+    else:
+        payload, args = known["payload"], known["args"]
+        peer, name = None, known["spoken"]
+        given = args[payload] if payload is not None and payload < len(args) else None
+    return Operation(
+        name, group.label, group.seen.axis, group.members, known["number"], peer, num_bytes(given),
+        seconds=last.seconds if last else 0.0, line=line,
+    )  # fmt: skip
+
+
+def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
+    """A group: all ranks of the world make it, in one order."""
+    world = dist.distributed_c10d._world
+    # torch counts a group when its name is given, which is before anything is waited for.
+    ranks = tuple(frame.f_locals.get("ranks") or ())
+    everyone = dist.group.WORLD.members if isinstance(dist.group.WORLD, DelegatingGroup) else ()
+    alone = bool(ranks) and frame.f_locals.get("use_local_synchronization")
+    return Operation("new_group", "", "", ranks if alone else everyone, world.group_count, line=line)
+
+
+def _on_device(cells: Mapping[str, int]) -> Operation | None:
+    """The oldest operation that a device has been given and has not finished for a while."""
+    call = _oldest(lambda call: call.cuda is not None and call.cuda.is_open())
+    if call is None or now() - call.issued < _DEVICE_SECONDS * 1e9:
+        return None
+    return _operation(call, cells)
+
+
+def _oldest(under_way: Callable[[Call], bool]) -> Call | None:
+    """Of the newest operations the oldest one under way."""
+    return next((call for call in _newest() if under_way(call)), None)
+
+
+def _newest() -> list[Call]:
+    """The newest calls of this generation of the world, the oldest first."""
+    ring = collectives.ring
+    return ring.between(max(ring.generation, ring.end - _CALLS), ring.end)[0]
+
+
+# What it has issued -------------------------------------------------------------------------------------------------
+
+
+def _logs(cells: Mapping[str, int]) -> dict[str, GroupLog]:
+    groups = delegating_group.registered()
+    newest: dict[str, list[Call]] = {group.label: [] for group in groups}
+    for call in _newest():
+        if call.op != collectives.BATCH:
+            newest.setdefault(call.group.label, []).append(call)
+    return {group.label: _log(group, newest[group.label], cells) for group in groups}
+
+
+def _log(group: DelegatingGroup, calls: list[Call], cells: Mapping[str, int]) -> GroupLog:
+    messages = [call for call in calls if call.peer is not None]
+    collected = [call for call in calls if call.peer is None]
+    return GroupLog(
+        group.seen.axis,
+        group.members,
+        group.count,
+        _by_rank(group, group.sent),
+        _by_rank(group, group.received),
+        tuple(_operation(call, cells) for call in collected[-OPERATIONS:]),
+        tuple(_operation(call, cells) for call in messages[-OPERATIONS:]),
+    )
+
+
+def _by_rank(group: DelegatingGroup, counts: Mapping[int | str, int]) -> dict[int, int]:
+    return {group.members[peer] if isinstance(peer, int) else ANYONE: number for peer, number in list(counts.items())}
+
+
+def _operation(call: Call, cells: Mapping[str, int], line: CodeLine | None = None) -> Operation:
+    """line: where it was issued, when the call does not say so itself."""
+    if call.code is not None:
+        line = _line(call.code, call.at, cells)
+    dtype = str(call.dtype).removeprefix("torch.") if call.dtype is not None else ""
+    seconds, seen = (now() - call.issued) / 1e9, call.group
+    return Operation(
+        call.op, seen.label, seen.axis, seen.members, call.place, call.peer, call.bytes, dtype, call.tag, call.root,
+        seconds, line,
+    )  # fmt: skip
+
+
+def _stacks(frames: Mapping[int, FrameType]) -> str:
+    """The stack of every thread, the main one first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
+    shown = [
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frames[ident]))
+        for ident in order
+        if ident != threading.get_ident()
+    ]
+    return "\n".join(shown)

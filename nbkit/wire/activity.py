@@ -1,0 +1,99 @@
+"""What a rank says when it is asked what it does: where its code is, what it waits in, what it has issued so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ANYONE = -1
+"""The peer of a message that is taken from whoever sends first."""
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of the user's own code. cell: the number of its cell, 0 for a file. calls: what it is calling, or ""."""
+
+    file: str
+    line: int
+    function: str = ""
+    cell: int = 0
+    calls: str = ""
+
+    def __str__(self) -> str:
+        return f"cell {self.cell} line {self.line}" if self.cell else f"{Path(self.file).name} line {self.line}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective, a message, or the making of a group ("new_group"), as one rank has issued it.
+
+    group: the label that the group has on all ranks. members: its global ranks. number: how many collectives the group,
+    for a message the pair, had had with it. peer: the global rank at the other end of a message. bytes: what this rank
+    contributes. root: the global rank that a broadcast or the like has for its root. seconds: since it was issued.
+    """
+
+    op: str
+    group: str
+    axis: str
+    members: tuple[int, ...]
+    number: int
+    peer: int | None = None
+    bytes: int = 0
+    dtype: str = ""
+    tag: int = 0
+    root: int | None = None
+    seconds: float = 0.0
+    line: CodeLine | None = None
+
+    @property
+    def where(self) -> str:
+        """The axis; a group of the user's has torch's number for a name."""
+        return f"group {self.axis}" if self.axis.isdigit() else self.axis
+
+    @property
+    def name(self) -> str:
+        """ "all_reduce #17 on dp", "recv #2 from rank 3"."""
+        if self.peer is None:
+            return f"{self.op} #{self.number}" + (f" on {self.where}" if self.axis else "")
+        whom = "any rank" if self.peer == ANYONE else f"rank {self.peer}"
+        return f"{self.op} #{self.number} {'to' if self.op == 'send' else 'from'} {whom}"
+
+
+@dataclass(frozen=True)
+class GroupLog:
+    """What a rank has issued in one group since this generation of the world began.
+
+    issued: its collectives; sent, received: its messages, by the other's global rank. operations, messages: the newest
+    of them, the oldest first.
+    """
+
+    axis: str
+    members: tuple[int, ...]
+    issued: int
+    sent: Mapping[int, int] = field(default_factory=dict)
+    received: Mapping[int, int] = field(default_factory=dict)
+    operations: tuple[Operation, ...] = ()
+    messages: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one rank does at a moment.
+
+    cell: the number of the cell that it runs, None without one. line: the innermost line of the user's own code.
+    waits: what it waits in; on_device: its device does, and the host has gone on. step: of its training, None without
+    one. stacks: of every thread, "" unless they were asked for. cells: file -> cell number.
+    """
+
+    rank: int
+    cell: int | None = None
+    seconds: float = 0.0
+    line: CodeLine | None = None
+    reads_data: bool = False
+    waits: Operation | None = None
+    on_device: bool = False
+    step: int | None = None
+    groups: Mapping[str, GroupLog] = field(default_factory=dict)
+    stacks: str = ""
+    cells: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,90 @@
+"""A process that does not answer, seen from outside: what the system says of it, and the stack that it dumps.
+
+A thread that keeps the interpreter to itself lets no other Python of its process run. faulthandler answers even then:
+its signal handler is C code that appends the stacks to a file. See `watchdog.dump_on_signal`.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from nbkit.wire.processes import Process
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_PAUSE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of a stack, as faulthandler names it."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """stopped: by a signal or a debugger. state: the system's word for it. kernel: where in the system it sleeps.
+
+    stack: of the main thread, innermost first; () where none was dumped.
+    """
+
+    stopped: bool
+    state: str
+    kernel: str = ""
+    stack: tuple[Frame, ...] = ()
+
+
+def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | None:
+    """What a process of this host does that dumps its stacks into `log` on SIGUSR1; it is given so many seconds.
+
+    None when it has ended, or is not of this host. One that is stopped is not asked for its stack.
+    """
+    if not process.is_alive():
+        return None
+    try:
+        state = psutil.Process(process.pid).status()
+    except psutil.Error:
+        return None
+    stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    try:
+        kernel = Path(f"/proc/{process.pid}/wchan").read_text().strip("0\n")
+    except OSError:
+        kernel = ""
+    return ProcessState(stopped, state, kernel, () if stopped else _main_stack(process, log, seconds))
+
+
+def _main_stack(process: Process, log: Path, seconds: float) -> tuple[Frame, ...]:
+    try:
+        before = log.stat().st_size
+    except OSError:  # it has no handler of ours, and the signal would end it
+        return ()
+    process.end(signal.SIGUSR1)
+    deadline, text = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+        with log.open(errors="replace") as file:
+            file.seek(before)
+            earlier, text = text, file.read()
+        if text and text == earlier:  # all of it is there
+            break
+    return main_thread_of(text)
+
+
+def main_thread_of(dump: str) -> tuple[Frame, ...]:
+    """The main thread's frames in a dump of faulthandler's: its stack comes last."""
+    frames: list[Frame] = []
+    for line in dump.splitlines():
+        if _HEAD.match(line):
+            frames = []
+        elif found := _FRAME.match(line):
+            frames.append(Frame(found[1], int(found[2]), found[3]))
+    return tuple(frames)

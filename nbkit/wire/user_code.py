@@ -1,0 +1,21 @@
+"""Which source files are the user's own: cells, scripts and modules, not the interpreter's, a package's or nbkit's."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+_OWN = Path(__file__).parents[1]
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+
+def is_users(file: str) -> bool:
+    """Whether `file`, as a frame names it, is the user's own code."""
+    path = Path(file)
+    return not (
+        file.startswith(("<frozen", "<string>"))
+        or _PACKAGES.intersection(path.parts)
+        or path.is_relative_to(_OWN)
+        or path.is_relative_to(_STDLIB)
+    )
