@@ -117,9 +117,8 @@ class Balanced(Dataset[Any]):
         if ranks > 1:
             parts = [None] * ranks
             failed = own if isinstance(own, Exception) else None
-            dist.all_gather_object(
-                parts, own if failed is None else TrainingError("The cost of a sample.", str(failed))
-            )
+            told = own if failed is None else TrainingError("The cost of a sample.", numbers=str(failed))
+            dist.all_gather_object(parts, told)
             own = failed or own
         for part in [own, *parts]:
             if isinstance(part, BaseException):

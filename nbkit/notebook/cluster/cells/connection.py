@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any

@@ -66,7 +66,7 @@ def tiny(strategy: Strategy) -> Strategy:
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
-                small = replace(small, **{axis: degree})
+                small = replace(small, pp=degree) if axis == "pp" else replace(small, cp=degree)
     return small
 
 
