@@ -215,6 +215,10 @@ EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
 }  # fmt: skip
 
 
+# With a stream of data and in a loop of one's own too, where the loss is tried on other batches.
+EVERY_WAY = ("ignored labels", "labels inside", "a sum by its rows")
+
+
 class Stream(IterableDataset[Any]):
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
@@ -333,6 +337,8 @@ def trained(world: Any) -> dict[tuple[str, str], float]:
             trainer = made(asked, **changed)
             losses = [record["loss"] for record in trainer.fit(3)]
             found[how, name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            if name not in EVERY_WAY:
+                continue
             losses = [record["loss"] for record in streamed(asked, **changed).fit(3)]
             found[f"stream {how}", name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
             losses = looped(asked, **changed)
@@ -344,7 +350,7 @@ def test_the_lines_to_type_train_as_one_process_does() -> None:
     found = run_ranks(trained, 2, timeout=240)[0]
 
     assert {key: away for key, away in found.items() if not away < 1e-9} == {}
-    assert len(found) == 9 * len(EQUAL)
+    assert len(found) == 3 * len(EQUAL) + 6 * len(EVERY_WAY)
 
 
 def later(world: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 BEFORE: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "ddp"},
     "recompute": {"strategy": "zero1", "recompute": True},

@@ -15,6 +15,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.train.step import optimizer_offload as offloading
 from nbkit.rank.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 
 def trainer(**changed: Any) -> Trainer:
     ids, target = ZOO["gpt"].batch(16)

@@ -20,6 +20,8 @@ from nbkit.rank.train.checkpoint.write_plan import Everyone, shares
 from nbkit.rank.train.trainer import Trainer
 from nbkit.tensor_layout import Layout
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 # What a rank holds: all weights and a part of the state; parts of tensors; parts that others hold too; layers; both.
 THROUGH = ("zero1", "dp=2 tp=2", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}

@@ -14,6 +14,8 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train.control import step_boundary
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 STEPS = 6
 
 

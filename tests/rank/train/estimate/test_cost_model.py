@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -13,6 +14,8 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 THROUGH = (
     "zero3",

@@ -22,9 +22,11 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.live_bytes import LiveBytes
 from nbkit.rank.train.estimate.trace import trace, updating
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 CONFIG = GPTConfig(vocab=64, block=32, layers=4, heads=4, width=64)
 ROWS = 16
-STRATEGIES = ("ddp", "zero2", "zero3", "tp", "pp")
+STRATEGIES = ("zero3", "tp", "pp")
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

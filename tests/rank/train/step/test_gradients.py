@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,43 +67,12 @@ def test_gradients_and_losses_equal_one_process(num_ranks: int) -> None:
             assert found[name][2] == ranks[0][name][2], name
 
 
-TESTS = Path(__file__).resolve().parents[3]
-
-
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
 def train_adamw(world: Any) -> list[float]:
     return [r["loss"] for r in quiet(optimizer=adamw, batch_size=8).fit(10)]
-
-
-def test_a_script_under_torchrun_forked_ranks_and_one_process_lose_the_same(tmp_path: Path) -> None:
-    """The Trainer of a notebook cell and of an exported script must be the same training."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, os, sys\n"
-        f"sys.path[:0] = {[str(TESTS.parent), str(TESTS / 'support')]!r}\n"
-        "from tests.rank.train.step.test_gradients import train_adamw\n"
-        "losses = train_adamw(None)\n"
-        "loaded = [m for m in ('IPython', 'ipyparallel', 'ipykernel') if m in sys.modules]\n"
-        f"json.dump([losses, loaded], open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))\n"
-    )
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    forked = run_ranks(train_adamw, 2)
-    losses, _, _ = one_process(points(), steps=10, optimizer=adamw)
-
-    for rank in range(2):
-        under_torchrun, jupyter = json.loads((tmp_path / str(rank)).read_text())
-        assert under_torchrun == forked[rank]
-        assert jupyter == []
-    assert forked[0] == pytest.approx(losses, rel=1e-5)
 
 
 def clipped(world: Any) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[torch.Tensor]]:

@@ -18,6 +18,8 @@ from nbkit.rank.device import Accelerator
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 ROWS, STEPS, GROWS_AFTER = 4, 7, 2
 NAMES = ("loss", "loss_scale", "grad_norm", "skipped")
 BLOWN = (1, 5)  # steps whose gradients overflow float16, by one row of one rank

@@ -29,6 +29,8 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import watchdog, world
 from nbkit.records.events import Event, Failed, Switched
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 STEPS = 12
 ZERO3, TP, PP = "dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=2"
 

@@ -17,6 +17,8 @@ from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 THROUGH = (
     "zero1",
     "zero3",

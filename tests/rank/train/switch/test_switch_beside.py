@@ -22,6 +22,8 @@ from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
 from nbkit.rank.train.switch.plan_cache import PlanCache
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -30,6 +30,8 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
 
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
 THROUGH = ("zero1", "zero3", "tp", "pp microbatches=4", "zero2", "tp", "ddp")
 STEPS = 16
 
