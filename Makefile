@@ -11,8 +11,9 @@ Z ?=
 L ?=
 SEEDS ?=
 G ?=
+W ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check check clean
+.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make plan-check measure what the planner foretells, memory and seconds: about 40 minutes"
 	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
 	@echo "make gpu-check  strategies, switches and errors on a pretended GPU, beside one process: about 15 minutes"
+	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -77,6 +79,10 @@ machines: $(READY)
 # Some of it:  make gpu-check G="llama errors"
 gpu-check: $(READY)
 	@$(BIN)/python -m tests.support.gpu_check $(G)
+
+# Some of it:  make why W="operation DDP"
+why: $(READY)
+	@$(BIN)/python -m tests.support.planted_hangs $(W)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -1,0 +1,49 @@
+"""Who is stuck where, on real ranks. `make why` has all hangs; here is one for each way in which a rank is seen."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from planted_hangs import HANGS, SECONDS, ask, begin
+
+from nbkit import Cluster, commands
+from nbkit.notebook.cluster.why import quiet
+
+SAMPLE = (
+    "a rank keeps the interpreter to itself",
+    "another operation",
+    "one iteration less, in torch's DDP",
+    "a group that one rank does not make",
+)
+SLEEP = "import time\nif rank == 1:\n    time.sleep(1000)\ndist.barrier()"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_hang_is_named(four: Cluster, name: str) -> None:
+    answer = ask(four, next(hang for hang in HANGS if hang.name == name), begin(four))
+
+    assert answer.wrong == "", answer.why.sentence
+    assert answer.seconds <= SECONDS
+
+
+def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(
+    four: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("QUIET_SECONDS", 1.0), ("_LOOK_SECONDS", 0.5), ("_ANSWER_SECONDS", 0.4)):
+        monkeypatch.setattr(quiet, name, seconds)
+    handle = four.run(SLEEP, detach=True)
+    try:
+        shown, deadline = "", time.monotonic() + 40
+        while "Nothing has moved" not in shown and time.monotonic() < deadline:
+            time.sleep(0.2)
+            shown += capsys.readouterr().err
+        assert "Ranks 0,2-3 wait in barrier #1 on world" in shown
+        assert "rank 1 is in time.sleep, cell" in shown and "%nbkit why" in shown
+
+        assert commands.main(["why", "four", "--stacks"]) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("Ranks 0,2-3 wait in barrier #1 on world")
+        assert "rank 1, thread MainThread" in told and "time.sleep(1000)" in told
+    finally:
+        handle.stop()
