@@ -107,22 +107,24 @@ class Balanced(Dataset[Any]):
     def _read(self, together: bool) -> list[tuple[float, Hashable]]:
         ranks = dist.get_world_size() if together and dist.is_initialized() else 1
         rank = dist.get_rank() if ranks > 1 else 0
-        own: list[tuple[float, Hashable]] | BaseException
+        own, failed = list[tuple[float, Hashable]](), None
         try:
             with alike():
                 own = [self._of(self.data[i]) for i in range(rank, len(self.data), ranks)]
-        except Exception as error:  # raised when all have come to it: the others wait for this one
-            own = error
-        parts: list[Any] = [own]
+        except Exception as error:  # raised when all have come to it: the others wait for this rank
+            failed = error
+        parts: list[Any] = [None if failed else own]
         if ranks > 1:
             parts = [None] * ranks
-            failed = own if isinstance(own, Exception) else None
-            told = own if failed is None else TrainingError("The cost of a sample.", numbers=str(failed))
-            dist.all_gather_object(parts, told)
-            own = failed or own
-        for part in [own, *parts]:
-            if isinstance(part, BaseException):
-                raise part
+            dist.all_gather_object(parts, None if failed else own)
+        if failed:
+            raise failed
+        if None in parts:
+            raise TrainingError(
+                "Another rank could not read the costs of its part of the data.",
+                numbers=f"rank {parts.index(None)} of {ranks}",
+                hint="its error says why",
+            )
         return [parts[i % ranks][i // ranks] for i in range(len(self.data))]
 
     def _of(self, sample: Any) -> tuple[float, Hashable]:

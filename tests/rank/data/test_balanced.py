@@ -117,7 +117,7 @@ def test_packed_documents_train_as_one_by_one_under_every_strategy() -> None:
             assert found[strategy] == pytest.approx(expected, rel=1e-9), strategy
 
 
-def spoilt(world: Any) -> tuple[str, bool, str]:
+def spoilt(world: Any) -> tuple[str, str, str]:
     samples = points(52)
     bad = 17
     samples[bad] = (torch.full((6,), float("nan")), samples[bad][1])
@@ -126,14 +126,17 @@ def spoilt(world: Any) -> tuple[str, bool, str]:
         trainer.fit(5)
     with pytest.raises(TrainingError) as refused:
         quiet(data=nbkit.Balanced(points(52), cost=lambda sample: -1.0 if world.place.rank else 1.0))
-    return str(raised.value), raised.value.rank == world.place.rank, str(refused.value)
+    with pytest.raises((TrainingError, ZeroDivisionError)) as failed:
+        quiet(data=nbkit.Balanced(points(52), cost=lambda sample: 1 / (1 - world.place.rank)))
+    return str(raised.value), str(refused.value), str(failed.value)
 
 
 def test_the_rank_that_has_a_spoilt_sample_is_named_with_its_own_and_costs_that_are_none_are_refused() -> None:
     found = run_ranks(spoilt, 2)
 
     assert found[0][0] == found[1][0] and " 17" in found[0][0]
-    assert "The cost of a sample is a number >= 0." in found[0][2] and "of sample 1" in found[1][2]
+    assert "The cost of a sample is a number >= 0." in found[0][1] and "of sample 1" in found[1][1]
+    assert "Another rank" in found[0][2] and "division by zero" in found[1][2]
 
 
 def test_data_that_is_not_read_by_index_and_lists_of_another_length_are_refused() -> None:
