@@ -13,7 +13,7 @@ SEEDS ?=
 G ?=
 W ?=
 
-.PHONY: help demo test lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why check clean
+.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
+	@echo "make long    the tests that take long, which make test leaves out: about 5 minutes"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
@@ -41,6 +42,11 @@ demo: $(READY)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 2 --dist loadfile)
+
+# What is marked long; on several hosts: make machines.
+long: export PYTHONDONTWRITEBYTECODE =
+long: $(READY)
+	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines -n 2 --dist loadfile)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
@@ -74,7 +80,7 @@ plan-check: $(READY)
 # As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
 machines: $(READY)
 	@$(BIN)/python -m tests.support.machine_times
-	@$(BIN)/python -m pytest tests/machines
+	@$(BIN)/python -m pytest -m "" tests/machines
 
 # Some of it:  make gpu-check G="llama errors"
 gpu-check: $(READY)

@@ -28,6 +28,17 @@ _LONG = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="show what each file takes, in CPU-seconds of all processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu") and not hasattr(config, "workerinput"):
+        from cpu_seconds import CpuSeconds
+
+        config.pluginmanager.register(CpuSeconds())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The folders that take long come first, where several workers share the tests."""
     if hasattr(config, "workerinput"):

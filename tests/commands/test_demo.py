@@ -108,7 +108,8 @@ def test_nothing_is_left_running(demo: tuple[int, str, Path], monkeypatch: pytes
     assert registry.entries() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# Both signals get the same handler, in one loop.
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_stopped_half_way_it_leaves_nothing_running(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Clusters on several hosts: over a Slurm and over SSH hosts that are started here, shared by the files of this folder.
 
-`python -m pytest tests/machines` is all of it. Where Slurm or sshd cannot be had, the tests say why they are skipped.
+What is not marked long is a sample, over each launcher: a start, cells, an error, a training, a dead rank, the end. All
+of it: make machines. Where Slurm or sshd cannot be had, the tests say why they are skipped.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,10 @@ def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
     cluster = Cluster.start(name="jobs", on=SlurmRequest(4, nodes=2, cpu=True), ttl=600)
     yield cluster
     cluster.stop()
+    deadline = time.monotonic() + 10
+    while slurm.jobs() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert slurm.jobs() == []
 
 
 @pytest.fixture(scope="package")

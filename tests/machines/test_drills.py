@@ -108,6 +108,7 @@ def test_a_rank_that_dies_is_named_and_the_other_host_is_released(spread: Cluste
         spread.run("rank")
 
 
+@pytest.mark.long
 def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
     cell = "import os, time\nos.kill(os.getppid(), 9) if rank == 2 else None\ntime.sleep(100)"
     handle = spread.run(cell, ranks=[0, 1, 2], detach=True)
@@ -127,6 +128,7 @@ def test_a_host_whose_cable_is_out_is_named_within_seconds(on_ssh: Cluster, ssh:
         ssh.link(1, "up")
 
 
+@pytest.mark.long
 def test_restart_gives_fresh_ranks_on_the_hosts(on_slurm: Cluster) -> None:
     on_slurm.restart()
     assert set(on_slurm.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}

@@ -38,6 +38,7 @@ class Starting:
             self.raised.append(error)
 
 
+@pytest.mark.long
 def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
     cluster = Cluster.start(name="short", on=SlurmRequest(1, partition="small", cpu=True, options=("--comment=mine",)))
     assert cluster.run("dist.get_world_size()").values == {0: 1}
@@ -50,6 +51,7 @@ def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
     assert registry.find("short") is None
 
 
+@pytest.mark.long
 def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_error(
     slurm: SlurmNodes, nbkit_home: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_err
     slurm.command("scancel", other)
 
 
+@pytest.mark.long
 def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes, nbkit_home: Path) -> None:
     slurm.command("sbatch", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60")
     start = "Cluster.start(name='orphan', on=SlurmRequest(2, nodes=2, cpu=True))"
@@ -99,6 +102,7 @@ def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes,
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_notebook_in_an_allocation_of_several_nodes_uses_them_and_leaves_them(slurm: SlurmNodes) -> None:
     job = slurm.command("sbatch", "--parsable", "-N2", "-n2", "-c1", "--output=/dev/null", "--wrap=sleep 300").strip()
     while slurm.jobs() != [f"{job} RUNNING"]:

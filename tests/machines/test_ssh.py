@@ -55,15 +55,18 @@ def test_a_key_that_the_host_does_not_accept(ssh: SshHosts) -> None:
     assert error.hint == "ssh-copy-id locked"
 
 
+@pytest.mark.long
 def test_a_host_whose_key_has_changed(ssh: SshHosts) -> None:
     assert refused(ssh, "changed").what == "The key of the host changed has changed."
 
 
+@pytest.mark.long
 def test_no_python_there(ssh: SshHosts) -> None:
     error = refused(ssh, "node1", python="/nowhere/bin/python")
     assert error.what == "There is no /nowhere/bin/python on the host node1."
 
 
+@pytest.mark.long
 def test_another_version_of_torch_is_named_by_host(ssh: SshHosts) -> None:
     old = ssh.folder / "old"
     old.mkdir()

@@ -1,0 +1,56 @@
+"""What each file of tests costs, in CPU-seconds of this process and of all that were started below it: pytest --cpu.
+
+Seconds on a clock say little on a busy machine. In one process only: without -n.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+
+class CpuSeconds:
+    """Adds up what processes have used, while they are there and after they were waited for.
+
+    One that outlives its parent, such as a cluster's, is known from then on if it was there at the end of a test.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, float], psutil.Process] = {}
+        self._of_file: Counter[str] = Counter()
+        self._num: Counter[str] = Counter()
+        self._before = self._total()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """What a fixture of a file or folder takes counts for the test that is the first to ask for it."""
+        done: Any = yield
+        after = self._total()
+        file = item.nodeid.partition("::")[0]
+        self._of_file[file] += max(after - self._before, 0.0)  # type: ignore[assignment]
+        self._num[file] += 1
+        self._before = after
+        return done
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The files, the dearest first."""
+        terminalreporter.section("CPU-seconds")
+        for file, seconds in self._of_file.most_common():
+            terminalreporter.line(f"{seconds:8.1f}  {self._num[file]:4d} tests  {file}")
+        terminalreporter.line(f"{sum(self._of_file.values()):8.1f}  {sum(self._num.values()):4d} tests")
+
+    def _total(self) -> float:
+        own = psutil.Process()
+        for process in (own, *own.children(recursive=True)):
+            self._known[process.pid, process.create_time()] = process
+        seconds = 0.0
+        for key, process in list(self._known.items()):
+            try:
+                seconds += sum(process.cpu_times()[:4])  # its own, and of those that it has waited for
+            except psutil.NoSuchProcess:
+                del self._known[key]
+        return seconds
