@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,57 +25,61 @@ def processes_of(home: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "killed"])
-def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(tmp_path: Path, kill: bool) -> None:
-    with Kernel(tmp_path) as kernel:
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One that is lost in each test, with a cluster that no test loses and that leaves nothing when it is stopped."""
+    home = tmp_path_factory.mktemp("home")
+    with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")
-        kernel.run("%cluster start -n 2 --cpu --name long")
-        kernel.run(TRAINING)
-        time.sleep(1)
-        kernel.restart(kill=kill)
-        kernel.run("%load_ext nbkit")
-        message = kernel.send("%cluster attach long")
-        cell = kernel.collect(message)
+        cell = kernel.run("%cluster start -n 2 --cpu --name long")
         assert cell.status == "ok", cell.text
-        assert "running" in kernel.run("handle.status").text
-        waited = kernel.run("%train wait")
-        assert waited.status == "ok", waited.text
-        text = cell.text + kernel.late(message, 0.5).text
-        assert [f"[0-1] step {i}\n" in text or f"[0] step {i}\n" in text for i in range(60)] == [True] * 60
-        assert text.count("step 5\n") <= 2
-        assert "Out[0-1]: 59" in kernel.run("%%distributed\nsteps").text
+        yield kernel
         kernel.run("%cluster stop")
-        assert processes_of(tmp_path) == []
+        assert processes_of(home) == []
 
 
-def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(tmp_path: Path) -> None:
-    with Kernel(tmp_path) as kernel:
-        kernel.run("%load_ext nbkit")
-        kernel.run("%cluster start -n 2 --cpu --name over")
-        ended = tmp_path / "ended"
-        kernel.run(
-            f"%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); open({str(ended)!r}, 'w'); 42"
-        )
-        kernel.restart(kill=True)
-        deadline = time.monotonic() + 30
-        while not ended.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)  # from there to the end of the cell
-        kernel.run("%load_ext nbkit")
-        message = kernel.send("%cluster attach over")
-        text = kernel.collect(message).text
-        until = time.monotonic() + 30
-        while "Out[0-1]: 42" not in text and time.monotonic() < until:
-            text += kernel.late(message, 1.0).text
-        assert "[0-1] made it" in text
-        assert "Out[0-1]: 42" in text
-        kernel.run("%cluster stop")
+@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "killed"])
+def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(kernel: Kernel, kill: bool) -> None:
+    kernel.run(TRAINING)
+    time.sleep(1)
+    kernel.restart(kill=kill)
+    kernel.run("%load_ext nbkit")
+    message = kernel.send("%cluster attach long")
+    cell = kernel.collect(message)
+    assert cell.status == "ok", cell.text
+    assert "running" in kernel.run("handle.status").text
+    waited = kernel.run("%train wait")
+    assert waited.status == "ok", waited.text
+    text = cell.text + kernel.late(message, 0.5).text
+    assert [f"[0-1] step {i}\n" in text or f"[0] step {i}\n" in text for i in range(60)] == [True] * 60
+    assert text.count("step 5\n") <= 2
+    assert "Out[0-1]: 59" in kernel.run("%%distributed\nsteps").text
 
 
-def test_a_cluster_that_nobody_uses_lets_go_by_itself(tmp_path: Path) -> None:
+def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(kernel: Kernel, tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    kernel.run(f"%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); open({str(ended)!r}, 'w'); 42")
+    kernel.restart(kill=True)
+    deadline = time.monotonic() + 30
+    while not ended.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # from there to the end of the cell
+    kernel.run("%load_ext nbkit")
+    message = kernel.send("%cluster attach long")
+    text = kernel.collect(message).text
+    until = time.monotonic() + 30
+    while "Out[0-1]: 42" not in text and time.monotonic() < until:
+        text += kernel.late(message, 1.0).text
+    assert "[0-1] made it" in text
+    assert "Out[0-1]: 42" in text
+
+
+def test_a_cluster_lets_go_by_itself_when_nobody_uses_it_and_not_before(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")
         kernel.run("%cluster start -n 2 --cpu --name brief --ttl 3")
+        time.sleep(4.5)
+        assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text  # a kernel that is there keeps it
         kernel.run("%%distributed --detach\nimport time; time.sleep(5)")
         kernel.restart(kill=True)
         time.sleep(4)
@@ -83,12 +88,3 @@ def test_a_cluster_that_nobody_uses_lets_go_by_itself(tmp_path: Path) -> None:
         while processes_of(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert processes_of(tmp_path) == []
-
-
-def test_a_kernel_that_is_there_keeps_its_cluster(tmp_path: Path) -> None:
-    with Kernel(tmp_path) as kernel:
-        kernel.run("%load_ext nbkit")
-        kernel.run("%cluster start -n 2 --cpu --name kept --ttl 2")
-        time.sleep(3.5)
-        assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text
-        kernel.run("%cluster stop")
