@@ -212,6 +212,7 @@ class Builder:
                 config.example,
                 loss=config.loss,
                 inputs=config.inputs,
+                optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,
             )
         return self._proven[strategy]

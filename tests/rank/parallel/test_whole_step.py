@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,14 +20,17 @@ from nbkit.rank.comm.thread_group import Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
+from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Coupled, Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.whole_step import steps
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step, tiny
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.train.job import prepare
+from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.strategy import Strategy
 from zoo.training import SUBJECTS
 
@@ -40,6 +44,15 @@ COMPOSED = {
     "pp=2 tp=2": 4,
     "cp=2 tp=2": 4,
 }
+
+
+def decayed_by_name(model: nn.Module) -> torch.optim.Optimizer:
+    kinds, named = ("tokens.weight", "blocks.0"), dict(model.named_parameters())
+    first = [p for name, p in named.items() if name.startswith(kinds)]
+    rest = [p for name, p in named.items() if not name.startswith(kinds)]
+    return torch.optim.AdamW(
+        [{"params": first, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 1e-4}], lr=3e-4
+    )
 
 
 class Facts:
@@ -59,9 +72,11 @@ class Facts:
         self.options = Options(chain=find_chain(model, run), proof=prove(model, run, [2]))
         self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
         self.skeleton = skeleton_of(model)
+        self.template = Template(decayed_by_name, module=model, skeleton=self.skeleton)
 
     def proof(self, text: str, loss: Any = None, **asked: Any) -> StepProof:
-        strategy, given = Strategy.parse(text, COMPOSED[text]), {"inputs": None, "loss": loss or self.loss}
+        strategy = Strategy.parse(text, COMPOSED[text])
+        given = {"inputs": None, "loss": loss or self.loss, "optimizer": self.template.on_cpu}
         return prove_step(self.skeleton, strategy, self.options, self.example, **given | asked)
 
     def refusal(self, text: str, loss: Any = None, **asked: Any) -> NbkitError | None:
@@ -99,6 +114,10 @@ def not_a_number(held: Any, *_: Any, **__: Any) -> torch.Tensor:
     return next(iter(held.values())).grad.sum() * torch.nan
 
 
+def clipped_alone(held: Any, max_norm: float, norm: torch.Tensor) -> None:
+    torch.nn.utils.clip_grad_norm_(held.values(), max_norm)
+
+
 # what breaks around the blocks -> (where, name, by what, strategy, words)
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
     "a tied weight whose gradients are not summed": (
@@ -107,6 +126,10 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
         sharded_model, "grad_norm", counted_twice, "dp=2 tp=2", "norm of the gradients"),
     "a norm that is no number": (
         sharded_model, "grad_norm", not_a_number, "dp=2 zero=2", "norm of the gradients nan"),
+    "gradients that are clipped by the norm of a rank's own": (
+        steps, "clip", clipped_alone, "dp=2 zero=2", "gradient of"),
+    "updated parts that nobody gathers": (
+        ShardedOptimizer, "after_step", lambda _: None, "dp=2 zero=2", "update of"),
     "stages that are tied to nobody": (
         process_groups, "_ties", lambda *_: (), "pp=2 tp=2", "gradient of 'tokens.weight'"),
 }  # fmt: skip
@@ -121,6 +144,35 @@ def test_what_breaks_around_the_blocks_is_refused_by_name(
     refused = facts.refusal(text)
     assert isinstance(refused, StrategyError) and "as one process does" in refused.what, name
     assert words in refused.numbers, refused.numbers
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2 zero=2", "dp=4 zero=3 shard=2", "pp=2 tp=2"])
+def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, facts: Facts) -> None:
+    astray = copy.copy(facts.template)
+    (last, *first), rest = facts.template.groups
+    astray.groups = [tuple(first), (*rest, last)]
+
+    def optimizer(held: Any, plainly: bool) -> Any:
+        return (facts.template if plainly else astray).on_cpu(held, plainly)
+
+    refused = facts.proof(text, optimizer=optimizer).refusal
+    assert refused is not None and f"update of {last!r}" in refused.numbers
+
+
+def test_an_optimizer_for_gpus_alone_leaves_the_gradients_compared(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernels(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no kernel image")
+
+    def optimizer(held: Any, plainly: bool) -> Any:
+        return Kernels(held.values(), lr=0.1)
+
+    found = facts.proof("pp=2 tp=2", optimizer=optimizer)
+    assert found.refusal is None and "no kernel image" in found.unproven
+    monkeypatch.setattr(process_groups, "_ties", lambda *_: ())
+    assert facts.proof("pp=2 tp=2", optimizer=optimizer).refusal is not None
 
 
 def test_a_loss_that_is_no_mean_and_a_model_that_fails_in_parts_are_refused(
@@ -187,7 +239,7 @@ def asked_of_ranks(world: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         job("zero1", example=None)
-    unproven = [str(each.message) for each in said if "No whole step" in str(each.message)]
+    unproven = [str(each.message) for each in said if "Not all of" in str(each.message)]
     return [*found, *unproven, str(going.strategy), str(going.step)]
 
 
@@ -202,7 +254,7 @@ def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     zoo = ZOO["gpt_tied"]
     assert nbkit.check(zoo.build(), "pp", zoo.batch(8), 2, loss=zoo.loss).ok
     said = nbkit.check(zoo.build(), "pp", world_size=2)
-    assert said.ok and "No whole step of pp=2" in str(said)
+    assert said.ok and "no whole step: no example" in str(said)
     monkeypatch.setattr(process_groups, "_ties", lambda *_: ())
     said = nbkit.check(zoo.build(), "pp", zoo.batch(8), 2)
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)

@@ -8,7 +8,7 @@ in any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -24,22 +24,23 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
+from nbkit.rank.parallel.whole_step.compare_steps import differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import drawn_model
-from nbkit.rank.parallel.whole_step.steps import Batch, Stepped, step_of_one, steps_of_ranks
+from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
 from nbkit.strategy import Strategy, divisors
 
 _EXACT, _WIDE = 1 << 22, 1 << 26
 """Models of more parameters are run in float32 on fewer rows, and of still more not at all: for memory, and time."""
 
 _RANKS = 32
-_LEAST = 1e-3  # of the norm of all gradients: what is smaller than this is measured by it
 
 
 @dataclass(frozen=True)
 class StepProof:
     """What a whole step of a strategy showed beside one process; nothing where it makes the step of one process.
 
-    refusal: why the strategy does not train; unproven: why no step could be compared, where it trains all the same.
+    refusal: why the strategy does not train; unproven: what could not be compared and why, where it trains all the
+    same.
     """
 
     refusal: NbkitError | None = None
@@ -50,7 +51,7 @@ class StepProof:
         if self.refusal is not None:
             return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
         if self.unproven:
-            return Finding(False, f"No whole step of {strategy} was compared with one process.", self.unproven)
+            return Finding(False, f"Not all of {strategy} was compared with one process.", self.unproven)
         return None
 
 
@@ -66,7 +67,8 @@ def tiny(strategy: Strategy) -> Strategy:
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
-                small = replace(small, pp=degree) if axis == "pp" else replace(small, cp=degree)
+                fewer: dict[str, Any] = {axis: degree}
+                small = replace(small, **fewer)
     return small
 
 
@@ -78,20 +80,22 @@ def prove_step(
     *,
     loss: Loss | None,
     inputs: Sequence[str] | None,
+    optimizer: Optimizer | None = None,
     microbatch_size: int | None = None,
 ) -> StepProof:
     """Whether `strategy` trains the model as one process does. Sends nothing.
 
     skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
-    over the first tensor that the model gives. A cut of the model (tp, pp, cp, zero 3) is refused where one process
-    makes no step that could be compared; what only parts the rows trains, and the reason is given.
+    over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
+    refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
+    given.
     """
     small = tiny(strategy)
     if small.mesh.size == 1 and microbatch_size is None:
         return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
     if beforehand := _unmakeable(small, options, example, size):
-        return StepProof(unproven=beforehand)
+        return StepProof(unproven=f"no whole step: {beforehand}")
     options = replace(options, compile=False)
     # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
     in_parts = options.coupled is not None and parts_rows(options, strategy)
@@ -99,7 +103,8 @@ def prove_step(
     why = ""
     for dtype, positive in _DRAWS[size > _EXACT :]:
         try:
-            batch = _batch(example, rows, dtype, loss or _sum_of_output, inputs, microbatch_size)
+            data = _data(example, rows, dtype)
+            batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _sgd, microbatch_size and 1)
             with coarsest() as seen:
                 whole = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
         except Exception as error:
@@ -111,14 +116,14 @@ def prove_step(
         model = drawn_model(skeleton, dtype, positive=positive)
         refusal = _compared(model, whole, strategy, small, batch, options, seen.eps)
         if refusal is None:
-            return StepProof()
+            return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
         # One process may differ from itself: then its step says nothing about the ranks.
         again = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
-        if not list(_differences(whole, again, max(1e-9, 64 * seen.eps))):
+        if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
         why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
         break
-    return StepProof(_unprovable(strategy, why) if _cuts(strategy) else None, why)
+    return StepProof(_unprovable(strategy, why) if _cuts(strategy) else None, f"no whole step: {why}")
 
 
 _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
@@ -157,7 +162,7 @@ def _alone(model: nn.Module, batch: Batch, options: Options, in_parts: bool) -> 
     """By one process; in_parts: a forward for each row, as the ranks make them."""
     if not in_parts:
         return step_of_one(model, batch, options)
-    (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True))
+    (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True), None)
     return stepped
 
 
@@ -165,7 +170,7 @@ def _compared(
     model: nn.Module, whole: Stepped, strategy: Strategy, small: Strategy, batch: Batch, options: Options, eps: float
 ) -> NbkitError | None:
     try:
-        ranks = steps_of_ranks(model, small, batch, options)
+        ranks = steps_of_ranks(model, small, batch, options, whole.norm / 2, updated=not whole.unmade)
     except NbkitError as error:
         return error
     except Exception as error:
@@ -174,7 +179,10 @@ def _compared(
             numbers=_told(error),
             hint=_hint(strategy),
         )
-    found = [text for rank in ranks for text in _differences(whole, rank, max(1e-9, 64 * eps))]
+    tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
+    found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
+    # A wrong gradient is told as such, not as what becomes of it.
+    found = found or [text for rank in ranks for text in updates_off(whole, rank, before, tolerance)]
     if not found:
         return None
     return StrategyError(
@@ -194,38 +202,6 @@ def _hint(strategy: Strategy) -> str:
     return "%cluster start -n 1   trains it on one rank"
 
 
-def _differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
-    # What is not finite is not within any bound.
-    if not abs(whole.loss - rank.loss) <= tolerance * max(abs(whole.loss), 1e-3):
-        yield f"loss {rank.loss:.6g} instead of {whole.loss:.6g}"
-    if not abs(whole.norm - rank.norm) <= 8 * tolerance * whole.norm:
-        yield f"norm of the gradients {rank.norm:.6g} instead of {whole.norm:.6g}"
-    for name, (grad, layout) in rank.gradients.items():
-        expected = whole.gradients[name][0]
-        off = _off(grad, expected, layout)
-        if off > 64 * tolerance * _LEAST * whole.norm and off > 64 * tolerance * _scale(expected, whole.norm):
-            yield f"gradient of {name!r} {off:.3g} off, of {_scale(expected, 0):.3g}"
-
-
-def _scale(expected: Tensor | None, norm: float) -> float:
-    largest = float(expected.abs().max()) if expected is not None and expected.numel() else 0.0
-    return max(largest, _LEAST * norm)
-
-
-def _off(grad: Tensor | None, expected: Tensor | None, layout: Any) -> float:
-    """The largest difference of what a rank holds from the same part of the whole; none counts as zeros."""
-    if grad is None and expected is None:
-        return 0.0
-    largest = 0.0
-    grad, expected = (each.to_dense() if each is not None and each.is_sparse else each for each in (grad, expected))
-    for here, there in layout.pieces:
-        own = grad[here.slices] if grad is not None else torch.zeros(())
-        true = expected[there.slices] if expected is not None else torch.zeros(())
-        if (away := (own - true).abs_()).numel():
-            largest = max(largest, float(away.nan_to_num(torch.inf).max()))
-    return largest
-
-
 def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
     first = next(x for x in leaves(output).values() if x.is_floating_point() and x.ndim)
     weights = torch.randn(first.shape[-1], generator=torch.Generator().manual_seed(1)).to(first.dtype)
@@ -241,13 +217,14 @@ def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
     return each * strategy.dp - (strategy.dp > 1 and each > 1)
 
 
-def _batch(
-    example: Any, rows: int, dtype: torch.dtype, loss: Loss, inputs: Sequence[str] | None, microbatch_size: int | None
-) -> Batch:
+def _sgd(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": list(held.values())}], lr=0.1, foreach=False if plainly else None)
+
+
+def _data(example: Any, rows: int, dtype: torch.dtype) -> Any:
     held = rows_of(example)
-    data = pick(example, [row % held for row in range(rows)], rows=held)
 
     def of(_: str, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
 
-    return Batch(with_leaves(data, of), rows, loss, inputs, None if microbatch_size is None else 1)
+    return with_leaves(pick(example, [row % held for row in range(rows)], rows=held), of)

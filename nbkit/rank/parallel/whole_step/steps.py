@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from nbkit.rank.comm.thread_group import Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
 from nbkit.rank.parallel.module.meta_module import skeleton_of
@@ -27,25 +28,35 @@ from nbkit.tensor_layout import Layout
 
 _CPU = torch.device("cpu")
 
+Optimizer = Callable[[Mapping[str, nn.Parameter], bool], torch.optim.Optimizer]
+"""(parameters by name, whether as its author chose or the plainest way it has) -> an optimizer of them, on the CPU."""
+
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is made on. rows: of data. microbatch_size: as of the Trainer."""
+    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer."""
 
     data: Any
     rows: int
     loss: Loss
     inputs: Sequence[str] | None
+    optimizer: Optimizer
     microbatch_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step computed. gradients: by name, what a rank holds of each; None where it has none."""
+    """What a step computed. norm: of the gradients, which are clipped to half of it.
+
+    gradients: by name, what a rank holds of each; None where it has none. weights: by name, what it computes with
+    after the update. unmade: why there was no update.
+    """
 
     loss: float
     norm: float
     gradients: Mapping[str, tuple[Tensor | None, Layout]]
+    weights: Mapping[str, tuple[Tensor, Layout]]
+    unmade: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,10 +67,11 @@ class _Rank:
     weight: float
     norm: float
     gradients: dict[str, tuple[Tensor | None, Layout]]
+    weights: dict[str, tuple[Tensor, Layout]]
 
 
 def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
-    """By one process. Leaves the gradients in `model`."""
+    """By one process. Leaves the gradients and the new weights in `model`."""
     draws = KeyedDropout(model, 0, options.draws)
     try:
         value, target = pair(batch.data, batch.inputs)
@@ -69,14 +81,33 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
         mean.backward()
     finally:
         draws.release()
-    gradients = {name: (p.grad, Layout.whole(p.shape)) for name, p in model.named_parameters()}
-    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
-    return Stepped(float(mean.detach()), float(torch.stack(norms).norm()), gradients)
+    params = dict(model.named_parameters())
+    grads = [p.grad for p in params.values() if p.grad is not None]
+    norm, unmade = float(torch.stack([grad.double().norm() for grad in grads]).norm()), ""
+    for grad in grads:
+        grad.mul_(0.5)
+    try:
+        batch.optimizer(params, True).step()
+    except Exception as error:  # such as one that has kernels for GPUs alone
+        unmade = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    whole = {name: Layout.whole(p.shape) for name, p in params.items()}
+    gradients = {name: (p.grad, whole[name]) for name, p in params.items()}
+    weights = {} if unmade else {name: (p.detach(), whole[name]) for name, p in params.items()}
+    return Stepped(float(mean.detach()), norm, gradients, weights, unmade)
 
 
-def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: Options) -> list[Stepped]:
+def steps_of_ranks(
+    model: nn.Module,
+    strategy: Strategy,
+    batch: Batch,
+    options: Options,
+    max_norm: float | None,
+    *,
+    updated: bool = True,
+) -> list[Stepped]:
     """By the ranks of `strategy`, as each sees it. model: whole, whose weights they take.
 
+    max_norm: what the gradients are clipped to; None takes half of their norm. updated: the optimizer makes its step.
     Raises what a rank raises, and StrategyError for what cannot be split.
     """
     skeleton = skeleton_of(model)
@@ -125,8 +156,12 @@ def steps_of_ranks(model: nn.Module, strategy: Strategy, batch: Batch, options: 
         for p in held.values():
             if p.grad is not None:
                 p.grad.mul_(factor)
-        norm = float(sharded_model.grad_norm(_CPU))
-        layouts = sharded_model.data.layouts
-        return _Rank(total, weight, norm, {name: (p.grad, layouts[name]) for name, p in held.items()})
+        norm, data = sharded_model.grad_norm(_CPU), sharded_model.data
+        clip(held, float(norm) / 2 if max_norm is None else max_norm, norm)
+        gradients = {name: (p.grad, data.layouts[name]) for name, p in held.items()}
+        if updated:
+            batch.optimizer(held, False).step()
+            data.after_step()
+        return _Rank(total, weight, float(norm), gradients, dict(data.weights) if updated else {})
 
-    return [Stepped(rank.total / rank.weight, rank.norm, rank.gradients) for rank in ranks.run(of_rank)]
+    return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights) for r in ranks.run(of_rank)]

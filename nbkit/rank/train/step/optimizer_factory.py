@@ -121,6 +121,27 @@ class Template:
         settings = self._made.param_groups[0]
         return _clone(self._made, [{**settings, **{k: v for k, v in _ON_CPU.items() if k in settings}}], [params])
 
+    def on_cpu(self, held: Mapping[str, nn.Parameter], plainly: bool) -> Any:
+        """As `build`, over tensors on the CPU, for a step of a proof. plainly: updates them one after the other.
+
+        The largest learning rate becomes 0.1: an update is not to be lost where weights are rounded.
+        """
+        largest = max(float(group.get("lr") or 0) for group in self._made.param_groups)
+        settings = []
+        for group in self._made.param_groups:
+            own = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
+            if "lr" in group:
+                own["lr"] = 0.1 * float(group["lr"]) / largest if largest else 0.1
+            if plainly and "foreach" in group:
+                own["foreach"] = False
+            settings.append(own)
+        params = [[held[name] for name in names if name in held] for names in self.groups]
+        optimizer = _clone(self._made, settings, params)
+        # What its user hung on it is for the steps of the training.
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            vars(optimizer).get(hooks, {}).clear()
+        return optimizer
+
     def _tried(
         self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
     ) -> list[torch.Tensor]:
