@@ -85,7 +85,7 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     grads = [p.grad for p in params.values() if p.grad is not None]
     norm, unmade = float(torch.stack([grad.double().norm() for grad in grads]).norm()), ""
     for grad in grads:
-        grad.mul_(0.5)
+        grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
     try:
         batch.optimizer(params, True).step()
     except Exception as error:  # such as one that has kernels for GPUs alone

@@ -1,0 +1,67 @@
+"""Models as people write them, under names drawn at random: tp splits nearly all, and sends what the textbook sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from renamed import renamed
+from torch import nn
+
+from nbkit.rank.comm.thread_group import ThreadGroup
+from nbkit.rank.data.batch import call
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.tensor import plan_of
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.whole_step.steps import Batch, steps_of_ranks
+from nbkit.strategy import Strategy
+from tests.rank.parallel.tensor.test_data_flow import split_share
+from zoo import plain_models
+
+PLAIN, _ = renamed(plain_models, 5)
+
+GPTS = ("nanogpt", "nanogpt_by_hand", "nanogpt_checkpoint", "llama_by_hand")
+
+IN_UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""An all-reduce sends what an all-gather and a reduce-scatter do."""
+
+
+def sgd(held: Any, plainly: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": list(held.values())}], lr=0.1)
+
+
+@pytest.mark.parametrize("name", [*GPTS, "translator", "universal", "towers"])
+def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
+    specimen = PLAIN.PLAIN[name]
+    model, (value, _) = specimen.build().train(), specimen.batch(2)
+    plan = plan_of(model, 2, None, prove(model, lambda: call(model, value), [2]))
+
+    assert split_share(model, plan) >= 0.95 and not plan.unproven
+
+
+def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
+    """What one of two ranks issues in a step of the model with so many blocks."""
+    specimen, issued, collective = PLAIN.PLAIN[name], Counter[str](), ThreadGroup._collective
+    model, batch = specimen.build().train(), specimen.batch(2)
+    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    del layers[blocks:]
+
+    def counted(self: ThreadGroup, operation: str, *rest: Any) -> Any:
+        issued[operation] += self.rank() == 0
+        return collective(self, operation, *rest)
+
+    seen.setattr(ThreadGroup, "_collective", counted)
+    options = Options(proof=prove(model, lambda: call(model, batch[0]), [2]))
+    steps_of_ranks(model, Strategy(tp=2), Batch(batch, 2, specimen.loss, None, sgd), options, None)
+    seen.setattr(ThreadGroup, "_collective", collective)
+    return issued
+
+
+@pytest.mark.parametrize("name", [name for name in GPTS if "checkpoint" not in name])
+def test_a_block_sends_two_all_reduces_forth_and_two_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three = (sent(name, blocks, monkeypatch) for blocks in (2, 3))
+    more = {operation: three[operation] - two[operation] for operation in two | three}
+
+    assert sum(IN_UNITS[operation] * number for operation, number in more.items()) == 4 * IN_UNITS["all_reduce"], more
