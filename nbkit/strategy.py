@@ -7,6 +7,7 @@ One spelling everywhere (magic, panel, Python, logs): an optional preset, then k
     dp= tp= pp= cp=                          degrees; what is left of the world goes to the preset's axis, else to dp
     zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
     schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
+    speeds=                                  of the ranks, as 2:1:1:1, where they are unequal: rows and stages follow
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import product
 from math import prod
 
+from nbkit.device_speeds import of_replicas, rows_by_speed, settled
 from nbkit.errors import StrategyError
 from nbkit.mesh import AXES, TP_SLOWEST, Mesh
 from nbkit.schedules import NAMES
+from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
-_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches")
+_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "speeds")
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -35,9 +39,11 @@ class Strategy:
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too,
     3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
     schedule, microbatches: of a pipeline replica; None when pp is 1.
+    speeds: of each rank, where they are unequal: see nbkit.device_speeds.
     tp_slowest: which rank takes which part, where the strategy leaves it free (see Mesh); no part of its spelling.
     `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
-    that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, then schedule and microbatches.
+    that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, schedule and microbatches,
+    speeds.
     """
 
     dp: int = 1
@@ -48,6 +54,7 @@ class Strategy:
     shard: int = 0
     schedule: str | None = None
     microbatches: int | None = None
+    speeds: tuple[int, ...] = field(default=(), kw_only=True)
     tp_slowest: bool = field(default=False, kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
@@ -62,8 +69,13 @@ class Strategy:
                 hint="zero=3",
             )
         notes = [*self._settle_data_axis(), *self._settle_pipeline()]
-        object.__setattr__(self, "without_effect", tuple(notes))
         object.__setattr__(self, "tp_slowest", self.tp_slowest and 1 < self.tp < self.mesh.size)
+        if self.speeds and not (speeds := settled(self.speeds, self.mesh)):
+            notes.append("speeds= has no effect: all ranks are equally fast")
+            object.__setattr__(self, "speeds", ())
+        elif self.speeds:
+            object.__setattr__(self, "speeds", speeds)
+        object.__setattr__(self, "without_effect", tuple(notes))
 
     def _settle_data_axis(self) -> Iterator[str]:
         zero, shard = self.zero, self.shard or self.dp
@@ -127,7 +139,9 @@ class Strategy:
             _check_world({axis: text.mesh.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
             return text
         preset, settings = _read(text)
-        given = {key: _number(key, settings[key]) for key in _KEYS if key in settings and key != "schedule"}
+        given = {
+            key: _number(key, settings[key]) for key in _KEYS if key in settings and key not in ("schedule", "speeds")
+        }
         degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
         if absorber in degrees:
@@ -142,7 +156,8 @@ class Strategy:
             neighbours = None if node is None else node // (tp * cp)
             shard = _hybrid_shard(dp, shard, neighbours)
         schedule, microbatches = settings.get("schedule"), given.get("microbatches")
-        return cls(dp, tp, pp, cp, zero, shard, schedule, microbatches)
+        speeds = tuple(_number("speeds", speed) for speed in settings.get("speeds", "").split(":") if speed)
+        return cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds)
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] = SCHEDULES, cp: bool = True) -> list[Strategy]:
@@ -167,6 +182,18 @@ class Strategy:
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=order)
 
     @property
+    def replica_speeds(self) -> tuple[Fraction, ...]:
+        """Of each place along dp, relative; () where all are equal."""
+        found = of_replicas(self.speeds, self.mesh) if self.speeds else ()
+        return found if len(set(found)) > 1 else ()
+
+    def rows(self, total: int) -> Sequence[tuple[int, int]]:
+        """First and one past the last row of a global batch of `total` rows, of each place along dp."""
+        if speeds := self.replica_speeds:
+            return rows_by_speed(total, speeds)
+        return [bounds(total, self.dp, index) for index in range(self.dp)]
+
+    @property
     def label(self) -> str:
         """A short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp"; without degrees, not for parsing."""
         data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
@@ -178,6 +205,7 @@ class Strategy:
         words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
         if self.pp > 1:
             words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
         return " ".join(words)
 
 

@@ -11,28 +11,32 @@ from fractions import Fraction
 from itertools import accumulate
 from math import inf, lcm
 
+from nbkit.device_speeds import of_stages
 from nbkit.errors import StrategyError
 from nbkit.strategy import Strategy
 
 
-def partition(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
+def partition(costs: Sequence[float], stages: int, speeds: Sequence[Fraction | int] = ()) -> list[tuple[int, int]]:
     """First and one past the last block of each stage; every stage holds at least one.
 
-    costs: of each block, in any unit. The longest stage is as short as any contiguous partition can make it; among
-    those that reach this, the stages are as even as can be (least sum of squares), then earlier stages hold more.
+    costs: of each block, in any unit. speeds: of each stage, where they are unequal: it takes its cost / speed.
+    The longest stage is as short as any contiguous partition can make it; among those that reach this, the stages are
+    as even as can be (least sum of squares), then earlier stages hold more.
     Raises StrategyError when there are fewer blocks than stages, or a cost that is none.
     """
     _check(costs, stages)
     at = [0, *accumulate(_whole(costs))]
-    limit = _shortest_longest(at, stages)
-    rest = _evenest(at, stages, limit)
+    slow = _whole([1 / Fraction(speed) for speed in speeds] or [1] * stages)
+    limit = _shortest_longest(at, slow)
+    rest = _evenest(at, slow, limit)
     ranges, start = [], 0
     for stage in range(stages):
         later = stages - stage - 1
         fitting = [
             stop
             for stop in range(start + 1, len(costs) - later + 1)
-            if (time := at[stop] - at[start]) <= limit and time**2 + rest[stage + 1][stop] == rest[stage][start]
+            if (time := slow[stage] * (at[stop] - at[start])) <= limit
+            and time**2 + rest[stage + 1][stop] == rest[stage][start]
         ]
         ranges.append((start, fitting[-1]))
         start = fitting[-1]
@@ -53,9 +57,15 @@ def ranks_of_stages(strategy: Strategy) -> tuple[int, ...]:
 
 def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, int]]]:
     """For each rank along pp, the ranges of blocks that it holds, balanced."""
-    ranks = ranks_of_stages(strategy)
-    ranges = partition(costs, len(ranks))
+    ranks, ranges = ranks_of_stages(strategy), stage_ranges(costs, strategy)
     return [[cut for cut, holder in zip(ranges, ranks, strict=True) if holder == rank] for rank in range(strategy.pp)]
+
+
+def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, int]]:
+    """First and one past the last block of each stage of a pipeline, balanced by the speeds of its ranks."""
+    ranks = ranks_of_stages(strategy)
+    speeds = of_stages(strategy.speeds, strategy.mesh) if strategy.speeds else ()
+    return partition(costs, len(ranks), [speeds[rank] for rank in ranks] if speeds else ())
 
 
 def spelled(ranges: Sequence[tuple[int, int]]) -> str:
@@ -76,16 +86,16 @@ def _check(costs: Sequence[float], stages: int) -> None:
         )
 
 
-def _whole(values: Sequence[float]) -> list[int]:
+def _whole(values: Sequence[float | Fraction]) -> list[int]:
     """The values times one common factor. Equal sums stay equal, which they do not in floating point."""
     exact = [Fraction(value) for value in values]
     factor = lcm(*(value.denominator for value in exact))
     return [int(value * factor) for value in exact]
 
 
-def _shortest_longest(at: list[int], stages: int) -> int:
-    """The shortest that the longest stage can be. at: sum of costs before each block."""
-    blocks, never = len(at) - 1, at[-1] + 1
+def _shortest_longest(at: list[int], slow: list[int]) -> int:
+    """The shortest that the longest stage can be. at: sum of costs before each block; slow: time for a cost."""
+    blocks, never, stages = len(at) - 1, at[-1] * max(slow) + 1, len(slow)
     # longest[start]: of blocks start.. over the stages from the present one on.
     longest = [never] * blocks + [0]
     for stage in reversed(range(stages)):
@@ -93,17 +103,18 @@ def _shortest_longest(at: list[int], stages: int) -> int:
         following, longest = longest, [never] * (blocks + 1)
         for start in range(stage, blocks - later):
             cuts = range(start + 1, blocks - later + 1)
-            longest[start] = min(max(at[stop] - at[start], following[stop]) for stop in cuts)
+            longest[start] = min(max(slow[stage] * (at[stop] - at[start]), following[stop]) for stop in cuts)
     return longest[0]
 
 
-def _evenest(at: list[int], stages: int, limit: int) -> list[list[int]]:
+def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
     """[stage][start]: the least sum of squared times of blocks start.. over stages stage.., none above `limit`."""
-    blocks, never = len(at) - 1, stages * limit**2 + 1
+    blocks, stages = len(at) - 1, len(slow)
+    never = stages * limit**2 + 1
     rest = [[never] * (blocks + 1) for _ in range(stages)] + [[never] * blocks + [0]]
     for stage in reversed(range(stages)):
         later = stages - stage - 1
         for start in range(stage, blocks - later):
-            times = [(at[stop] - at[start], stop) for stop in range(start + 1, blocks - later + 1)]
+            times = [(slow[stage] * (at[stop] - at[start]), stop) for stop in range(start + 1, blocks - later + 1)]
             rest[stage][start] = min((t**2 + rest[stage + 1][stop] for t, stop in times if t <= limit), default=never)
     return rest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
+from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
 from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import bounds
 
@@ -105,7 +105,7 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
         )
     elif blocks is not None and (blocks % stages or facts.costs is not None):
         costs = facts.costs if facts.costs is not None else (1.0,) * blocks
-        ranges = partition(costs, stages)
+        ranges = stage_ranges(costs, strategy)
         loads = [sum(costs[start:stop]) for start, stop in ranges]
         over = max(loads) * stages / sum(loads) if sum(loads) else 1.0
         if over > 1:

@@ -21,7 +21,8 @@ from nbkit.strategy import Strategy
 def orders(strategy: Strategy, *, one_node: bool) -> list[Strategy]:
     """`strategy` with its ranks in every order that it may have, the usual one first."""
     usual = replace(strategy, tp_slowest=False)
-    return list(dict.fromkeys([usual, replace(strategy, tp_slowest=True)] if one_node else [usual]))
+    free = one_node and not strategy.speeds  # which rank is fast is not free
+    return list(dict.fromkeys([usual, replace(strategy, tp_slowest=True)] if free else [usual]))
 
 
 def placed(strategy: Strategy, moved: Callable[[Strategy], int], *, one_node: bool) -> Strategy:

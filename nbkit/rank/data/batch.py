@@ -10,11 +10,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nbkit.device_speeds import rows_by_speed
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import bounds
@@ -28,6 +30,7 @@ __all__ = [
     "numbers_of",
     "on_device",
     "pair",
+    "parts_by_speed",
     "pick",
     "rows_of",
     "shapes_of",
@@ -62,6 +65,11 @@ class Shard:
     def most(self, ranks: int) -> int:
         """Rows of the rank that has most."""
         return bounds(self.total, ranks, 0)[1] if self.parts is None else max(map(len, self.parts))
+
+
+def parts_by_speed(total: int, speeds: tuple[Fraction, ...]) -> Parts:
+    """Contiguous rows for ranks of such speeds; None where there are none: then all have as many."""
+    return tuple(range(*rows) for rows in rows_by_speed(total, speeds)) if speeds else None
 
 
 def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]:
@@ -149,12 +157,13 @@ def _each_has(parts: Sequence[Any], rows: int) -> bool:
     )
 
 
-def shard_of(batch: Any, *, ranks: int, rank: int) -> Shard:
-    """`rank`'s rows of a global batch that every rank holds."""
+def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] = ()) -> Shard:
+    """`rank`'s rows of a global batch that every rank holds. speeds: of the ranks, where they are unequal."""
     total = rows_of(batch)
-    start, stop = bounds(total, ranks, rank)
+    parts = parts_by_speed(total, speeds)
+    start, stop = bounds(total, ranks, rank) if parts is None else rows_by_speed(total, speeds)[rank]
     own = take(batch, start, stop, rows=total) if stop > start else None
-    return Shard(own, stop - start, total, range(total), fingerprint(batch, total), lambda: (batch,))
+    return Shard(own, stop - start, total, range(total), fingerprint(batch, total), lambda: (batch,), parts)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

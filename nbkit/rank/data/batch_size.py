@@ -10,11 +10,15 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """total rows = micro rows per rank and forward x accum forwards x dp ranks."""
+    """total rows = micro rows per rank and forward x accum forwards x dp ranks.
+
+    rows: of each of the dp ranks, where their speeds are unequal; then `micro` are at most in a forward.
+    """
 
     total: int
     micro: int
     dp: int
+    rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> Arithmetic:
@@ -29,6 +33,10 @@ class Arithmetic:
                 numbers=f"batch_size={batch_size}, microbatch_size={microbatch_size}",
                 hint=f"batch_size={dp}",
             )
+        if strategy.replica_speeds:
+            by_speed = tuple(stop - start for start, stop in strategy.rows(batch_size))
+            most = max(by_speed)
+            return cls(batch_size, min(microbatch_size or most, most), dp, by_speed)
         if batch_size % dp:
             below, above = batch_size // dp * dp, (batch_size // dp + 1) * dp
             raise TrainingError(
@@ -58,7 +66,9 @@ class Arithmetic:
     @property
     def accum(self) -> int:
         """Forwards per rank and step."""
-        return self.total // self.dp // self.micro
+        return -(-max(self.rows or (self.total // self.dp,)) // self.micro)
 
     def __str__(self) -> str:
+        if self.rows:
+            return f"global {self.total} = {' + '.join(map(str, self.rows))} rows by speed, micro {self.micro} at most"
         return f"global {self.total} = micro {self.micro} x accum {self.accum} x dp {self.dp}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
 
 _NEAR, _ENOUGH = 2e-4, 1.01  # of the mean
@@ -24,14 +25,20 @@ class _Part:
 
 
 def equal_shares(
-    costs: Sequence[float], ranks: int, groups: Sequence[Hashable] | None = None
+    costs: Sequence[float],
+    ranks: int,
+    groups: Sequence[Hashable] | None = None,
+    speeds: Sequence[Fraction] = (),
 ) -> tuple[tuple[int, ...], ...]:
     """The numbers of the rows of each rank, ascending; ranks with more rows come first.
 
     costs, groups: of each row of the batch. Numbers of rows differ by one at most, and so do those of a group, unless
     that leaves a rank more than 1 % above the mean: then rows move until it is not, where there is a way.
-    Equal input gives equal output, on every rank.
+    speeds: of the ranks, where they are unequal: then costs are in their ratio, rows and groups as it comes, and the
+    ranks keep their places. Equal input gives equal output, on every rank.
     """
+    if speeds:
+        return _by_speed(costs, [float(speed) for speed in speeds])
     near, groups = _NEAR * sum(costs) / ranks, groups or [0] * len(costs)
     parts = _dealt(costs, ranks, groups)
     _exchange(parts, costs, groups, near)
@@ -39,6 +46,16 @@ def equal_shares(
         _divide_anew(parts, costs, near)
     parts.sort(key=lambda part: (-len(part.rows), min(part.rows, default=0)))
     return tuple(tuple(sorted(part.rows)) for part in parts)
+
+
+def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Each row, the longest first, to the rank that would be done with it first (Graham 1969, on uniform machines)."""
+    done, rows = [0.0] * len(speeds), [list[int]() for _ in speeds]
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        rank = min(range(len(speeds)), key=lambda rank: (done[rank] + costs[row] / speeds[rank], len(rows[rank])))
+        rows[rank].append(row)
+        done[rank] += costs[row] / speeds[rank]
+    return tuple(tuple(sorted(own)) for own in rows)
 
 
 def unevenness(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:

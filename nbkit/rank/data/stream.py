@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ import torch
 from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced import Balanced
 from nbkit.rank.data.balanced_order import BalancedOrder
-from nbkit.rank.data.batch import Parts, Shard, bounds, fingerprint, numbers_of, rows_of
+from nbkit.rank.data.batch import Parts, Shard, bounds, fingerprint, numbers_of, parts_by_speed, rows_of
 from nbkit.rank.data.data_rng import Compared, content
 from nbkit.rank.data.equal_shares import equal_shares
 from nbkit.rank.rng.seeding import ITERATED, mixed
@@ -38,7 +39,7 @@ def is_map_style(data: Any) -> bool:
 class Stream(ABC):
     """Shards without end, and where it stands: `offset` samples into `epoch`.
 
-    rank, ranks: which part of each global batch is read; may change between batches. own: each rank reads other
+    rank, ranks, speeds: which part of each global batch is read; may change between batches. own: each rank reads other
     samples, not all the same stream. goes_back: what was read can be read again.
     """
 
@@ -47,6 +48,7 @@ class Stream(ABC):
     batch_size: int
     rank: int
     ranks: int
+    speeds: tuple[Fraction, ...] = ()
     seed: int
     shuffle: bool
     drop_last: bool
@@ -119,8 +121,8 @@ class MapStream(Stream):
         return min(self.batch_size, left)
 
     def _parts(self, indices: Sequence[int]) -> Parts:
-        """Which rows of the batch each rank has; None: contiguous ones."""
-        return None
+        """Which rows of the batch each rank has; None: as many as every other."""
+        return parts_by_speed(len(indices), self.speeds)
 
 
 class BalancedStream(MapStream):
@@ -148,7 +150,7 @@ class BalancedStream(MapStream):
     def _parts(self, indices: Sequence[int]) -> Parts:
         costs, groups = self.data.costs, self.data.groups
         of_groups = None if groups is None else [groups[i] for i in indices]
-        return equal_shares([costs[i] for i in indices], self.ranks, of_groups)
+        return equal_shares([costs[i] for i in indices], self.ranks, of_groups, self.speeds)
 
 
 @dataclass(eq=False)
@@ -208,14 +210,16 @@ class IterableStream(Stream):
         self.offset += total
         if not self.goes_back:
             self._newest = [(self.epoch, first), (self.epoch, self.offset)], samples
-        start, stop = bounds(total, self.ranks, self.rank)
+        parts = parts_by_speed(total, self.speeds)
+        mine = numbers_of(parts, total, self.ranks, self.rank)
         return Shard(
-            data=self.collate(samples[start:stop]) if stop > start else None,
-            rows=stop - start,
+            data=self.collate([samples[row] for row in mine]) if mine else None,
+            rows=len(mine),
             total=total,
             indices=range(first, first + total),
             fingerprint=fingerprint(self.collate([samples[0], samples[-1]]), 2),
             everything=lambda: (self.collate(samples), samples, self.collate),
+            parts=parts,
         )
 
     def _check_can_start(self) -> None:

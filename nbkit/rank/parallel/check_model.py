@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.planner.stage_partition import partition, ranks_of_stages, spelled
+from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, pick, rows_of, take
 from nbkit.rank.data.sample_rows import Sample, undrawn
@@ -273,7 +273,7 @@ def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[s
     blocks = chain.blocks if chain is not None else tuple(structural_blocks(skeleton))
     if len(blocks) < count:
         return {}
-    ranges = partition([1.0] * len(blocks), count)
+    ranges = stage_ranges([1.0] * len(blocks), strategy)
     names = list(homes(skeleton))
     found: dict[str, set[int]] = {}
     for name in names:

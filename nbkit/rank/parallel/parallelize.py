@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nbkit.planner.stage_partition import partition, spelled
+from nbkit.planner.stage_partition import spelled, stage_ranges
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.module.activation_checkpoint import recompute
@@ -122,7 +122,7 @@ def cut(
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
-        ranges = partition(options.costs or [1.0] * len(chain), schedule.num_stages)
+        ranges = stage_ranges(options.costs or [1.0] * len(chain), strategy)
         notes.append(f"stages of {spelled(ranges)} blocks")
         own_ranges = [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))]
         staged = Staged(module, chain, own_ranges, team=axes.group("tp") if in_sequence else None)

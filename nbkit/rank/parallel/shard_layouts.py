@@ -1,16 +1,17 @@
 """The layouts that every rank would hold under a strategy, found on one rank: nothing is built or sent.
 
-The same functions decide here and where a sharded model is built: stages by `partition`, parts by the tensor plan,
+The same functions decide here and where a sharded model is built: stages by `stage_ranges`, parts by the tensor plan,
 shards by `Layout.part`. A sharded model that is built holds what is said here (the tests compare them).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from nbkit.planner.stage_partition import partition
+from nbkit.planner.stage_partition import stage_ranges
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
@@ -40,7 +41,7 @@ class ShardLayouts:
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
         kept = skeleton.state_dict().keys()
         self._buffers = {name: Layout.whole(buffer.shape) for name, buffer in skeleton.named_buffers() if name in kept}
-        self._ranks_of: dict[tuple[int, str | None], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
+        self._ranks_of: dict[tuple[Any, ...], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
 
     def of(self, strategy: Strategy) -> RankLayouts:
         """Raises StrategyError for what cannot be split, with the reason."""
@@ -83,7 +84,11 @@ class ShardLayouts:
         chain: Chain | None = self.options.chain
         if strategy.pp == 1 or chain is None:
             return []
-        key = (strategy.pp, strategy.schedule)
+        key = (
+            strategy.pp,
+            strategy.schedule,
+            strategy.speeds and (strategy.dp, strategy.tp, strategy.cp, *strategy.speeds),
+        )
         if key not in self._ranks_of:
             self._ranks_of[key] = self._staged(strategy, chain)
         return self._ranks_of[key]
@@ -91,7 +96,7 @@ class ShardLayouts:
     def _staged(self, strategy: Strategy, chain: Chain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
-        ranges = partition(self.options.costs or [1.0] * len(chain), schedule.num_stages)
+        ranges = stage_ranges(self.options.costs or [1.0] * len(chain), strategy)
         pieces = {name: chain.piece_of(name) for name in self._buffers}
         found = []
         for rank in range(strategy.pp):

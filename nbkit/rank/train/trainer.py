@@ -124,6 +124,7 @@ class Trainer:
             batch_size=batch_size,
             rank=self.job.sharded_model.axes.index("dp"),
             ranks=self.strategy.dp,
+            speeds=self.strategy.replica_speeds,
             seed=config.seed,
             shuffle=shuffle is not False,
             drop_last=drop_last,
@@ -340,6 +341,7 @@ class Trainer:
         axes = self.job.sharded_model.axes
         self.arithmetic = self._cut_for(self.strategy)
         self._stream.rank, self._stream.ranks = axes.index("dp"), axes.size("dp")
+        self._stream.speeds = self.strategy.replica_speeds
 
     def _position(self) -> dict[str, Any]:
         return {"epoch": self._stream.epoch, "offset": self._stream.offset, "base_lr": self._rate.base}

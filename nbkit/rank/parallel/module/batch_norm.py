@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.batch import Parts, numbers_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
 
@@ -127,12 +128,13 @@ def _of_channels(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(1, -1, *[1] * (like.ndim - 2))
 
 
-def check_level(total: int, *, ranks: int, microbatch_size: int | None) -> None:
+def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: Parts = None) -> None:
     """Raises TrainingError unless every rank makes one forward: SyncBatchNorm waits for all of them.
 
-    total: rows of the global batch; microbatch_size: rows per forward, None for all of a rank's.
+    total: rows of the global batch; microbatch_size: rows per forward, None for all of a rank's; parts: see Shard.
     """
-    fewest, most = total // ranks, -(-total // ranks)
+    sizes = [len(numbers_of(parts, total, ranks, rank)) for rank in range(ranks)]
+    fewest, most = min(sizes), max(sizes)
     forwards = [-(-rows // (microbatch_size or max(rows, 1))) for rows in (fewest, most)]
     numbers = f"{total} rows over {ranks} ranks: {most} or {fewest}, {forwards[1]} or {forwards[0]} forwards"
     if forwards[0] != forwards[1]:

@@ -63,7 +63,7 @@ def tiny(strategy: Strategy) -> Strategy:
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0)
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=())
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):

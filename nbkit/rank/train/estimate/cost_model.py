@@ -28,7 +28,6 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import bounds
 
 Kinds = Mapping[str, Mapping[str, int]]
 """Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""
@@ -194,7 +193,7 @@ def _as_issued(
     vocabulary are split before the first block (all-gathered in the backward pass) and gathered behind the last.
     """
     tp, micros, at = strategy.tp, strategy.microbatches or accumulation, strategy.mesh.index(rank)
-    start, stop = bounds(facts.batch or 0, strategy.dp, at["dp"])
+    start, stop = strategy.rows(facts.batch or 0)[at["dp"]]
     hidden = (stop - start) * (facts.sequence or 0) * (facts.width or 0) * size
     # The loss needs the largest logit first, then both sums at once.
     found = [replace(term, calls=2 * micros) if term.what == "loss" else term for term in terms]

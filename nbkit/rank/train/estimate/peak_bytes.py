@@ -15,7 +15,6 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.rank.train.estimate.trace import Traced, blocks_of, trace, updating
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import bounds
 
 _LARGEST_REAL = 2 << 30
 """Bytes of parameters."""
@@ -50,7 +49,7 @@ class PeakBytes:
         pieces = traced.pieces
         costs = self.builder.options.costs or (1.0,) * len(pieces)
         ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
-        rows = bounds(batch, strategy.dp, 0)[1]
+        rows = max(stop - start for start, stop in strategy.rows(batch))
         micros = min(strategy.microbatches or -(-rows // (self.builder.config.microbatch_size or rows)), rows)
         rest = self.census.at_rest(strategy)
         ranks = strategy.mesh.ranks("pp", 0)

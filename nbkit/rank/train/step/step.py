@@ -100,7 +100,8 @@ class TrainingStep:
         axes = self.sharded_model.axes
         ranks, rank = axes.size("dp"), axes.index("dp")
         seed_step(self.seed, self.ledger.step, rank)
-        return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank)
+        speeds = self.sharded_model.strategy.replica_speeds
+        return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank, speeds=speeds)
 
     def backward(self, shard: Shard) -> StepResult:
         """Fill every parameter's gradient; the step's numbers are under way in what is returned.
@@ -120,7 +121,8 @@ class TrainingStep:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
         if self._coupled:
-            check_level(shard.total, ranks=sharded_model.axes.size("dp"), microbatch_size=self.microbatch_size)
+            rows = {"ranks": sharded_model.axes.size("dp"), "parts": shard.parts}
+            check_level(shard.total, microbatch_size=self.microbatch_size, **rows)
 
         def launch() -> None:
             counts = sharded_model.counts

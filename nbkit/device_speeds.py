@@ -1,0 +1,71 @@
+"""What ranks of unequal speed are given: rows of a batch by replica, blocks by stage of a pipeline.
+
+Speeds are whole numbers, one for each rank, of which only the ratios count: `speeds=2:1` is a rank that computes twice
+as fast as the next. The stages of all replicas hold the same blocks, so a stage is as fast as its ranks on average, and
+a replica as fast as the slowest of its ranks is for its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
+from math import gcd
+
+from nbkit.errors import StrategyError
+from nbkit.mesh import Mesh
+
+
+def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """`speeds` in lowest terms; () where all are equal. Raises StrategyError for what does not fit the mesh."""
+    shown = ":".join(map(str, speeds))
+    if len(speeds) != mesh.size or min(speeds) < 1:
+        raise StrategyError(
+            "speeds= has a whole number of at least 1 for each rank.",
+            numbers=f"speeds={shown} are {len(speeds)}, the mesh has {mesh.size} ranks",
+            hint="speeds=" + ":".join(["2"] + ["1"] * (mesh.size - 1)),
+        )
+    for axis in ("tp", "cp"):
+        for group in mesh.groups(axis):
+            own = [speeds[rank] for rank in group]
+            if len(set(own)) > 1:
+                slowest = min(own)
+                raise StrategyError(
+                    f"The ranks of a group along {axis} compute equal parts of each layer, and wait for the slowest.",
+                    numbers=f"ranks {', '.join(map(str, group))} have speeds {', '.join(map(str, own))}: "
+                    f"{len(own)} x {slowest} of {sum(own)}, so that {1 - len(own) * slowest / sum(own):.0%} is lost",
+                    hint=f"{axis} between ranks of one speed, and dp or pp between others",
+                )
+    factor = gcd(*speeds)
+    return () if len(set(speeds)) == 1 else tuple(speed // factor for speed in speeds)
+
+
+def of_stages(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
+    """Of each place along pp."""
+    ranks = [mesh.ranks("dp", mesh.ranks("pp", 0)[stage]) for stage in range(mesh.pp)]
+    return tuple(Fraction(sum(speeds[rank] for rank in group), len(group)) for group in ranks)
+
+
+def of_replicas(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
+    """Of each place along dp."""
+    stages = of_stages(speeds, mesh)
+    return tuple(
+        min(speeds[rank] / stages[stage] for stage, rank in enumerate(mesh.ranks("pp", first)))
+        for first in mesh.ranks("dp", 0)
+    )
+
+
+@lru_cache(maxsize=64)
+def rows_by_speed(total: int, speeds: tuple[Fraction, ...]) -> tuple[tuple[int, int], ...]:
+    """First and one past the last of `total` rows of each replica: the slowest is done as soon as can be."""
+    counts = [0] * len(speeds)
+    # Each row to whoever would be done with it first: no other whole numbers have a shorter longest time.
+    done = [(1 / speed, place) for place, speed in enumerate(speeds)]
+    heapify(done)
+    for _ in range(total):
+        place = done[0][1]
+        counts[place] += 1
+        heapreplace(done, ((counts[place] + 1) / speeds[place], place))
+    return tuple(pairwise([0, *accumulate(counts)]))

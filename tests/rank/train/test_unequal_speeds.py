@@ -1,0 +1,119 @@
+"""Ranks of unequal speed get rows and stages to match, and train as one process does."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, net, points, quiet, weighted_loss
+from ranks import run_ranks
+from torch import nn
+
+from nbkit.device_speeds import of_replicas, of_stages, rows_by_speed
+from nbkit.errors import StrategyError
+from nbkit.mesh import Mesh
+from nbkit.planner.stage_partition import partition
+from nbkit.rank.data.balanced import Balanced
+from nbkit.rank.data.equal_shares import equal_shares
+from nbkit.strategy import Strategy
+
+
+def test_rows_follow_the_speeds_as_well_as_whole_numbers_can() -> None:
+    for speeds, total in (((2, 1), 64), ((1, 1, 1, 2), 10), ((7, 3, 5), 17)):
+        fractions = tuple(map(Fraction, speeds))
+        rows = rows_by_speed(total, fractions)
+        longest = max((stop - start) / speed for (start, stop), speed in zip(rows, fractions, strict=True))
+        every = (c for c in product(range(total + 1), repeat=len(speeds) - 1) if sum(c) <= total)
+        best = min(max(n / s for n, s in zip((*c, total - sum(c)), fractions, strict=True)) for c in every)
+
+        assert longest == best and rows[0][0] == 0 and rows[-1][1] == total
+        assert all(before[1] == after[0] for before, after in pairwise(rows))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_stages_are_faster_on_ranks_of_such_speeds(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [Fraction(draw.randint(1, 9)) for _ in range(draw.randint(4, 9))]
+    speeds = [draw.randint(1, 4) for _ in range(4)]
+
+    def longest(ranges: Any) -> Fraction:
+        return max(sum(costs[a:b]) / speed for (a, b), speed in zip(ranges, speeds, strict=True))
+
+    every = [list(pairwise([0, *cuts, len(costs)])) for cuts in combinations(range(1, len(costs)), 3)]
+    assert longest(partition([float(cost) for cost in costs], 4, speeds)) == min(map(longest, every))
+
+
+def test_replicas_and_stages_have_the_speeds_of_their_ranks() -> None:
+    mesh = Mesh(pp=2, dp=2)  # ranks 0, 1 are the first stage of two replicas
+    assert of_stages((4, 2, 1, 1), mesh) == (3, 1)
+    assert of_replicas((4, 4, 1, 1), mesh) == (1, 1)
+    assert of_replicas((4, 2, 2, 1), mesh) == (Fraction(4, 3), Fraction(2, 3))
+    assert equal_shares([4, 3, 2, 2, 1], 2, speeds=(Fraction(2), Fraction(1))) == ((0, 2, 3), (1, 4))
+
+
+def test_a_strategy_says_its_speeds_and_refuses_those_that_do_not_fit() -> None:
+    strategy = Strategy.parse("ddp speeds=4:2:2:2", 4)
+
+    assert str(strategy) == "dp=4 speeds=2:1:1:1" and Strategy.parse(str(strategy), 4) == strategy
+    assert list(strategy.rows(10)) == [(0, 4), (4, 6), (6, 8), (8, 10)]
+    assert Strategy.parse("ddp speeds=3:3", 2) == Strategy(dp=2)
+    assert "equally fast" in Strategy.parse("ddp speeds=3:3", 2).without_effect[0]
+    with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
+        Strategy.parse("tp speeds=2:1", 2)
+    assert "dp or pp" in raised.value.hint
+    assert list(Strategy.parse("tp=2 speeds=2:2:1:1", 4).rows(9)) == [(0, 6), (6, 9)]
+    for text in ("ddp speeds=2:1:1", "ddp speeds=2", "ddp speeds=0:1", "ddp speeds=fast"):
+        with pytest.raises(StrategyError):
+            Strategy.parse(text, 2)
+
+
+def deep(dropout: float = 0.0) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(6, 3))
+
+
+def losses(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    balanced = {"data": Balanced(points(52), cost=[1.0 + i % 7 for i in range(52)])}
+    cases: dict[str, dict[str, Any]] = {
+        "ddp": {},
+        "ddp speeds=3:1": {"microbatch_size": 2},
+        "zero3 speeds=3:1": {"microbatch_size": 2},
+        "zero1 speeds=1:9": {},
+        "pp speeds=3:1": {},
+    }
+    for strategy, changed in cases.items():
+        if world.place.world_size == 1 and strategy != "ddp":
+            continue
+        trainer = quiet(strategy=strategy, model=lambda: deep(0.2), loss=weighted_loss, **changed)
+        rows: list[int] = []
+        trainer.model.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0]) if args else 0))
+        trainer.fit(3)
+        held = sum(p.numel() for p in trainer.model.parameters() if p is not None)
+        found[strategy] = [record["loss"] for record in trainer.history], sum(rows), str(trainer.arithmetic), held
+    trainer = quiet(strategy="ddp", model=lambda: net(0.2), loss=weighted_loss, **balanced)
+    trainer.fit(2)
+    if world.place.world_size > 1:
+        trainer.switch("ddp speeds=1:3")
+    trainer.fit(2)
+    found["switched"] = [record["loss"] for record in trainer.history]
+    return found
+
+
+def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_change() -> None:
+    torch.manual_seed(SEED)
+    (alone,) = run_ranks(losses, 1)
+    found = run_ranks(losses, 2, timeout=120)
+
+    for rank, one in enumerate(found):
+        for strategy in ("ddp", "ddp speeds=3:1", "zero3 speeds=3:1", "zero1 speeds=1:9", "pp speeds=3:1"):
+            assert one[strategy][0] == pytest.approx(alone["ddp"][0], rel=1e-5), strategy
+        assert one["ddp speeds=3:1"][1] == (18, 6)[rank]
+        assert one["ddp speeds=3:1"][2] == "global 8 = 6 + 2 rows by speed, micro 2 at most"
+        # Six equal layers of 42 parameters, and a head: three quarters of them, or nearly.
+        assert (one["pp speeds=3:1"][3] >= 4 * 42) == (rank == 0)
+        assert one["switched"] == pytest.approx(alone["switched"], rel=1e-5)
