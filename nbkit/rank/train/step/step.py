@@ -121,8 +121,8 @@ class TrainingStep:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
         if self._coupled:
-            rows = {"ranks": sharded_model.axes.size("dp"), "parts": shard.parts}
-            check_level(shard.total, microbatch_size=self.microbatch_size, **rows)
+            dp, parts = sharded_model.axes.size("dp"), shard.parts
+            check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
 
         def launch() -> None:
             counts = sharded_model.counts
