@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -302,34 +303,34 @@ def test_an_interrupt_that_user_code_swallows_is_repeated(two: Cluster) -> None:
     assert handle.status in ("ok", "interrupted")
 
 
-def test_a_rank_that_dies_is_named_and_the_others_are_released(nbkit_home: object) -> None:
+@pytest.fixture(scope="module")
+def mortal(nbkit_home: object) -> Iterator[Cluster]:
+    """For what kills ranks: the last test leaves one dead, those before it fresh ones."""
     cluster = Cluster.start(3, cpu=True, name="mortal")
-    try:
-        cluster.run("kept = rank")
-        with pytest.raises(CellError, match="Rank 1 died: SIGKILL") as caught:
-            cluster.run("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))")
-        assert caught.value.rank == 1
-        assert "Ranks 0,2: released" in str(caught.value)
-        with pytest.raises(Exception, match=r"Rank 1 has died \(SIGKILL\)"):
-            cluster.run("rank")
-        assert cluster.run("kept", ranks=[0, 2]).values == {0: 0, 2: 2}
-        assert "dead (SIGKILL)" in repr(cluster.status())
-        pins = cluster.entry.reasons
-        cluster.restart()
-        assert cluster.entry.reasons == pins
-        assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == dict.fromkeys(range(3), 3.0)
-    finally:
-        cluster.stop()
+    yield cluster
+    cluster.stop()
 
 
-def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(nbkit_home: object) -> None:
-    cluster = Cluster.start(2, cpu=True, name="idle")
-    try:
-        os.kill(cluster.entry.ranks[0].pid, signal.SIGSEGV)
-        deadline = time.monotonic() + 20
-        while not cluster.connection.deaths and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with pytest.raises(Exception, match=r"Rank 0 has died \(SIGSEGV\)"):
-            cluster.run("1")
-    finally:
-        cluster.stop()
+def test_a_rank_that_dies_is_named_and_the_others_are_released(mortal: Cluster) -> None:
+    mortal.run("kept = rank")
+    with pytest.raises(CellError, match="Rank 1 died: SIGKILL") as caught:
+        mortal.run("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))")
+    assert caught.value.rank == 1
+    assert "Ranks 0,2: released" in str(caught.value)
+    with pytest.raises(Exception, match=r"Rank 1 has died \(SIGKILL\)"):
+        mortal.run("rank")
+    assert mortal.run("kept", ranks=[0, 2]).values == {0: 0, 2: 2}
+    assert "dead (SIGKILL)" in repr(mortal.status())
+    pins = mortal.entry.reasons
+    mortal.restart()
+    assert mortal.entry.reasons == pins
+    assert mortal.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == dict.fromkeys(range(3), 3.0)
+
+
+def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(mortal: Cluster) -> None:
+    os.kill(mortal.entry.ranks[0].pid, signal.SIGSEGV)
+    deadline = time.monotonic() + 20
+    while not mortal.connection.deaths and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(Exception, match=r"Rank 0 has died \(SIGSEGV\)"):
+        mortal.run("1")
