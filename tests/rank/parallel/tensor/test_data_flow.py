@@ -21,6 +21,7 @@ from nbkit.rank.models import gpt
 from nbkit.rank.parallel.tensor import TensorPlan, plan_of
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
 from nbkit.rank.parallel.tensor.proof.prove import prove
+from zoo.training import SUBJECTS
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 
@@ -136,3 +137,28 @@ def test_what_is_computed_again_past_the_sizes_of_a_part_stays_whole() -> None:
 
     assert [pair.kind for pair in plan.pairs] == ["mlp", "mlp"]
     assert "s.0" in plan.unproven
+
+
+def test_a_pair_is_split_where_the_plan_of_its_library_gathers_and_gathered_where_it_is_not_right() -> None:
+    specimen = SUBJECTS["phi3"]
+    model = specimen.build(torch.float64)
+    plan = proven(model, specimen.batch(2)[0])
+
+    assert {pair.owner.rpartition(".")[2] for pair in plan.pairs} == {"mlp"}
+    assert plan.singles["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"  # its heads are counted by a config
+    assert plan.singles["model.layers.0.self_attn.o_proj"] == "rowwise_split"
+    assert split_share(model, plan) == 1.0 and not plan.unproven
+
+
+def test_a_map_whose_weight_is_read_elsewhere_is_not_gathered_either() -> None:
+    specimen = SUBJECTS["phi3"]
+    model = specimen.build(torch.float64)
+    value, layer = specimen.batch(2)[0], model.model.layers[0]
+
+    def read(module: nn.Module, args: Any, output: Any) -> Any:
+        return output + layer.self_attn.o_proj.weight.mean()
+
+    layer.register_forward_hook(read)
+    plan = proven(model, value)
+    assert "model.layers.0.self_attn.o_proj" not in plan.singles and "model.layers.0.self_attn" in plan.unproven
+    assert plan.singles["model.layers.1.self_attn.o_proj"] == "rowwise_split"

@@ -14,12 +14,13 @@ from nbkit.rank.parallel.tensor.plan.heads import Heads, counts_heads, heads_of,
 from nbkit.rank.parallel.tensor.plan.infer_plan import infer_pairs, infer_vocabulary, named_heads, packed_attentions
 from nbkit.rank.parallel.tensor.plan.known_classes import known_block, known_pair, known_path
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_lora, sizes
-from nbkit.rank.parallel.tensor.plan.plan import ROLES, Pair, TensorPlan, matches, roles_of_hf
+from nbkit.rank.parallel.tensor.plan.plan import ROLES, Pair, TensorPlan, by_itself, matches, roles_of_hf
 from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.parallel.tensor.ties import agreed, without
 
 _IN_PAIRS = ("colwise", "packed", "rowwise")
+_GATHERED = ("colwise_gather", "rowwise_split")
 
 
 def plan_of(
@@ -51,10 +52,19 @@ def plan_of(
             out[path] = not_run
         if path in out and path in said:
             raise _refused([path], out[path])
-    unproven = {pair.owner or pair.rows[0]: out[pair.rows[0]] for pair in plan.pairs if pair.rows[0] in out}
+    wrong = [pair for pair in plan.pairs if pair.rows[0] in out]
+    gathered = {path: plan.instead[path] for pair in wrong for path in _members(pair) if path in plan.instead}
+    gathered = {
+        path: role for path, role in gathered.items() if verdict is not None and by_itself(path) not in verdict.wrong
+    }
+    unproven = {
+        pair.owner or pair.rows[0]: out[pair.rows[0]] for pair in wrong if not gathered.keys() >= {*_members(pair)}
+    }
     unproven |= {path: why for path, why in out.items() if path in plan.singles}
     plan = replace(plan, pairs=tuple(right.ways.get(pair.rows[0], pair) for pair in plan.pairs), ways={})
-    plan = agreed(model, without(plan, out), said, trusted=lambda part: verdict is not None or known_block(part))
+    plan = without(plan, out)
+    plan = replace(plan, singles={**plan.singles, **gathered}, instead={})
+    plan = agreed(model, plan, said, trusted=lambda part: verdict is not None or known_block(part))
     partial = {name for pair in plan.pairs if pair.rows[0] not in right.ways for name in _alike(model, pair)}
     pairs = tuple(
         replace(pair, taken=pair.owner in right.taken) if pair.rows[0] in right.ways else pair for pair in plan.pairs
@@ -68,6 +78,10 @@ def plan_of(
         for path, block in chain.blocks
     }
     return replace(plan, pairs=pairs, partial=right.partial | partial, positions=positions, unproven=unproven)
+
+
+def _members(pair: Pair) -> tuple[str, ...]:
+    return (*pair.columns, *pair.rows)
 
 
 def _alike(model: nn.Module, pair: Pair) -> Iterator[str]:
@@ -119,8 +133,10 @@ def candidates(
         members = {pair.owner: "pair"} if pair.kind == "module" else members
         packed = {path for path in pair.columns if len(pair.widths[path]) > 1}
         expected = {path: "packed" if path in packed else role for path, role in members.items()}
+        # What goes into what shows more than a plan that gathers: a pair is run before it counts.
+        open_to = () if flow is None else _GATHERED
         if all(said.get(path, role) == role for path, role in expected.items()) and all(
-            hf.get(path, role) == role or path in said for path, role in expected.items()
+            hf.get(path, role) in (role, *open_to) or path in said for path, role in expected.items()
         ):
             pairs.append(_of_hf(pair) if any(path in hf for path in members) else pair)
         else:
@@ -141,8 +157,9 @@ def candidates(
     for pair in pairs:
         _divides(pair, size)
     _enough_rows(model, singles, size)
+    instead = {path: hf[path] for path in covered if hf.get(path) in _GATHERED and path not in said}
     free = {row: each for row, each in ways.items() if not said.keys() & {row, *each[0].columns}}
-    plan = TensorPlan(size, tuple(pairs), singles, reasons, ways=free)
+    plan = TensorPlan(size, tuple(pairs), singles, reasons, ways=free, instead=instead)
     return agreed(model, plan, said, trusted=lambda part: True)
 
 

@@ -78,7 +78,8 @@ class TensorPlan:
 
     partial: parameters that are used between the maps of a pair. positions: blocks -> why their positions stay whole.
     unproven: modules that look as if they could be split -> why that is not known to be right. ways: row map -> other
-    ways to split its pair, of which a run may choose one.
+    ways to split its pair, of which a run may choose one. instead: maps in pairs -> their roles where the pair is not
+    right.
     """
 
     size: int
@@ -89,6 +90,7 @@ class TensorPlan:
     positions: Mapping[str, str] = field(default_factory=dict)
     unproven: Mapping[str, str] = field(default_factory=dict)
     ways: Mapping[str, tuple[Pair, ...]] = field(default_factory=dict)
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self, module: nn.Module) -> list[tuple[str, str, str]]:
         """Rows (module, how it is split, why not) for modules with parameters; numbers in paths folded into *."""
@@ -106,6 +108,11 @@ class TensorPlan:
                 reason = self.reasons[max(about, key=len)] if about else ""
                 rows[folded(path), how.get(path, "whole"), "" if path in how else reason] = None
         return list(rows)
+
+
+def by_itself(path: str) -> str:
+    """The key of a map outside of its pair, which goes by the path of its row map."""
+    return f"{path} by itself"
 
 
 def folded(path: str) -> str:

@@ -22,7 +22,7 @@ from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
-from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, by_itself
 from nbkit.rank.parallel.tensor.proof.paths import inside
 from nbkit.rank.watching_mode import WatchingMode
 
@@ -98,8 +98,8 @@ class _Watch(WatchingMode):
             self.columns |= dict.fromkeys(pair.columns, key)
             for path in (*pair.columns, key):
                 self._weigh(model.get_submodule(path), key, (path,))
-        for path in plan.singles:
-            self._weigh(model.get_submodule(path), path, (path,))
+        for path, key in (*zip(plan.singles, plan.singles, strict=True), *((p, by_itself(p)) for p in plan.instead)):
+            self._weigh(model.get_submodule(path), key, (path,))
         for name, param in model.named_parameters():
             if any(name.startswith(f"{pair.owner}." if pair.owner else "") for pair in plan.pairs):
                 self.names.setdefault(memory_of(param), []).append(name)
