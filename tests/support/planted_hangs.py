@@ -76,7 +76,7 @@ HANGS = (
     ),
     Hang(
         "the system has stopped a rank",
-        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ndist.reduce(x, 1)  # there\n",
+        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(1000)\ndist.reduce(x, 1)  # there\n",
         (0,),
         ("Ranks 1-3 wait in reduce #1 on world", "cell {cell} line {there}", "rank 0 is stopped by the system"),
     ),

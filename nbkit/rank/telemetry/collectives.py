@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 from time import perf_counter_ns as now
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from nbkit.errors import UsageError
@@ -100,6 +100,14 @@ class Call:
         return f"<{self.op}{whom} on {self.axis}: {self.bytes} bytes, {took}>"
 
 
+class _IsUsers(dict[str, bool]):
+    """By file, whether it is the user's own."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = is_users(file)
+        return found
+
+
 class Ring:
     """The newest `size` calls (a power of two); older ones are written over. Any thread puts, any thread reads.
 
@@ -128,8 +136,8 @@ class Ring:
 
 
 ring = Ring()
-_users: dict[str, bool] = {}  # file -> whether it is the user's
-_FRAMES = 12  # between an operation and the user's code; what is farther away is the work of a library
+_is_users = _IsUsers()
+_FRAMES = (None,) * 6  # between an operation and the user's code; what is farther away is the work of a library
 _mode = os.environ.get("NBKIT_TELEMETRY", "time")
 if _mode not in MODES:
     _mode = "time"
@@ -180,19 +188,15 @@ def begin(
     entered = now()
     call = Call(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        code = frame.f_code
+    frame: FrameType | None = sys._getframe(2)
+    for _ in _FRAMES:
+        if frame is None:
+            break
         # Looked up by the file's text: the hash of a code object is made anew each time.
-        users = _users.get(code.co_filename)
-        if users is None:
-            users = _users[code.co_filename] = is_users(code.co_filename)
-        if users:
-            call.code, call.at = code, frame.f_lasti
+        if _is_users[frame.f_code.co_filename]:
+            call.code, call.at = frame.f_code, frame.f_lasti
             break
-        if (outer := frame.f_back) is None:
-            break
-        frame = outer
+        frame = frame.f_back
     ring.put(call)
     if _mode == "time":
         if cuda:
