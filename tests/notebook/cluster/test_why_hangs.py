@@ -8,7 +8,9 @@ import pytest
 from planted_hangs import HANGS, SECONDS, ask, begin
 
 from nbkit import Cluster, commands
+from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.why import quiet
+from nbkit.notebook.cluster.why.collect import looks_from_outside
 
 SAMPLE = (
     "a rank keeps the interpreter to itself",
@@ -25,6 +27,16 @@ def test_a_planted_hang_is_named(four: Cluster, name: str) -> None:
 
     assert answer.wrong == "", answer.why.sentence
     assert answer.seconds <= SECONDS
+
+
+def test_on_another_host_a_rank_that_answers_looks_at_one_beside_it(
+    four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Entry, "is_spread", property(lambda entry: True))
+    looks = looks_from_outside(four.entry, four.connection.client, [1], [0])
+
+    assert list(looks) == [1] and not looks[1].stopped
+    assert looks[1].stack[-1].function == "_run_module_as_main"
 
 
 def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(

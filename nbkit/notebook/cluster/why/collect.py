@@ -32,7 +32,7 @@ def collect(entry: Entry, client: Client, deaths: Mapping[int, Death], *, stacks
     replies = client.request(alive, "why", stacks=stacks)
     settle(replies.values(), ANSWER_SECONDS)
     if silent := [rank for rank in alive if not _has_come(replies, rank)]:
-        looks = _looks(entry, client, silent, [rank for rank in alive if rank not in silent])
+        looks = looks_from_outside(entry, client, silent, [rank for rank in alive if rank not in silent])
         settle([replies[rank] for rank in silent if rank in replies and rank not in looks], LATE_SECONDS)
     else:
         looks = {}
@@ -62,7 +62,9 @@ def _activity(reply: Future[Any]) -> Activity:
     return found
 
 
-def _looks(entry: Entry, client: Client, silent: Iterable[int], answering: list[int]) -> dict[int, ProcessState]:
+def looks_from_outside(
+    entry: Entry, client: Client, silent: Iterable[int], answering: list[int]
+) -> dict[int, ProcessState]:
     """Of processes of this host directly, of others by a rank beside them that answers."""
     if entry.is_here and not entry.is_spread:
         logs = entry.folder / "logs"
