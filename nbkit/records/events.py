@@ -82,6 +82,18 @@ class Switched(Event):
 
 
 @dataclass(frozen=True)
+class Rebalanced(Event):
+    """Ranks were found to be slower or faster than they were taken for, and the work is divided anew.
+
+    speeds: of each rank, relative. gain: part of the computing seconds of a step that is expected to be saved.
+    """
+
+    kind: ClassVar[str] = "rebalanced"
+    speeds: str = ""
+    gain: float = 0.0
+
+
+@dataclass(frozen=True)
 class Failed(Event):
     """An error ended a run, or a switch failed and the old strategy went on.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
@@ -34,7 +35,7 @@ from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
-from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
+from nbkit.records.events import Checkpointed, Event, LrChanged, Rebalanced, StepDone, Switched
 from nbkit.strategy import Strategy
 
 DETACHED_SAVE_EVERY = "10min"
@@ -61,6 +62,7 @@ class Trainer:
     example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
+    balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -99,6 +101,7 @@ class Trainer:
         offload: str | None = None,
         compile: bool | str = False,
         switches: Given = None,
+        balance: bool = False,
     ) -> None:
         self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
@@ -139,6 +142,11 @@ class Trainer:
         self._saved_step, self._unsaved_s = 0, 0.0
         self.job.record(log_dir, name=name, batch=batch_size)
         self.run_dir = self.job.run_dir
+        self._rebalancing = Rebalancing(self.job.device) if balance else None
+        if balance and log_dir is None:
+            raise TrainingError(
+                "balance= measures by the records of a run.", numbers="log_dir=None", hint="log_dir='runs'"
+            )
         if self.job.rank == 0 and progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
@@ -205,12 +213,14 @@ class Trainer:
             return Records()
         if self._saves_if_detached:
             self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
-        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
+        measuring = self._rebalancing.listening() if self._rebalancing is not None else nullcontext()
+        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)), measuring:
             if self._save_seconds is not None:
                 self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
             for _ in range(left):
                 self._make_step()
                 self.job.at_boundary()
+                self._rebalance()
         return Records(record for record in self.history if record["step"] > first)
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
@@ -294,6 +304,18 @@ class Trainer:
         late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
         if late or (self._save_every and job.step % self._save_every == 0):
             self._save_now()
+
+    def _rebalance(self) -> None:
+        if self._rebalancing is None:
+            return
+        options = self.job.builder.options
+        blocks = len(options.chain) if options.chain is not None else 1
+        found = self._rebalancing.due(self.strategy, self.arithmetic.total, options.costs or (1.0,) * blocks)
+        if found is not None:
+            strategy, gain = found
+            self.job.switch(str(strategy))
+            speeds = ":".join(map(str, strategy.speeds)) or "equal"
+            self.job.ledger.emit(Rebalanced(self.step, speeds=speeds, gain=gain))
 
     def _save_now(self) -> None:
         path = self._save_path or (self.run_dir or Path()) / "checkpoint"

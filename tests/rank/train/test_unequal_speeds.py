@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -19,6 +20,8 @@ from nbkit.mesh import Mesh
 from nbkit.planner.stage_partition import partition
 from nbkit.rank.data.balanced import Balanced
 from nbkit.rank.data.equal_shares import equal_shares
+from nbkit.rank.train.control.rebalance import better
+from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 
@@ -117,3 +120,62 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
         # Six equal layers of 42 parameters, and a head: three quarters of them, or nearly.
         assert (one["pp speeds=3:1"][3] >= 4 * 42) == (rank == 0)
         assert one["switched"] == pytest.approx(alone["switched"], rel=1e-5)
+
+
+def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
+    """Each row takes 4 ms in each block; from step 5 to step 14 rank 1 takes twice as long."""
+    events: list[Any] = []
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            slow = world.place.rank == 1 and 4 <= len(trainers[0].history) < 14 if trainers else False
+            time.sleep(0.004 * len(x) * (1 + slow) if trainers else 0.0005 * len(x))
+            return self.layer(x)
+
+    trainers: list[Any] = []
+    trainer = quiet(
+        strategy=strategy,
+        model=lambda: nn.Sequential(*(Slow() for _ in range(6)), nn.Linear(6, 3)),
+        batch_size=12,
+        data=points(48),
+        log_dir=str(path / str(world.place.world_size)),
+        balance=True,
+    )
+    trainers.append(trainer)
+    trainer.job.ledger.listeners.append(lambda event: events.append(event) if isinstance(event, Rebalanced) else None)
+    trainer.fit(24 if world.place.world_size > 1 else 1)
+    return {
+        "events": [(event.step, event.speeds, event.gain) for event in events],
+        "strategies": [record["strategy"] for record in trainer.history],
+        "loss": [record["loss"] for record in trainer.history],
+        "seconds": [record["seconds"] for record in trainer.history],
+    }
+
+
+def test_a_rank_that_slows_gets_less_within_three_steps_and_more_when_it_recovers(tmp_path: Any) -> None:
+    found = run_ranks(slept, 2, tmp_path, "ddp", timeout=120)
+
+    assert found[0]["events"] == found[1]["events"] and found[0]["loss"] == found[1]["loss"]
+    # Of 12 rows; the slow steps are 5 to 14, of which two are measured before the next is divided anew.
+    rows = [Strategy.parse(text, 2).rows(12) for text in found[0]["strategies"]]
+    of_slow = [stop - start for _, (start, stop) in rows]
+    assert of_slow[7] < 6 and of_slow[-1] > of_slow[12]
+    assert all(gain > 0.05 for _, _, gain in found[0]["events"])
+
+
+def test_what_is_measured_becomes_speeds_where_that_saves_enough() -> None:
+    ddp, half = better(Strategy(dp=2), 12, (1.0,), (0.6, 1.2)), better(Strategy(dp=2), 12, (1.0,), (1.0, 1.04))
+    assert ddp is not None and str(ddp[0]) == "dp=2 speeds=2:1" and ddp[1] == pytest.approx(1 / 3)
+    assert half is None
+    # What they do now is no measure of what they can: 8 rows in 0.8 s are as fast as 4 in 0.4 s.
+    back = better(Strategy(dp=2, speeds=(2, 1)), 12, (1.0,), (0.8, 0.4))
+    assert back is not None and str(back[0]) == "dp=2" and back[1] == pytest.approx(1 / 4)
+    stages = better(Strategy(pp=2), 12, (1.0,) * 6, (0.5, 1.0))
+    assert stages is not None and stages[0].speeds == (2, 1) and stages[1] == pytest.approx(1 / 3)
+    # A group of tp has one speed, that of its slowest.
+    groups = better(Strategy(dp=2, tp=2), 12, (1.0,), (1.0, 0.5, 0.5, 0.5))
+    assert groups is not None and groups[0].speeds == (1, 1, 2, 2)
