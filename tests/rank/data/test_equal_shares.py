@@ -71,6 +71,11 @@ def test_ranks_have_as_many_rows_and_as_many_of_each_group() -> None:
     assert unevenness(costs, shares) <= 1.01
 
 
+def test_rows_move_where_equal_numbers_of_rows_leave_a_rank_with_more() -> None:
+    assert equal_shares([30, 10, 10, 10], 2) == ((1, 2, 3), (0,))
+    assert [len(share) for share in equal_shares([12, 10, 10, 10], 2)] == [2, 2]
+
+
 def test_fewer_rows_than_ranks_leave_the_last_ranks_without() -> None:
     assert equal_shares([5, 7], 4) == ((0,), (1,), (), ())
     assert equal_shares([0, 0, 0], 2) in (((0, 1), (2,)), ((0, 2), (1,)), ((1, 2), (0,)))
@@ -100,12 +105,23 @@ def test_every_stretch_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
 
     assert sorted(whole) == list(range(1000))
     assert [i for start in range(0, 1000, 30) for i in order[start : min(start + 30, 1000)]] == whole
-    assert BalancedOrder(costs, groups, seed=3, epoch=1)[0:1000] != whole
+    # As two draws of 64 of 1,024 do: the same samples do not stay together.
+    first, second = (BalancedOrder(range(1024), None, seed=3, epoch=epoch)[0:64] for epoch in (0, 1))
+    assert len(set(first) & set(second)) < 20
     share = Counter(groups)["b"] / 1000
     for start in range(0, 937, 21):
         stretch = whole[start : start + 63]
         assert abs(sum(groups[i] == "b" for i in stretch) - share * 63) <= 3
         assert sum(costs[i] for i in stretch) == pytest.approx(63 * sum(costs) / 1000, rel=0.2)
+
+
+def test_cells_that_eight_ranks_could_not_share_evenly_exchange_samples_with_their_neighbours() -> None:
+    draw = Random(0)
+    costs = [2048] * 196 + [int(2047 * draw.random() ** 0.5) + 1 for _ in range(60)]
+    order = BalancedOrder(costs, None, seed=4, epoch=0)
+    for start in range(0, 256, 64):
+        cell = [costs[i] for i in order[start : start + 64]]
+        assert unevenness(cell, equal_shares(cell, 8)) <= 1.013  # 1.0155 without
 
 
 def test_a_stream_goes_on_where_it_stood_whatever_the_ranks_and_the_batch() -> None:
