@@ -19,6 +19,8 @@ from nbkit.rank.data.sample_rows import sample_of
 from nbkit.rank.data.stream import open_stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
+from nbkit.rank.telemetry.clock_offset import clock_offset
+from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_counts
@@ -29,6 +31,7 @@ from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.loop_settings import LoopSettings
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
@@ -99,7 +102,7 @@ class Trainer:
         compile: bool | str = False,
         switches: Given = None,
     ) -> None:
-        self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
+        save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
@@ -115,33 +118,83 @@ class Trainer:
             sample=lambda: sample_of(data, collate),
             batch=batch_size,
         )
-        self.job = Job(model, optimizer, config, strategy=strategy, switches=switches)
-        self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
-        self._stream = open_stream(
-            data,
+        loop = LoopSettings(
+            data=data,
             batch_size=batch_size,
-            rank=self.job.sharded_model.axes.index("dp"),
-            ranks=self.strategy.dp,
-            seed=config.seed,
             shuffle=shuffle is not False,
             drop_last=drop_last,
             collate=collate,
+            clip_norm=clip_norm,
+            lr_schedule=lr_schedule,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            save_steps=save_steps,
+            save_seconds=save_seconds,
+            save_path=save_path,
+            saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
+            callbacks=tuple(callbacks),
+            log_every=log_every,
+            progress=progress,
         )
-        self._rate = Rate(self.job.optimizer, lr_schedule)
-        self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
-        self._eval_data, self._eval_every = eval_data, eval_every
-        self._save_every, self._save_path, self._callbacks = save_steps, save_path, tuple(callbacks)
-        self._saves_if_detached = save_every is None and (save_path is not None or log_dir is not None)
+        self._begin(Job(model, optimizer, config, strategy=strategy, switches=switches), loop)
+        self.job.record(log_dir, name=name, batch=batch_size)
+        self._listen()
+        self.job.plan.check(self.job.world_size, self.job.feed.fits)
+
+    @classmethod
+    def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: tuple[int, float]) -> Trainer:
+        """The Trainer of a process that joins a training under way. Collective: the others `reopen`.
+
+        saved: the step of the last checkpoint, and seconds of training since.
+        """
+        self = cls.__new__(cls)
+        self._begin(job, loop)
+        job.record_on(run_dir)
+        self._listen()
+        self._saved_step, self._unsaved_s = saved
+        return self
+
+    def reopen(self) -> None:
+        """Read the data from its beginning, beside ranks that join. Collective: what they hold is compared."""
+        self._open()
+        if self.run_dir is not None and mode() != "off":
+            clock_offset(device=self.job.device)  # which ranks that join measure
+
+    @property
+    def saved(self) -> tuple[int, float]:
+        """The step of the last checkpoint, and seconds of training since."""
+        return self._saved_step, self._unsaved_s
+
+    def _begin(self, job: Job, loop: LoopSettings) -> None:
+        self.job, self.loop = job, loop
+        self.arithmetic = self._cut_for(self.strategy)
+        self._save_seconds = loop.save_seconds
+        self._open()
+        self._rate = Rate(job.optimizer, loop.lr_schedule)
+        self._callbacks = loop.callbacks
         self._told_of_saving = False
         self._saved_step, self._unsaved_s = 0, 0.0
-        self.job.record(log_dir, name=name, batch=batch_size)
+
+    def _listen(self) -> None:
         self.run_dir = self.job.run_dir
-        if self.job.rank == 0 and progress:
+        if self.job.rank == 0 and self.loop.progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
-        self.job.plan.check(self.job.world_size, self.job.feed.fits)
         note(self)
+
+    def _open(self) -> None:
+        axes = self.job.sharded_model.axes
+        self._stream = open_stream(
+            self.loop.data,
+            batch_size=self.loop.batch_size,
+            rank=axes.index("dp"),
+            ranks=axes.size("dp"),
+            seed=self.job.seed,
+            shuffle=self.loop.shuffle,
+            drop_last=self.loop.drop_last,
+            collate=self.loop.collate,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -200,7 +253,7 @@ class Trainer:
         left = steps or max((until or 0) - first, 0)
         if not left:
             return Records()
-        if self._saves_if_detached:
+        if self.loop.saves_if_detached:
             self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
             if self._save_seconds is not None:
@@ -229,12 +282,12 @@ class Trainer:
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
-        data = self._eval_data if data is None else data
+        data = self.loop.eval_data if data is None else data
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
         with self.job.ledger.clock.stopped():
             self.job.level()
-            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
+            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self.loop.collate)
 
     def generate(
         self, prompt: str | bytes | Tensor, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
@@ -285,19 +338,19 @@ class Trainer:
     def _make_step(self) -> None:
         self._update()
         job = self.job
-        if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
+        if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
         # The seconds in the records are the same on every rank, and so is what is done by them.
         late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
-        if late or (self._save_every and job.step % self._save_every == 0):
+        if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
             self._save_now()
 
     def _save_now(self) -> None:
-        path = self._save_path or (self.run_dir or Path()) / "checkpoint"
+        path = self.loop.save_path or (self.run_dir or Path()) / "checkpoint"
         try:
             self.save(path)
             said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
-            told, self._told_of_saving = self._told_of_saving or not self._saves_if_detached, True
+            told, self._told_of_saving = self._told_of_saving or not self.loop.saves_if_detached, True
         except NbkitError as error:  # on every rank alike; what is trained is worth more than that it is saved
             self._unsaved_s, told = 0.0, False
             said = f"not saved at step {self.step}, training goes on: {error.what} {error.numbers}"
@@ -316,9 +369,9 @@ class Trainer:
                         job.seed_data(own=self._stream.own)
                         shard = self._stream.next()
                     job.backward(shard)
-                    if self._clip_norm is not None:
-                        job.clip(self._clip_norm)
-                    elif (step + 1) % self._log_every == 0:
+                    if self.loop.clip_norm is not None:
+                        job.clip(self.loop.clip_norm)
+                    elif (step + 1) % self.loop.log_every == 0:
                         job.grad_norm()
                     first.prove()
                     job.optimizer.step()
@@ -332,7 +385,7 @@ class Trainer:
             raise
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self.arithmetic.total, strategy, microbatch_size=self.job.config.microbatch_size)
+        return Arithmetic.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.microbatch_size)
 
     def _recut(self) -> None:
         axes = self.job.sharded_model.axes

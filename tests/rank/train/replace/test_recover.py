@@ -1,0 +1,136 @@
+"""A rank is killed within a step and replaced: the losses are those of a run in which nobody died."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jobs import quiet
+from ranks import run_ranks
+from replaced_ranks import Seat, run_replaced
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbkit.rank.models.gpt import GPT, Block, GPTConfig
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.replace.recover import recover
+from nbkit.rank.train.trainer import Trainer
+
+STEPS, KILLED_IN = 6, 3
+
+
+class Case(NamedTuple):
+    strategy: str
+    victim: int
+    place: str
+
+
+REPLICATED = [
+    Case("ddp", 0, "forward"),
+    Case("ddp", 3, "updated"),
+    Case("hsdp shard=2", 1, "backward"),
+    Case("dp=2 tp=2", 2, "backward"),
+    Case("dp=2 pp=2 microbatches=2", 3, "forward"),
+    Case("cp=4", 1, "forward"),
+]
+
+doomed: str = ""  # on the rank that is to die: where in step KILLED_IN + 1
+
+
+def pass_by(place: str) -> None:
+    training = step_boundary.training()
+    if doomed == place and training is not None and training.step == KILLED_IN:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Passing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        pass_by("forward")
+        y = super().forward(x)
+        if y.requires_grad and doomed == "backward":
+            y.register_hook(lambda grad: pass_by("backward"))
+        return y
+
+
+class Update(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        pass_by("update")
+        super().step()
+        pass_by("updated")
+
+
+def model() -> GPT:
+    made = GPT(GPTConfig(vocab=24, block=8, layers=4, heads=4, width=16, dropout=0.1))
+    for block in made.blocks:
+        block.__class__ = Passing
+    return made.double()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(24, (2, 8), generator=draw)) for _ in range(36)]
+
+
+def made(strategy: str) -> Trainer:
+    return quiet(
+        model=model,
+        loss=loss,
+        optimizer=lambda m: Update(m.parameters(), lr=0.01),
+        data=rows(),
+        strategy=strategy,
+        clip_norm=1.0,
+        lr_schedule=lambda step: 1 / (1 + step),
+    )
+
+
+def undisturbed(world: Any) -> list[float]:
+    trainer = made("ddp")
+    trainer.fit(STEPS)
+    return [record["loss"] for record in trainer.history]
+
+
+def survived(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """By case what became of it; a rank that is new knows of those since it came."""
+    global doomed
+    found = {}
+    for number, case in enumerate(cases):
+        if number < seat.deaths - seat.new:
+            continue
+        if seat.new:
+            trainer, seat.new = recover(None, seat.replaced), False
+        else:
+            doomed = case.place if seat.world.place.rank == case.victim else ""
+            trainer = made(case.strategy)
+            with pytest.raises(Exception):
+                trainer.fit(STEPS)
+            trainer = recover(trainer, seat.form_again())
+        stood = trainer.step
+        trainer.fit(until=STEPS)
+        found[case] = {"stood": stood, "losses": [r["loss"] for r in trainer.history]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return run_ranks(undisturbed, 1)[0]
+
+
+def test_a_rank_that_others_replicate_is_replaced_in_mid_step(expected: list[float]) -> None:
+    found = run_replaced(survived, 4, REPLICATED, deaths=len(REPLICATED), timeout=120)
+
+    check(found, REPLICATED, expected)
+
+
+def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: list[float]) -> None:
+    for case in cases:
+        known = [of_rank[case] for of_rank in found if case in of_rank]
+        for one in known:
+            assert one["losses"] == pytest.approx(expected, rel=1e-10), case
+        assert known and {one["stood"] for one in known} <= {KILLED_IN, KILLED_IN + (case.place == "updated")}, case
