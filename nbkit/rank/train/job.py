@@ -231,8 +231,13 @@ class Job(Switchable):
         self.ledger.log(numbers)
 
     @contextmanager
-    def running(self, *, total: int = 0, owner: Any = None, arithmetic: str = "") -> Iterator[None]:
-        """Steps are made inside: requests are served at boundaries, and the history is complete after it."""
+    def running(
+        self, *, total: int = 0, owner: Any = None, arithmetic: str = "", joins: bool = False
+    ) -> Iterator[None]:
+        """Steps are made inside: requests are served at boundaries, and the history is complete after it.
+
+        joins: other ranks are inside already. Collective where they are not.
+        """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
         if step_boundary.training() is not None:
@@ -241,18 +246,21 @@ class Job(Switchable):
                 numbers=f"it has made {step_boundary.training().step} steps",
                 hint="wait, or stop it",
             )
-        self.level()  # a step of zero 3 that was broken off shows whole parameters until then
+        if not joins:
+            self.level()  # a step of zero 3 that was broken off shows whole parameters until then
         argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
         )
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.
-            step_boundary.enter(owner or self, self.device)
+            if not joins:
+                step_boundary.forget(self.device)
+            step_boundary.enter(owner or self)
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
-            self._follow_plan()
+            self.follow_plan()
             with data_rng.own_draws():
                 yield
             self.ledger.settle(act=True)
@@ -288,9 +296,9 @@ class Job(Switchable):
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
-        self._follow_plan()
+        self.follow_plan()
 
-    def _follow_plan(self) -> None:
+    def follow_plan(self) -> None:
         """Switch, if the plan says so for this step."""
         if (strategy := self.plan.due(self.step)) is None:
             return

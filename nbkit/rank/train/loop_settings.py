@@ -31,3 +31,4 @@ class LoopSettings:
     callbacks: tuple[Callable[[Any, dict[str, Any]], None], ...]
     log_every: int
     progress: bool
+    on_failure: str

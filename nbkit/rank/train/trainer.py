@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
-from nbkit.errors import NbkitError, NotFinite, TrainingError
+from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
@@ -33,6 +34,7 @@ from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.loop_settings import LoopSettings
 from nbkit.rank.train.progress import ProgressLine
+from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
@@ -63,6 +65,7 @@ class Trainer:
     example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
+    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/errors.md); or "stop".
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -101,7 +104,9 @@ class Trainer:
         offload: str | None = None,
         compile: bool | str = False,
         switches: Given = None,
+        on_failure: str = "replace",
     ) -> None:
+        check_policy(on_failure)
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
@@ -135,6 +140,7 @@ class Trainer:
             callbacks=tuple(callbacks),
             log_every=log_every,
             progress=progress,
+            on_failure=on_failure,
         )
         self._begin(Job(model, optimizer, config, strategy=strategy, switches=switches), loop)
         self.job.record(log_dir, name=name, batch=batch_size)
@@ -174,6 +180,7 @@ class Trainer:
         self._callbacks = loop.callbacks
         self._told_of_saving = False
         self._saved_step, self._unsaved_s = 0, 0.0
+        self._joined: Span | None = None
 
     def _listen(self) -> None:
         self.run_dir = self.job.run_dir
@@ -240,6 +247,40 @@ class Trainer:
         Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
         rank alike, and `fit` may be called again.
         """
+        joined, self._joined = self._joined, None
+        span = joined or self._span(steps, until)
+        left = span.goal - self.step
+        if not left and joined is None:
+            return Records()
+        if self.loop.saves_if_detached:
+            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
+        with (
+            seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
+            self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
+        ):
+            self._count_unsaved()
+            while left:
+                goal = self.step + left
+                try:
+                    self._make_step()
+                    self.job.at_boundary()
+                    left -= 1
+                except (NotFinite, Stopped):
+                    raise
+                except Exception as error:
+                    if not replaceable:
+                        raise
+                    go_on(self, Span(span.first, goal), error)
+                    self._count_unsaved()
+                    self.job.follow_plan()
+                    left = goal - self.step
+        return Records(record for record in self.history if record["step"] > span.first)
+
+    def join(self, span: Span) -> None:
+        """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
+        self._joined = span
+
+    def _span(self, steps: int | None, until: int | None) -> Span:
         check_counts(steps=steps, until=until)
         if (steps is None) == (until is None):
             raise TrainingError(
@@ -249,19 +290,7 @@ class Trainer:
             )
         if until is not None:
             self.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
-        first = self.step
-        left = steps or max((until or 0) - first, 0)
-        if not left:
-            return Records()
-        if self.loop.saves_if_detached:
-            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
-        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)):
-            if self._save_seconds is not None:
-                self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
-            for _ in range(left):
-                self._make_step()
-                self.job.at_boundary()
-        return Records(record for record in self.history if record["step"] > first)
+        return Span(self.step, self.step + (steps or max((until or 0) - self.step, 0)))
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy: see Job.switch. Collective, between two steps."""
@@ -334,6 +363,10 @@ class Trainer:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         return self.job.full_state_dict()
+
+    def _count_unsaved(self) -> None:
+        if self._save_seconds is not None:
+            self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
 
     def _make_step(self) -> None:
         self._update()

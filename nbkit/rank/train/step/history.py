@@ -135,6 +135,11 @@ class History:
             self.pending.clear()
         return torn
 
+    def begin_again(self) -> None:
+        """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
+        self.agreed = step_boundary.inbox.acted
+        self.clock.restart()
+
     def forget(self, step: int) -> None:
         """The steps after `step` have not been made."""
         while self.pending and self.pending[-1].step > step:
