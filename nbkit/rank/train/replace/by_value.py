@@ -76,6 +76,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > self._limit:
             raise TooLarge(f"a tensor of {value.untyped_storage().nbytes()} bytes")
         kind = type(value)
+        if kind is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and value.is_leaf:
+            return _reduced_tensor(value)
         if kind is types.ModuleType or isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if kind is types.FunctionType and not _can_be_imported(value):
@@ -155,6 +157,17 @@ def _finish_class(made: type, body: dict[str, Any]) -> None:
         setattr(made, name, held)
     if isinstance(made, abc.ABCMeta):
         abc.update_abstractmethods(made)
+
+
+def _reduced_tensor(tensor: torch.Tensor) -> Any:
+    # As torch pickles it, equal tensors of two processes differ.
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _tensor, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return tensor.view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
 def _code(data: bytes) -> types.CodeType:
