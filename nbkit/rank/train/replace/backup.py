@@ -84,7 +84,7 @@ class Backups:
         self._sending: tuple[Tensor, ...] = ()
         self._of_ward: Contents | None = None
         self._told: Contents | None = None
-        self._under_way: tuple[list[dist.Work], Generation] | None = None
+        self._under_way: tuple[list[dist.Work | None], Generation] | None = None
         self._costs: list[float] = []
         self._say: Callable[[str], None] | None = None
 
@@ -109,7 +109,7 @@ class Backups:
             self._group = dist.new_group(backend="gloo", group_desc="backup")
 
     def form_again(self, asked: int | None) -> None:
-        """As `begin`, after ranks were replaced: over another group, and what one costs is measured anew. Collective."""
+        """As `begin`, after ranks were replaced: over another group, and the cost is measured anew. Collective."""
         self._group, self.asked, self.every = None, asked, asked
         self.begin(asked, self._say)
 
@@ -173,7 +173,8 @@ class Backups:
         began = time.perf_counter()
         (works, generation), self._under_way = self._under_way, None
         for work in works:
-            work.wait()
+            if work is not None:  # of another group's rank, as torch has it
+                work.wait()
         self.wards.append(generation)
         self._seconds += time.perf_counter() - began
 
@@ -202,7 +203,7 @@ class Backups:
         self._told = own.contents
         head = torch.tensor([packed.numel(), own.flat.numel()])
         sizes = torch.empty_like(head)
-        works = [
+        works: list[dist.Work | None] = [
             dist.isend(head, self.buddy, group=group, tag=_HEAD),
             dist.isend(packed, self.buddy, group=group, tag=_ABOUT),
             dist.isend(own.flat, self.buddy, group=group, tag=_STATE),

@@ -56,22 +56,27 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
     handed = hand_over(trainer, source, newcomers, rank=rank, device=device)
-    job = trainer.job if handed is None else handed.job()
+    if handed is not None:
+        job, like = handed.job(), None
+    else:
+        assert trainer is not None
+        job, like = trainer.job, trainer.job.optimizer.inner
     restoration = newest(everyone, strategy, job.builder)
-    sharded_model, inner = _built(job, strategy, restoration, like=None if trainer is None else job.optimizer.inner)
+    sharded_model, inner = _built(job, strategy, restoration, like=like)
     held.take_back(restoration, newcomers, rank=rank, device=device)
     _fill(sharded_model, inner, restoration, held.states.get(restoration.step, {}), rank=rank, device=device)
     first = next(rank for rank in restoration.sources if rank not in newcomers)
-    told = [held.points[restoration.step] if rank == first else None]
+    told: list[Any] = [held.points[restoration.step] if rank == first else None]
     dist.broadcast_object_list(told, src=first, device=device)
-    if handed is None:
+    if handed is not None:
+        job.start(sharded_model, inner)
+        trainer = handed.trainer(job)
+    else:
+        assert trainer is not None
         left = [job.state]
         job.adopt(left[0].under(sharded_model, inner))
         free(left)
         trainer.reopen()
-    else:
-        job.start(sharded_model, inner)
-        trainer = handed.trainer(job)
     settings, progress = told[0]
     take_settings(inner, settings)
     job.go_on(progress)
@@ -125,7 +130,9 @@ class _Held:
             if rank == buddy:
                 dist.send(self.wards[step].flat.to(device), newcomer)
             elif rank == newcomer:
-                contents = Contents(restoration.given[rank].kinds, restoration.given[rank].layouts)
+                part = restoration.given[rank]
+                assert part is not None
+                contents = Contents(part.kinds, part.layouts)
                 flat = torch.empty(contents.num_bytes, dtype=torch.uint8, device=device)
                 dist.recv(flat, buddy)
                 self.states[step] = contents.views(flat.cpu())
