@@ -297,6 +297,7 @@ class Job(Switchable):
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         self.follow_plan()
+        self.back_up()
 
     def follow_plan(self) -> None:
         """Switch, if the plan says so for this step."""

@@ -30,5 +30,6 @@ class LoopSettings:
     saves_if_detached: bool
     callbacks: tuple[Callable[[Any, dict[str, Any]], None], ...]
     log_every: int
+    backup_every: int | None
     progress: bool
     on_failure: str

@@ -66,6 +66,8 @@ class Trainer:
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/errors.md); or "stop".
+    backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
+    cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -105,11 +107,13 @@ class Trainer:
         compile: bool | str = False,
         switches: Given = None,
         on_failure: str = "replace",
+        backup_every: int | None = None,
     ) -> None:
         check_policy(on_failure)
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
+        check_counts(backup_every=backup_every or None)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
@@ -139,6 +143,7 @@ class Trainer:
             saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
             callbacks=tuple(callbacks),
             log_every=log_every,
+            backup_every=backup_every,
             progress=progress,
             on_failure=on_failure,
         )
@@ -259,6 +264,10 @@ class Trainer:
             self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
         ):
             self._count_unsaved()
+            if joined is None:  # else the ranks have begun already
+                every = self.loop.backup_every
+                self.job.backups.begin(0 if every is None and not replaceable else every, self._say)
+                self.job.back_up()
             while left:
                 goal = self.step + left
                 try:
@@ -377,6 +386,10 @@ class Trainer:
         late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
         if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
             self._save_now()
+
+    def _say(self, text: str) -> None:
+        if self.job.rank == 0 and self.loop.progress:
+            print(f"\r{text:<80}", flush=True)
 
     def _save_now(self) -> None:
         path = self.loop.save_path or (self.run_dir or Path()) / "checkpoint"

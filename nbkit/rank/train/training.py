@@ -21,6 +21,7 @@ from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, recommend
+from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
@@ -67,6 +68,7 @@ class Training:
         self.model = builder.module
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
+        self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
@@ -91,6 +93,7 @@ class Training:
             precision=self.precision,
             ledger=self.ledger,
             integrity=self.integrity,
+            backups=self.backups,
             seed=self.seed,
         )
 
@@ -180,6 +183,18 @@ class Training:
         """All ranks have the weights of `progress`, and go on from there, whatever was broken off. Collective."""
         self._stand_at(progress)
         self._whole_again()
+
+    def back_up(self) -> None:
+        """A backup of this boundary, where one is due. Collective then."""
+        if self.ledger.newest is not None:
+            self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
+            self.ledger.newest = None
+        if self.backups.due(self.step):
+            strategy, inner = self.strategy, self.optimizer.inner
+            layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
+            place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())
+            point = checkpoint.settings_of(inner), place
+            self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
     def _whole_again(self) -> None:
         """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""

@@ -8,7 +8,7 @@ it, as in a switch, from what is held of the newest step that is whole; and all 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.replace.backup import Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
 from nbkit.rank.train.replace.held_parts import Holding, Part, Restoration, newest
+from nbkit.rank.train.replace.snapshot import Contents
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer
@@ -54,24 +56,33 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
     handed = hand_over(trainer, source, newcomers, rank=rank, device=device)
-    job = trainer.job if handed is None else handed.job()
+    if handed is not None:
+        job, like = handed.job(), None
+    else:
+        assert trainer is not None
+        job, like = trainer.job, trainer.job.optimizer.inner
     restoration = newest(everyone, strategy, job.builder)
-    sharded_model, inner = _built(job, strategy, restoration, like=None if trainer is None else job.optimizer.inner)
+    sharded_model, inner = _built(job, strategy, restoration, like=like)
+    held.take_back(restoration, newcomers, rank=rank, device=device)
     _fill(sharded_model, inner, restoration, held.states.get(restoration.step, {}), rank=rank, device=device)
-    first = restoration.sources[0]
-    told = [held.points[restoration.step] if rank == first else None]
+    first = next(rank for rank in restoration.sources if rank not in newcomers)
+    told: list[Any] = [held.points[restoration.step] if rank == first else None]
     dist.broadcast_object_list(told, src=first, device=device)
-    if handed is None:
+    if handed is not None:
+        job.start(sharded_model, inner)
+        trainer = handed.trainer(job)
+    else:
+        assert trainer is not None
         left = [job.state]
         job.adopt(left[0].under(sharded_model, inner))
         free(left)
         trainer.reopen()
-    else:
-        job.start(sharded_model, inner)
-        trainer = handed.trainer(job)
     settings, progress = told[0]
     take_settings(inner, settings)
     job.go_on(progress)
+    # Groups of before are broken, and so is the backups'.
+    job.backups.form_again(everyone[first].asked)
+    job.back_up()
     return trainer
 
 
@@ -82,6 +93,7 @@ class _Held:
     told: Holding = field(default_factory=Holding)
     states: dict[int, JobState] = field(default_factory=dict)
     points: dict[int, tuple[Settings, Progress]] = field(default_factory=dict)
+    wards: dict[int, Generation] = field(default_factory=dict)
 
     @classmethod
     def by(cls, trainer: Trainer) -> _Held:
@@ -93,10 +105,37 @@ class _Held:
         if not job.integrity.half_way:
             states[step] = job_state.state(job.sharded_model, inner)
             points[step] = settings_of(inner), job.progress
-        numbers = job_state.scalars(job.sharded_model, inner)
+        numbers, names, backups = job_state.scalars(job.sharded_model, inner), job.builder.names, job.backups
         parts = {step: Part.of(state, numbers) for step, state in states.items()}
+        backups.break_off()
+        for each in backups.own:
+            if each.step not in states:
+                settings, place = each.point
+                records = [record for record in job.ledger.records if record["step"] <= each.step]
+                states[each.step], points[each.step] = each.state(), (settings, replace(place, records=records))
+                parts[each.step] = Part.kept(each, names)
+        wards = {each.step: each for each in backups.wards}
+        kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
-        return cls(Holding(job.strategy, changes, step, parts), states, points)
+        told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked)
+        return cls(told, states, points, wards)
+
+    def take_back(
+        self, restoration: Restoration, newcomers: Collection[int], *, rank: int, device: torch.device
+    ) -> None:
+        """New ranks get from their buddies what those kept of the step, where it is asked of them."""
+        step, world_size = restoration.step, len(restoration.plan.old)
+        for newcomer in sorted(set(newcomers) & set(restoration.sources)):
+            buddy = buddy_of(newcomer, world_size)
+            if rank == buddy:
+                dist.send(self.wards[step].flat.to(device), newcomer)
+            elif rank == newcomer:
+                part = restoration.given[rank]
+                assert part is not None
+                contents = Contents(part.kinds, part.layouts)
+                flat = torch.empty(contents.num_bytes, dtype=torch.uint8, device=device)
+                dist.recv(flat, buddy)
+                self.states[step] = contents.views(flat.cpu())
 
 
 def _common(everyone: Sequence[Holding]) -> Strategy:

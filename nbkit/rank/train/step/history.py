@@ -41,6 +41,7 @@ class History:
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
+        self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
         self._world_size = world_size
@@ -90,7 +91,7 @@ class History:
             pending = self.pending.popleft()
             if not pending.made:
                 continue
-            numbers = self.check(pending)
+            numbers = self.newest = self.check(pending)
             record = pending.record(numbers)
             self.records.append(record)
             if not self._silent:

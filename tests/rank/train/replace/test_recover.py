@@ -14,6 +14,7 @@ from replaced_ranks import Seat, run_replaced
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbkit.errors import NbkitError
 from nbkit.rank.models.gpt import GPT, Block, GPTConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace.recover import recover
@@ -28,13 +29,23 @@ class Case(NamedTuple):
     place: str
 
 
+# One rank stays to the end, and knows of all.
 REPLICATED = [
     Case("ddp", 0, "forward"),
-    Case("ddp", 3, "updated"),
+    Case("ddp", 2, "updated"),
     Case("hsdp shard=2", 1, "backward"),
     Case("dp=2 tp=2", 2, "backward"),
-    Case("dp=2 pp=2 microbatches=2", 3, "forward"),
+    Case("dp=2 pp=2 microbatches=2", 0, "forward"),
     Case("cp=4", 1, "forward"),
+]
+
+HELD_ONCE = [
+    Case("zero1", 1, "updated"),
+    Case("zero2", 2, "update"),
+    Case("zero3", 1, "backward"),
+    Case("tp=4", 3, "backward"),
+    Case("pp=4 microbatches=4", 2, "forward"),
+    Case("dp=2 tp=2", 3, "updated"),
 ]
 
 doomed: str = ""  # on the rank that is to die: where in step KILLED_IN + 1
@@ -78,7 +89,7 @@ def rows() -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.randint(24, (2, 8), generator=draw)) for _ in range(36)]
 
 
-def made(strategy: str) -> Trainer:
+def made(strategy: str, **more: Any) -> Trainer:
     return quiet(
         model=model,
         loss=loss,
@@ -87,6 +98,7 @@ def made(strategy: str) -> Trainer:
         strategy=strategy,
         clip_norm=1.0,
         lr_schedule=lambda step: 1 / (1 + step),
+        **more,
     )
 
 
@@ -96,7 +108,7 @@ def undisturbed(world: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def survived(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str, Any]]:
     """By case what became of it; a rank that is new knows of those since it came."""
     global doomed
     found = {}
@@ -107,8 +119,8 @@ def survived(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
             trainer, seat.new = recover(None, seat.replaced), False
         else:
             doomed = case.place if seat.world.place.rank == case.victim else ""
-            trainer = made(case.strategy)
-            with pytest.raises(Exception):
+            trainer = made(case.strategy, **more)
+            with pytest.raises((RuntimeError, NbkitError)):
                 trainer.fit(STEPS)
             trainer = recover(trainer, seat.form_again())
         stood = trainer.step
@@ -128,9 +140,22 @@ def test_a_rank_that_others_replicate_is_replaced_in_mid_step(expected: list[flo
     check(found, REPLICATED, expected)
 
 
+def protected(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    return survived(seat, cases, backup_every=1)
+
+
+def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: list[float]) -> None:
+    found = run_replaced(protected, 4, HELD_ONCE, deaths=len(HELD_ONCE), timeout=200)
+
+    check(found, HELD_ONCE, expected)
+
+
 def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: list[float]) -> None:
     for case in cases:
         known = [of_rank[case] for of_rank in found if case in of_rank]
         for one in known:
             assert one["losses"] == pytest.approx(expected, rel=1e-10), case
-        assert known and {one["stood"] for one in known} <= {KILLED_IN, KILLED_IN + (case.place == "updated")}, case
+        # Who dies while its newest backup is on its way takes all back to the one before; who dies after its own update
+        # may find that of others made.
+        stood = {one["stood"] for one in known}
+        assert len(stood) == 1 and abs(stood.pop() - KILLED_IN) <= (case.place != "backward"), case
