@@ -95,18 +95,18 @@ class Replacer:
         if message["event"] == "seat" and message["cell"]:
             child.seat = Seat(message["cell"], message["statement"])
         elif message["event"] == "seat":
-            self.leave(child)
+            self.leave(child, message["why"])
         elif message["event"] == "waits" and self.under_way:
             self.under_way.waits[child.rank] = message
         elif message["event"] == "replaced":
             self._end(message)
 
-    def leave(self, child: Child) -> None:
+    def leave(self, child: Child, why: str = "") -> None:
         """A rank has left the training; if others wait to go on with it, they wait in vain."""
         child.seat = None
         if self.under_way and not self._is_new(child):
             # Acted on when all that has come is read: another one may have said before that the training goes on.
-            self.under_way.left = f"rank {child.rank} has left the training"
+            self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
 
     def takes(self, child: Child, death: dict[str, Any]) -> bool:
         """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""

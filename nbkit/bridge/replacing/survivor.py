@@ -23,6 +23,7 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.replace.by_value import dumps
 from nbkit.rank.train.replace.going_on import NewWorld, Span
+from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.cells import CellRequest
@@ -81,8 +82,8 @@ class Survivor:
         self.link.send(event="seat", cell=request.id, statement=statement)
         return True
 
-    def leave(self) -> None:
-        self.link.send(event="seat", cell="")
+    def leave(self, why: str = "") -> None:
+        self.link.send(event="seat", cell="", why=why)
 
     def is_broken(self, error: BaseException) -> bool:
         here, deadline = world.current(), time.monotonic() + NEWS_SECONDS
@@ -90,6 +91,9 @@ class Survivor:
         while lost and not self._broken and time.monotonic() < deadline:
             time.sleep(0.005)
         return self._broken
+
+    def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
+        return recover(trainer, newcomers)
 
     def tell(self, said: str) -> None:
         self.link.send(event="replaced", said=said)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 _MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
-_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl")
+_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
 
 
 class TooLarge(pickle.PicklingError):
@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > self._limit:
             raise TooLarge(f"a tensor of {value.untyped_storage().nbytes()} bytes")
         kind = type(value)
-        if kind is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and value.is_leaf:
+        if kind is torch.Tensor and _is_plain(value):
             return _reduced_tensor(value)
         if kind is types.ModuleType or isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
@@ -159,9 +159,14 @@ def _finish_class(made: type, body: dict[str, Any]) -> None:
         abc.update_abstractmethods(made)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    whole = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_leaf and tensor.is_contiguous()
+    return whole and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def _reduced_tensor(tensor: torch.Tensor) -> Any:
     # As torch pickles it, equal tensors of two processes differ.
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
     return _tensor, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 

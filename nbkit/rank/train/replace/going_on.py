@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbkit.errors import TrainingError
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Replaced
@@ -55,8 +55,8 @@ class Host(Protocol):
         """`caller` calls `fit`. Whether a new rank could enter there; it is known from now until `leave`."""
         ...
 
-    def leave(self) -> None:
-        """That `fit` is over."""
+    def leave(self, why: str = "") -> None:
+        """That `fit` is over. why: the error that has ended it."""
         ...
 
     def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
@@ -64,6 +64,10 @@ class Host(Protocol):
 
         Raises `error` where no rank died, or none is replaced.
         """
+        ...
+
+    def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
+        """See nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
         ...
 
     def is_broken(self, error: BaseException) -> bool:
@@ -86,8 +90,10 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
         return
     try:
         yield True
-    finally:
-        host.leave()
+    except BaseException as error:
+        host.leave(f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else type(error).__name__)
+        raise
+    host.leave()
 
 
 def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
@@ -111,16 +117,15 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
 def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:
     """The training of all ranks, at one step boundary. Collective. trainer: None on a new rank. reached: finished
     steps when it was broken off."""
-    from nbkit.rank.train.replace.recover import recover  # which makes Trainers, whose `fit` imports this file
-
-    trainer = recover(trainer, world.newcomers)
+    assert host is not None
+    trainer = host.recover(trainer, world.newcomers)
     job = trainer.job
     steps_lost = largest([reached], device=job.device)[0] - job.step
     ranks = ", ".join(map(str, world.newcomers))
     seconds = time.time() - world.since
     event = Replaced(job.step, ranks=ranks, why=world.how, steps_lost=steps_lost, seconds=seconds)
     job.ledger.emit(event)
-    if host is not None and job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
+    if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
         host.tell(event.said)
     step_boundary.meet(job.device)  # nobody leaves the training before it is told that it goes on
     job.ledger.begin_again()
