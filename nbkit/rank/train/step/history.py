@@ -58,6 +58,7 @@ class History:
         """Stand at `step` with `records`. loaded: of a checkpoint; a run has as many steps left to make as it had."""
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
+        self.newest = None  # a rank that has just joined knows nothing of it
 
     @property
     def _goal(self) -> int:
