@@ -45,8 +45,13 @@ class Seat:
         return self.replaced
 
 
-def run_replaced(fn: Callable[..., Any], n: int, *args: Any, deaths: int, timeout: float = 60.0) -> list[Any]:
-    """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end. deaths: how many times ranks die."""
+def run_replaced(
+    fn: Callable[..., Any], n: int, *args: Any, deaths: int, together: int = 1, timeout: float = 60.0
+) -> list[Any]:
+    """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end.
+
+    deaths: how many times ranks die; together: so many at once.
+    """
     context = ranks._forking()
     with contextlib.ExitStack() as opened:
         bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(deaths + 1)]
@@ -66,7 +71,7 @@ def run_replaced(fn: Callable[..., Any], n: int, *args: Any, deaths: int, timeou
 
         try:
             seats = [fork(rank, 1, ()) for rank in range(n)]
-            return _collect(seats, fork, deaths, timeout)
+            return _collect(seats, fork, deaths, together, timeout)
         finally:
             ended.close()
             for process in every:
@@ -76,7 +81,7 @@ def run_replaced(fn: Callable[..., Any], n: int, *args: Any, deaths: int, timeou
                 process.join()
 
 
-def _collect(seats: list[Any], fork: Callable[..., Any], deaths: int, timeout: float) -> list[Any]:
+def _collect(seats: list[Any], fork: Callable[..., Any], deaths: int, together: int, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline, generation = time.monotonic() + timeout, 1
     while len(results) < len(seats):
@@ -98,6 +103,9 @@ def _collect(seats: list[Any], fork: Callable[..., Any], deaths: int, timeout: f
         if dead:
             if generation > deaths:
                 raise ranks.RankFailed(f"ranks {dead} died")
+            while len(dead) < together:  # they end one after the other
+                late = wait([seat[1] for rank, seat in enumerate(seats) if rank not in dead], timeout=5.0)
+                dead += [rank for rank, seat in enumerate(seats) if seat[1] in late and rank not in dead]
             generation += 1
             for rank in range(len(seats)):
                 if rank not in dead:

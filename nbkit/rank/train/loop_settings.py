@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbkit.rank.data.stream import Stream, open_stream
+from nbkit.rank.parallel.device_mesh import Axes
+
+
+@dataclass(frozen=True)
+class LastCheckpoint:
+    """The last checkpoint that was written or read; path: None before the first. unsaved_s: of training since."""
+
+    path: Path | None = None
+    step: int = 0
+    unsaved_s: float = 0.0
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -33,3 +45,16 @@ class LoopSettings:
     backup_every: int | None
     progress: bool
     on_failure: str
+
+    def stream(self, axes: Axes, seed: int) -> Stream:
+        """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
+        return open_stream(
+            self.data,
+            batch_size=self.batch_size,
+            rank=axes.index("dp"),
+            ranks=axes.size("dp"),
+            seed=seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            collate=self.collate,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
-from nbkit.rank.data.stream import open_stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.clock_offset import clock_offset
@@ -32,7 +32,7 @@ from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.loop_settings import LoopSettings
+from nbkit.rank.train.loop_settings import LastCheckpoint, LoopSettings
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
 from nbkit.rank.train.step.history import Records
@@ -153,38 +153,32 @@ class Trainer:
         self.job.plan.check(self.job.world_size, self.job.feed.fits)
 
     @classmethod
-    def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: tuple[int, float]) -> Trainer:
-        """The Trainer of a process that joins a training under way. Collective: the others `reopen`.
-
-        saved: the step of the last checkpoint, and seconds of training since.
-        """
+    def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> Trainer:
+        """The Trainer of a process that joins a training under way. Collective: the others `reopen`."""
         self = cls.__new__(cls)
         self._begin(job, loop)
         job.record_on(run_dir)
         self._listen()
-        self._saved_step, self._unsaved_s = saved
+        self.saved = saved
         return self
 
     def reopen(self) -> None:
-        """Read the data from its beginning, beside ranks that join. Collective: what they hold is compared."""
-        self._open()
+        """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
+        stream = self.loop.stream(self.job.sharded_model.axes, self.job.seed)
+        stream.seek(self._stream.epoch, self._stream.offset)
+        self._stream = stream
         if self.run_dir is not None and mode() != "off":
             clock_offset(device=self.job.device)  # which ranks that join measure
-
-    @property
-    def saved(self) -> tuple[int, float]:
-        """The step of the last checkpoint, and seconds of training since."""
-        return self._saved_step, self._unsaved_s
 
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop = job, loop
         self.arithmetic = self._cut_for(self.strategy)
         self._save_seconds = loop.save_seconds
-        self._open()
+        self._stream = loop.stream(job.sharded_model.axes, job.seed)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
         self._told_of_saving = False
-        self._saved_step, self._unsaved_s = 0, 0.0
+        self.saved = LastCheckpoint()
         self._joined: Span | None = None
 
     def _listen(self) -> None:
@@ -194,19 +188,6 @@ class Trainer:
         self.job.ledger.listeners.append(self._call_back)
         self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
         note(self)
-
-    def _open(self) -> None:
-        axes = self.job.sharded_model.axes
-        self._stream = open_stream(
-            self.loop.data,
-            batch_size=self.loop.batch_size,
-            rank=axes.index("dp"),
-            ranks=axes.size("dp"),
-            seed=self.job.seed,
-            shuffle=self.loop.shuffle,
-            drop_last=self.loop.drop_last,
-            collate=self.loop.collate,
-        )
 
     @property
     def model(self) -> nn.Module:
@@ -353,7 +334,7 @@ class Trainer:
             self.job.level()
             self.job.ledger.settle()
             self.job.save(path)
-        self._saved_step, self._unsaved_s = self.step, 0.0
+        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
     def load(self, path: str | Path) -> None:
@@ -366,7 +347,7 @@ class Trainer:
         self.job.load(saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
-        self._saved_step, self._unsaved_s = self.step, 0.0
+        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -375,7 +356,8 @@ class Trainer:
 
     def _count_unsaved(self) -> None:
         if self._save_seconds is not None:
-            self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
+            unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self.saved.step)
+            self.saved = replace(self.saved, unsaved_s=unsaved_s)
 
     def _make_step(self) -> None:
         self._update()
@@ -383,7 +365,7 @@ class Trainer:
         if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
         # The seconds in the records are the same on every rank, and so is what is done by them.
-        late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
+        late = self._save_seconds is not None and self.saved.unsaved_s >= self._save_seconds
         if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
             self._save_now()
 
@@ -398,7 +380,7 @@ class Trainer:
             said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
             told, self._told_of_saving = self._told_of_saving or not self.loop.saves_if_detached, True
         except NbkitError as error:  # on every rank alike; what is trained is worth more than that it is saved
-            self._unsaved_s, told = 0.0, False
+            self.saved, told = replace(self.saved, unsaved_s=0.0), False
             said = f"not saved at step {self.step}, training goes on: {error.what} {error.numbers}"
         if not told and self.job.rank == 0:
             print(f"\r{said:<80}", flush=True)
@@ -448,7 +430,7 @@ class Trainer:
     def _call_back(self, event: Event) -> None:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
-            self._unsaved_s += event.record["seconds"]
+            self.saved = replace(self.saved, unsaved_s=self.saved.unsaved_s + event.record["seconds"])
             for callback in self._callbacks:
                 callback(self, event.record)
 

@@ -180,16 +180,22 @@ class Training:
         self.feed.go_to(progress.position)
 
     def go_on(self, progress: recovery.Progress) -> None:
-        """All ranks have the weights of `progress`, and go on from there, whatever was broken off. Collective."""
+        """The weights are those of `progress` now, and so is all else. Not collective; `meet` follows."""
         self._stand_at(progress)
-        self._whole_again()
+        self.integrity.restored(ranks_agree=False)
 
-    def back_up(self) -> None:
-        """A backup of this boundary, where one is due. Collective then."""
+    def meet(self, asked: int | None) -> None:
+        """All ranks stand at one boundary, and some of them are new. Collective. asked: see Backups."""
+        self._whole_again()
+        self.backups.form_again(asked, self.step)
+        self.back_up(now=True)
+
+    def back_up(self, *, now: bool = False) -> None:
+        """A backup of this boundary, where one is due, or `now`. Collective then."""
         if self.ledger.newest is not None:
             self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
             self.ledger.newest = None
-        if self.backups.due(self.step):
+        if self.backups.due(self.step) or (now and self.backups.on):
             strategy, inner = self.strategy, self.optimizer.inner
             layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
             place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())

@@ -101,17 +101,27 @@ class Backups:
         if every != self.asked:
             self.asked = self.every = every
         self._say = say
-        self.own.clear()
-        self.wards.clear()
+        self._keep(-1)
+        self._form()
+
+    def form_again(self, asked: int | None, step: int) -> None:
+        """Go on after ranks were replaced: over another group, and the cost is measured anew. Collective.
+
+        step: all ranks are back at it, and what was kept of it and before it is of use.
+        """
+        self._group, self.asked, self.every = None, asked, asked
+        self._keep(step)
+        self._form()
+
+    def _keep(self, step: int) -> None:
+        self.own = [each for each in self.own if each.step <= step]
+        self.wards = [each for each in self.wards if each.step <= step]
         self._under_way, self._told, self._costs = None, None, []
+
+    def _form(self) -> None:
         if self.on and self._group is None:
             # Of gloo, wherever the state is: it goes from host memory to host memory.
             self._group = dist.new_group(backend="gloo", group_desc="backup")
-
-    def form_again(self, asked: int | None) -> None:
-        """As `begin`, after ranks were replaced: over another group, and the cost is measured anew. Collective."""
-        self._group, self.asked, self.every = None, asked, asked
-        self.begin(asked, self._say)
 
     def due(self, step: int) -> bool:
         """Whether there is one after `step` steps. The first is, and all until it is known what one costs."""
@@ -149,7 +159,8 @@ class Backups:
         """Copy this rank's share, and begin to send it. Collective: all ranks stand at this step's boundary."""
         began, strategy = time.perf_counter(), sharded_model.strategy
         self.wait()
-        self.own = [each for each in self.own if each.step < step]  # steps are made again after a load
+        # Steps are made again after a load, and after a death.
+        self.own = [each for each in self.own if each.step < step]
         self.wards = [each for each in self.wards if each.step < step]
         if self._shares is None or self._shares[0] != strategy:
             self._shares, self._seen = (strategy, shares_of(layouts, self.rank)), None

@@ -15,7 +15,7 @@ from nbkit.rank.comm.agree import agree
 from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.control.switch_plan import SwitchPlan
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.loop_settings import LoopSettings
+from nbkit.rank.train.loop_settings import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace.by_value import dumps, loads
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
@@ -26,7 +26,7 @@ _HINT = "what a new process can import, or what a cell has defined; or on_failur
 
 @dataclass(frozen=True)
 class Handed:
-    """saved: the step of the last checkpoint, and seconds of training since."""
+    """As the survivors have it; it is the same on all of them."""
 
     blueprint: Blueprint
     loop: LoopSettings
@@ -35,7 +35,7 @@ class Handed:
     switches: tuple[Switched, ...]
     run_dir: Path | None
     seed: int
-    saved: tuple[int, float]
+    saved: LastCheckpoint
 
     def job(self) -> Job:
         """The new process' job, without a sharded model."""
@@ -87,8 +87,9 @@ def _packed(trainer: Trainer) -> bytes:
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
     blueprint = job.builder.blueprint
-    saved = trainer.saved
-    handed = Handed(blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, saved)
+    handed = Handed(
+        blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, trainer.saved
+    )
     try:
         return dumps(handed)
     except Exception:

@@ -14,6 +14,7 @@ from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.rank.train.loop_settings import LastCheckpoint
 from nbkit.rank.train.replace.backup import Generation
 from nbkit.rank.train.switch.model_edits import Changes
 from nbkit.rank.train.switch.rank_reports import unpacked
@@ -51,7 +52,7 @@ class Holding:
     """What a rank tells the others when ranks were lost; a new one has nothing to tell.
 
     finished: steps. parts: by step, what it can give of the state then. wards: what it keeps of rank `ward`. asked:
-    see Backups.
+    see Backups. saved: the last checkpoint.
     """
 
     strategy: Strategy | None = None
@@ -61,6 +62,7 @@ class Holding:
     wards: Mapping[int, Part] = field(default_factory=dict)
     ward: int | None = None
     asked: int | None = 0
+    saved: LastCheckpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,12 @@ def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) ->
                 lacking = str(error.numbers)
         why = why or f"step {step}: {lacking}"
     finished = ", ".join("new" if each.finished is None else str(each.finished) for each in everyone)
+    path = next((each.saved.path for each in everyone if each.saved is not None and each.saved.path), "path")
+    unkept = "" if any(each.asked != 0 for each in everyone) else "; backup_every=1 keeps it with another rank"
     raise TrainingError(
         f"What the ranks that died held of the training under {strategy} is nowhere else.",
         numbers=f"finished steps of ranks 0-{len(everyone) - 1}: {finished}; missing of {why or 'every step'}",
-        hint="trainer.load(path) of a checkpoint, after building the Trainer again",
+        hint=f"build the Trainer again, and trainer.load({str(path)!r}){unkept}",
     )
 
 

@@ -7,8 +7,10 @@ it, as in a switch, from what is held of the newest step that is whole; and all 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     held = _Held() if trainer is None else _Held.by(trainer)
     everyone = all_gather_objects(held.told, world_size=world_size, device=device)
     source = next(rank for rank in range(world_size) if rank not in newcomers)
-    strategy = _common(everyone)
+    strategy, saved = _common(everyone), everyone[source].saved
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
     handed = hand_over(trainer, source, newcomers, rank=rank, device=device)
@@ -61,29 +63,51 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     else:
         assert trainer is not None
         job, like = trainer.job, trainer.job.optimizer.inner
-    restoration = newest(everyone, strategy, job.builder)
+    restoration, lost = None, ""
+    try:
+        restoration = newest(everyone, strategy, job.builder)
+    except TrainingError as error:
+        if saved is None or saved.path is None:
+            raise
+        lost = f"{error.what} {error.numbers}"
     sharded_model, inner = _built(job, strategy, restoration, like=like)
-    held.take_back(restoration, newcomers, rank=rank, device=device)
-    _fill(sharded_model, inner, restoration, held.states.get(restoration.step, {}), rank=rank, device=device)
-    first = next(rank for rank in restoration.sources if rank not in newcomers)
-    told: list[Any] = [held.points[restoration.step] if rank == first else None]
-    dist.broadcast_object_list(told, src=first, device=device)
+    told: list[Any] = [None]
+    if restoration is not None:
+        held.take_back(restoration, newcomers, rank=rank, device=device)
+        _fill(sharded_model, inner, restoration, held.states.get(restoration.step, {}), rank=rank, device=device)
+        first = next(rank for rank in restoration.sources if rank not in newcomers)
+        told[0] = held.points[restoration.step] if rank == first else None
+        dist.broadcast_object_list(told, src=first, device=device)
     if handed is not None:
         job.start(sharded_model, inner)
         trainer = handed.trainer(job)
     else:
         assert trainer is not None
+        trainer.reopen()
         left = [job.state]
         job.adopt(left[0].under(sharded_model, inner))
         free(left)
-        trainer.reopen()
-    settings, progress = told[0]
-    take_settings(inner, settings)
-    job.go_on(progress)
-    # Groups of before are broken, and so is the backups'.
-    job.backups.form_again(everyone[first].asked)
-    job.back_up()
+    if told[0] is not None:
+        # Without a message since the last line: should another rank die now, this one stands at a boundary.
+        settings, progress = told[0]
+        take_settings(inner, settings)
+        job.go_on(progress)
+    else:
+        assert saved is not None and saved.path is not None
+        _load(trainer, saved.path, saved.step, lost)
+    job.meet(everyone[source].asked)
     return trainer
+
+
+def _load(trainer: Trainer, path: Path, step: int, lost: str) -> None:
+    """Nobody holds everything: back to the last checkpoint, of which every rank reads its part. Collective."""
+    job = trainer.job
+    job.integrity.half_way = True  # what was built holds nothing yet
+    if job.rank == 0:
+        warnings.warn(f"{lost}: all go on from the checkpoint {str(path)!r} of step {step}", stacklevel=4)
+    # A run ends with the step that it would have ended with, however far back it goes.
+    job.ledger.replace(step, [])
+    trainer.load(path)
 
 
 @dataclass(frozen=True)
@@ -117,7 +141,7 @@ class _Held:
         wards = {each.step: each for each in backups.wards}
         kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
-        told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked)
+        told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saved)
         return cls(told, states, points, wards)
 
     def take_back(
@@ -150,7 +174,7 @@ def _common(everyone: Sequence[Holding]) -> Strategy:
 
 
 def _built(
-    job: Job, strategy: Strategy, restoration: Restoration, *, like: torch.optim.Optimizer | None
+    job: Job, strategy: Strategy, restoration: Restoration | None, *, like: torch.optim.Optimizer | None
 ) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """The sharded model with new groups, and its optimizer, with memory that is to be filled. Collective."""
     made: list[tuple[ShardedModel, torch.optim.Optimizer]] = []
@@ -158,7 +182,8 @@ def _built(
 
     def build() -> None:
         made.append(job.builder.build(strategy, connections, like=like))
-        job_state.allocate(*made[0], restoration.kinds, restoration.numbers)
+        if restoration is not None:
+            job_state.allocate(*made[0], restoration.kinds, restoration.numbers)
 
     agree(build, what="The training could not be built anew beside a new process.", hint="on_failure='stop'")
     return made[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from replaced_ranks import Seat, run_replaced
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.errors import NbkitError
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.models.gpt import GPT, Block, GPTConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace.recover import recover
@@ -148,6 +149,51 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
     found = run_replaced(protected, 4, HELD_ONCE, deaths=len(HELD_ONCE), timeout=200)
 
     check(found, HELD_ONCE, expected)
+
+
+def lost(seat: Seat) -> dict[str, Any]:
+    """Two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
+    global doomed
+    said: dict[str, Any] = {}
+    for number, saved in enumerate((False, True)):
+        if number < seat.deaths - seat.new:
+            continue
+        new, seat.new = seat.new, False
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                if new:
+                    trainer = recover(None, seat.replaced)
+                else:
+                    doomed = ""
+                    trainer = made("zero3", backup_every=1)
+                    if saved:
+                        trainer.fit(2)
+                        trainer.save("saved")
+                    doomed = "backward" if seat.world.place.rank in (0, 2) else ""
+                    with pytest.raises((RuntimeError, NbkitError)):
+                        trainer.fit(until=STEPS)
+                    trainer = recover(trainer, seat.form_again())
+            except TrainingError as error:
+                said["error"] = str(error)
+                continue
+        said["stood"] = trainer.step
+        trainer.fit(until=STEPS)
+        said["losses"] = [record["loss"] for record in trainer.history]
+        said["warned"] = [str(w.message) for w in caught if "checkpoint" in str(w.message)]
+    return said
+
+
+def test_where_both_who_held_a_part_die_the_last_checkpoint_is_read_and_without_one_it_says_so(
+    expected: list[float],
+) -> None:
+    found = run_replaced(lost, 4, deaths=2, together=2, timeout=120)
+
+    for rank in (1, 3):
+        assert "nowhere else" in found[rank]["error"] and "exp_avg/blocks.0" in found[rank]["error"]
+    for one in found:
+        assert one["stood"] == 2 and one["losses"] == pytest.approx(expected, rel=1e-10)
+    assert "of step 2" in found[0]["warned"][0]
 
 
 def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: list[float]) -> None:
