@@ -26,13 +26,12 @@ from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
+from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.loop_settings import LastCheckpoint, LoopSettings
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
 from nbkit.rank.train.step.history import Records

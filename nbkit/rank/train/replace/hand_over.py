@@ -13,9 +13,9 @@ import torch.distributed as dist
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.loop_settings import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace.by_value import dumps, loads
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched

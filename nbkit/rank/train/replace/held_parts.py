@@ -14,7 +14,7 @@ from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.checkpoint.write_plan import by_name
-from nbkit.rank.train.loop_settings import LastCheckpoint
+from nbkit.rank.train.config import LastCheckpoint
 from nbkit.rank.train.replace.backup import Generation
 from nbkit.rank.train.switch.model_edits import Changes
 from nbkit.rank.train.switch.rank_reports import unpacked
