@@ -18,6 +18,7 @@ from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
+from nbkit.rank.data.stream import Stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
 from nbkit.rank.telemetry.clock_offset import clock_offset
@@ -173,7 +174,7 @@ class Trainer:
         self.job, self.loop = job, loop
         self.arithmetic = self._cut_for(self.strategy)
         self._save_seconds = loop.save_seconds
-        self._stream = loop.stream(job.sharded_model.axes, job.seed)
+        self._stream: Stream = loop.stream(job.sharded_model.axes, job.seed)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
         self._told_of_saving = False

@@ -96,32 +96,25 @@ class Backups:
     def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
         """Make backups from now on, every so many steps; 0: none; None: as many as cost below 5 % of a step.
 
-        Whatever was kept before is another training's. say: told what one costs, when that is known. Collective.
+        Whatever was kept before is another training's. say: told what one costs, when that is known.
         """
         if every != self.asked:
             self.asked = self.every = every
         self._say = say
         self._keep(-1)
-        self._form()
 
     def form_again(self, asked: int | None, step: int) -> None:
-        """Go on after ranks were replaced: over another group, and the cost is measured anew. Collective.
+        """Go on after ranks were replaced: over another group, and the cost is measured anew.
 
         step: all ranks are back at it, and what was kept of it and before it is of use.
         """
         self._group, self.asked, self.every = None, asked, asked
         self._keep(step)
-        self._form()
 
     def _keep(self, step: int) -> None:
         self.own = [each for each in self.own if each.step <= step]
         self.wards = [each for each in self.wards if each.step <= step]
         self._under_way, self._told, self._costs = None, None, []
-
-    def _form(self) -> None:
-        if self.on and self._group is None:
-            # Of gloo, wherever the state is: it goes from host memory to host memory.
-            self._group = dist.new_group(backend="gloo", group_desc="backup")
 
     def due(self, step: int) -> bool:
         """Whether there is one after `step` steps. The first is, and all until it is known what one costs."""
@@ -168,6 +161,9 @@ class Backups:
         if (shares := self._shares[1]) is None:
             self.own.clear()
             return
+        if self._group is None:
+            # Of gloo, wherever the state is: it goes from host memory to host memory.
+            self._group = dist.new_group(backend="gloo", group_desc="backup")
         state = job_state.state(sharded_model, optimizer)
         contents = self._contents(state, shares)
         flat = self._room(self.own, contents.num_bytes)
