@@ -72,6 +72,8 @@ class Trainer:
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
 
+    _stream: Stream
+
     def __init__(
         self,
         *,
@@ -174,7 +176,7 @@ class Trainer:
         self.job, self.loop = job, loop
         self.arithmetic = self._cut_for(self.strategy)
         self._save_seconds = loop.save_seconds
-        self._stream: Stream = loop.stream(job.sharded_model.axes, job.seed)
+        self._stream = loop.stream(job.sharded_model.axes, job.seed)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
         self._told_of_saving = False

@@ -18,7 +18,7 @@ import pickle
 import sys
 import types
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -156,7 +156,7 @@ def _finish_class(made: type, body: dict[str, Any]) -> None:
     for name, held in body.items():
         setattr(made, name, held)
     if isinstance(made, abc.ABCMeta):
-        abc.update_abstractmethods(made)
+        abc.update_abstractmethods(cast(Any, made))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
