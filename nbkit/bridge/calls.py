@@ -41,13 +41,19 @@ def open_store() -> tuple[str, int]:
     return address, int(_listener.getsockname()[1])
 
 
+def take_listener() -> socket.socket | None:
+    """What `open_store` has opened, for who serves the store in it."""
+    global _listener
+    listener, _listener = _listener, None
+    return listener
+
+
 def reform(generation: int, address: str, port: int) -> int:
     """Join generation `generation` of the world, whose store is at address:port. Returns it."""
-    global _listener
     assert place is not None
     if dead:
         raise ClusterError(f"Rank {min(dead)} has died, and a world has all ranks.", hint="%cluster restart")
-    listener, _listener = (_listener, None) if place.rank == 0 else (None, _listener)
+    listener = take_listener() if place.rank == 0 else None
     if (here := world.current()) is None:
         world.World.join(place, listen=listener, address=address, port=port, generation=generation)
     else:

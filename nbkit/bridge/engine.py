@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from nbkit.bridge import calls
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
+from nbkit.bridge.replacing.newcomer import Newcomer
+from nbkit.bridge.replacing.survivor import Survivor
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.train.replace import going_on
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
 from nbkit.wire.link import Link
@@ -37,6 +41,23 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     spec: Spec
     rank: int
     link: Link
+    replaces: bool
+
+    async def register(self) -> None:
+        """As ipyparallel's; in the place of an engine that died, tell the hub first that it is gone.
+
+        On the same socket, so that the hub hears it first: an id that is taken is given to nobody else.
+        """
+        if self.replaces:
+            send = self.session.send
+
+            def send_after(stream: Any, *message: Any, **options: Any) -> Any:
+                self.session.send = send
+                send(stream, "unregistration_request", content={"id": self.rank})
+                return send(stream, *message, **options)
+
+            self.session.send = send_after
+        await super().register()
 
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         await super().complete_registration(*args, **kwargs)
@@ -48,18 +69,37 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.stopping = Stopping(self.runner)
         Requests(self.runner, self.stopping).install(self.kernel)
         _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
+        self.survivor = going_on.host = Survivor(self.runner)
+        self.newcomer = Newcomer(self.runner) if self.replaces else None
         self.link.listen(self._from_parent, self._orphaned)
         self.link.send(event="ready")
+        if self.newcomer is not None:
+            self.newcomer.announce()
 
     def _from_parent(self, message: dict[str, Any]) -> None:
         if message["do"] == "release":
             self.stopping.release(message["cell"], message["reason"])
+        elif message["do"] == "form" and self.newcomer is not None:
+            newcomer, self.newcomer = self.newcomer, None
+            self.loop.add_callback(self._take_over, newcomer, message)
+        elif message["do"] in ("form", "kept") or message.get("replaced"):
+            self.survivor.hear(message)
+        elif message["do"] == "replaced":
+            self.runner.capture.publish("nbkit_replaced", {}, self.kernel.iopub_socket)
         elif message["do"] == "died":
             calls.dead.add(message["rank"])
             # A world that is being formed belongs to no cell, so nobody else ends the wait for the dead one.
             if forming.deadline is not None:
                 watchdog.break_out(f"rank {message['rank']} died")
             self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
+
+    def _take_over(self, newcomer: Newcomer, word: dict[str, Any]) -> None:
+        try:
+            newcomer.take_over(word)
+        except BaseException:  # half of a rank is of use to nobody; the parent starts another one
+            traceback.print_exc(file=sys.__stderr__)
+            sys.__stderr__.flush()  # type: ignore[union-attr]
+            os._exit(1)
 
     def _orphaned(self) -> None:
         """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell.
@@ -74,8 +114,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         os._exit(1)
 
 
-def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> None:
-    """Be rank `rank` until the cluster stops. Never returns."""
+def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
+    """Be rank `rank` until the cluster stops. Never returns. replaces: one of this number has died in a training."""
     pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)
@@ -91,11 +131,12 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link) -> N
     torch.set_num_threads(pin.threads)
     _draw_own_numbers()
     calls.place, calls.address = spec.place(rank), spec.address
-    if spec.line is None:  # else the hosts first learn of each other, through the notebook
+    # Else the hosts first learn of each other, through the notebook; and who replaces another joins its world later.
+    if spec.line is None and not replaces:
         world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)
     _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
     sys.argv = ["ipengine"]  # what user code sees; a script's own arguments never leak in
-    RankEngine.spec, RankEngine.rank, RankEngine.link = spec, rank, link
+    RankEngine.spec, RankEngine.rank, RankEngine.link, RankEngine.replaces = spec, rank, link, replaces
     RankEngine.launch_instance(
         [
             f"--profile-dir={spec.profile_dir}",

@@ -8,6 +8,7 @@ hits the user's code.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import builtins
 import signal
@@ -72,14 +73,17 @@ class Runner:
         shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
         signal.signal(signal.SIGINT, self._on_sigint)
 
-    def run(self, request: CellRequest) -> CellRecord:
-        """Run a cell to its end, whatever that is, and say how it went."""
+    def run(self, request: CellRequest, enters: ast.NodeTransformer | None = None, remark: str = "") -> CellRecord:
+        """Run a cell to its end, whatever that is, and say how it went.
+
+        enters: leaves of the cell what a rank runs that enters it late. remark: is printed first.
+        """
         running = Running(request, time.time())
         with self.shielded():
             self.running.append(running)
             outer = DETACHED.set(request.detached)
             try:
-                return self._run(running)
+                return self._run(running, enters, remark)
             finally:
                 DETACHED.reset(outer)
                 running.ended.set()
@@ -101,14 +105,17 @@ class Runner:
         if ident is not None:
             signal.pthread_kill(ident, signal.SIGINT)
 
-    def _run(self, running: Running) -> CellRecord:
+    def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
         capturing = self.capture.begin(request.id)
         # The ranks let the parent release a cell that begins when one of them has died already.
         self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
         status: Status = "error"
         try:
-            result, escaped = self._attempt(request)
+            if remark:
+                print(remark, file=sys.stderr)
+            with self._entering(enters):
+                result, escaped = self._attempt(request)
             failure = self._failure(result, escaped, capturing.error)
             status = _status(failure, running)
         finally:
@@ -134,6 +141,17 @@ class Runner:
         while len(self.records) > RECORDS_KEPT:
             self.requests.pop(self.records.popitem(last=False)[0])
         return record
+
+    @contextmanager
+    def _entering(self, enters: ast.NodeTransformer | None) -> Iterator[None]:
+        if enters is None:
+            yield
+            return
+        self.shell.ast_transformers.append(enters)
+        try:
+            yield
+        finally:
+            self.shell.ast_transformers.remove(enters)
 
     def _attempt(self, request: CellRequest) -> tuple[Any, BaseException | None]:
         """What the shell says of the cell, or what escaped it: SystemExit, or an interrupt between its handlers."""

@@ -94,6 +94,31 @@ class Rebalanced(Event):
 
 
 @dataclass(frozen=True)
+class Replaced(Event):
+    """Ranks died, new processes took their places, and the training went on.
+
+    ranks: "2", or "1, 2". why: "rank 2 died (SIGKILL)". steps_lost: finished steps that had to be made again. seconds:
+    from the death until steps could be made again.
+    """
+
+    kind: ClassVar[str] = "replaced"
+    ranks: str = ""
+    why: str = ""
+    steps_lost: int = 0
+    seconds: float = 0.0
+
+    @property
+    def said(self) -> str:
+        """One sentence about it."""
+        were = "were" if "," in self.ranks else "was"
+        lost = f"{self.steps_lost} step{'s' * (self.steps_lost != 1)}"
+        return (
+            f"R{self.why[1:]} in step {self.step + self.steps_lost + 1} and {were} replaced: "
+            f"{lost} and {self.seconds:.1f} s lost."
+        )
+
+
+@dataclass(frozen=True)
 class Failed(Event):
     """An error ended a run, or a switch failed and the old strategy went on.
 

@@ -1,7 +1,8 @@
 """The parent of the ranks: imports torch once, forks every rank from itself, reaps them, and lets go in the end.
 
 It is what stays when the notebook is gone. It holds no socket of zmq and no thread, so that it can fork at any
-time, and it does four things: it names how a rank ended; it releases the ranks of a cell in which one failed;
+time, and it does five things: it names how a rank ended; it releases the ranks of a cell in which one failed;
+it replaces a rank that died in a training (replacement.py);
 it ends a rank that answers to nothing when a notebook asks for that; and it ends the cluster when the
 controller is gone or nobody has used it for its time to live.
 
@@ -22,7 +23,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
 from nbkit.bridge.parent.controller import controller_of, end_schedulers
 from nbkit.bridge.parent.coordinator import Coordinator
+from nbkit.bridge.parent.parent_log import log
+from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
@@ -45,12 +47,16 @@ _COORDINATOR = "coordinator"  # among the ranks that the selector knows
 
 @dataclass
 class Child:
-    """A rank as its parent sees it."""
+    """A rank as its parent sees it. seat: where a newcomer could enter what it runs. replaces: it is a newcomer.
+    dismissed: it was ended because its replacement begins again or was given up."""
 
     rank: int
     pid: int
     link: Link
     ready: bool = False
+    replaces: bool = False
+    dismissed: bool = False
+    seat: Seat | None = None
     cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
 
 
@@ -67,6 +73,7 @@ class Parent:
             self.spec = replace(self.spec, port=self.listener.getsockname()[1])
         self.children: dict[int, Child] = {}
         self.dead: set[int] = set()
+        self.replacer = Replacer(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
         self.seen = time.monotonic()
         self.oom_kills = oom_kills()
@@ -105,28 +112,32 @@ class Parent:
                     self._hear(self.children.get(key.data))
             self._reap()
             self._release_due()
+            self.replacer.go_on()
             self._let_go()
         log("every rank has ended")
 
-    def start_rank(self, rank: int) -> None:
-        """Fork a rank from this process, which has torch in memory; where forking is unsafe, start it afresh."""
+    def start_rank(self, rank: int, *, replaces: bool = False) -> None:
+        """Fork a rank from this process, which has torch in memory; where forking is unsafe, start it afresh.
+
+        replaces: another one of this number has died.
+        """
         mine, theirs = socket.socketpair()
-        listener = self.listener if rank == 0 else None
+        listener = self.listener if rank == 0 and not replaces else None
         if self.spec.forked:
             pid = os.fork()
             if pid == 0:
                 mine.close()
-                self._become(rank, theirs, listener)
+                self._become(rank, theirs, listener, replaces)
         else:
             from nbkit.bridge.parent import spawned
 
-            pid = spawned.start(self.folder, self.spec.port, rank, theirs, listener)
+            pid = spawned.start(self.folder, self.spec.port, rank, theirs, listener, replaces=replaces)
         theirs.close()
-        child = self.children[rank] = Child(rank, pid, Link(mine))
+        child = self.children[rank] = Child(rank, pid, Link(mine), replaces=replaces)
         self.selector.register(mine, selectors.EVENT_READ, rank)
         log(f"rank {rank} is pid {child.pid}")
 
-    def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None) -> None:
+    def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None, replaces: bool) -> None:
         """In the child: drop what belongs to the parent, then be a rank."""
         try:
             os.setsid()  # so that what this rank starts can be ended with it
@@ -142,7 +153,7 @@ class Parent:
                 self.coordinator.link.sock.close()
             from nbkit.bridge import engine
 
-            engine.main(self.spec, rank, listener, Link(theirs))
+            engine.main(self.spec, rank, listener, Link(theirs), replaces=replaces)
         except BaseException:
             import traceback
 
@@ -172,6 +183,8 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
+        elif event in ("seat", "waits", "replaced"):
+            self.replacer.hear(child, message)
         elif event in ("interrupt", "end"):
             if other := self.children.get(message["rank"]):
                 self._signal(other, message)
@@ -194,8 +207,8 @@ class Parent:
             elif event == "died":
                 self.dead.add(message["rank"])
                 if message.pop("unregister"):  # its own parent cannot
-                    self._tell_hub(message["rank"])
-                self._spread_death(message)
+                    self.tell_hub(message["rank"])
+                self.spread_death(message)
             elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
                 self._signal(child, {"event": event, **message})
             elif event == "end_all":
@@ -216,6 +229,8 @@ class Parent:
 
     def _ended(self, child: Child, cell: str, state: str) -> None:
         child.cells.pop(cell, None)
+        if child.seat and child.seat.cell == cell:
+            self.replacer.leave(child)
         if state == "error":
             self._release_soon(cell, child.rank)
             if self.coordinator:
@@ -244,7 +259,7 @@ class Parent:
             how = self._how(status)
             log(f"rank {child.rank} (pid {child.pid}) ended: {how}")
             self._close(child)
-            if not self.ending:
+            if not self.ending and not child.dismissed:
                 self._mourn(child, how)
         self.messengers = [pid for pid in self.messengers if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
@@ -260,20 +275,30 @@ class Parent:
 
     def _mourn(self, child: Child, how: str) -> None:
         """A rank ended that should not have: tell everybody, and release those that wait for it."""
-        self.dead.add(child.rank)
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
-        (self.folder / f"rank{child.rank}.end.json").write_text(json.dumps(death))
-        if not all(other.ready for other in (child, *self.children.values())):
+        if self.replacer.takes(child, death):
+            return
+        self.dead.add(child.rank)
+        self.note(death)
+        if not all(other.ready or other.replaces for other in (child, *self.children.values())):
             if self.coordinator:
                 self.coordinator.tell_failed_start(child.rank, how, self.folder / "logs" / f"rank{child.rank}.log")
             self.end_all(f"rank {child.rank} ended while the cluster was starting")
             return
         if self.coordinator:
             self.coordinator.link.send(event="died", **death)
-        self._spread_death(death)
-        self._tell_hub(child.rank)
+        self.spread_death(death)
+        self.tell_hub(child.rank)
 
-    def _spread_death(self, death: dict[str, Any]) -> None:
+    def note(self, death: dict[str, Any], **more: Any) -> None:
+        """Write what the notebook reads of a death. replaced: "under way", or "done" with what is told of it."""
+        path = self.folder / f"rank{death['rank']}.end.json"
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps({**death, **more}))
+        scratch.replace(path)
+
+    def spread_death(self, death: dict[str, Any]) -> None:
+        """Tell the ranks, and release those whose cell the dead one was in."""
         dead = death["rank"]
         for child in self.children.values():
             child.link.send(do="died", **death)
@@ -292,7 +317,7 @@ class Parent:
             return "SIGKILL: the kernel ended it because memory ran out"
         return name
 
-    def _tell_hub(self, rank: int) -> None:
+    def tell_hub(self, rank: int) -> None:
         """Tell ipyparallel's hub, which would otherwise wait for heartbeats, from a process of its own."""
         pid = os.fork()
         if pid:
@@ -336,11 +361,6 @@ class Parent:
     def _patience(self) -> float:
         soonest = min((when for when, _ in self.due.values()), default=None)
         return TICK_SECONDS if soonest is None else max(0.0, min(TICK_SECONDS, soonest - time.monotonic()))
-
-
-def log(text: str) -> None:
-    with suppress(OSError):  # over SSH nobody may read it any more
-        print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
 
 
 def main() -> None:

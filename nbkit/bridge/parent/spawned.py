@@ -10,11 +10,13 @@ from pathlib import Path
 _started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent has seen their end
 
 
-def start(folder: Path, port: int, rank: int, line: socket.socket, listener: socket.socket | None) -> int:
+def start(
+    folder: Path, port: int, rank: int, line: socket.socket, listener: socket.socket | None, *, replaces: bool
+) -> int:
     """Start rank `rank` in a session of its own; returns its pid. It inherits its end of the line."""
     fds = [line.fileno()] + ([listener.fileno()] if listener else [])
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(folder), str(port), str(rank), *map(str, fds)],
+        [sys.executable, "-m", __name__, str(folder), str(port), str(rank), str(int(replaces)), *map(str, fds)],
         pass_fds=fds,
         start_new_session=True,
     )
@@ -27,12 +29,13 @@ def main() -> None:
     from nbkit.bridge.parent import spec
     from nbkit.wire.link import Link
 
-    folder, port, rank, line, *listener = sys.argv[1:]
+    folder, port, rank, replaces, line, *listener = sys.argv[1:]
     engine.main(
         spec.read(Path(folder) / "spec.json", port=int(port)),
         int(rank),
         socket.socket(fileno=int(listener[0])) if listener else None,
         Link(socket.socket(fileno=int(line))),
+        replaces=bool(int(replaces)),
     )
 
 

@@ -46,6 +46,13 @@ def link_of(device: torch.device) -> Link | None:
     return _known
 
 
+def know(link: Link | None) -> Link | None:
+    """Take over what the other ranks have measured: this process joins them later."""
+    global _known
+    _known = link
+    return link
+
+
 def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> Link:
     rank, ranks = dist.get_rank(), len(node_of)
     large = _LARGE_ON_DEVICES if accelerator().holds(device) else _LARGE

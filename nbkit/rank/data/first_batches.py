@@ -29,7 +29,10 @@ _BATCHES = 4
 
 
 class FirstBatches:
-    """Of one job, whatever its strategies. parted: a rank cuts its rows into several forward passes."""
+    """Of one job, whatever its strategies. parted: a rank cuts its rows into several forward passes.
+
+    begun: the first step that was looked at.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class FirstBatches:
         self._loss, self._inputs = loss, inputs
         self._rank, self._world_size, self._device = rank, world_size, device
         self._parted = parted or world_size > 1
-        self._begun: int | None = None
+        self.begun: int | None = None
         self._varied: frozenset[int] = frozenset()
 
     def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
@@ -53,8 +56,8 @@ class FirstBatches:
         Collective in the first steps.
         """
         # Counted by the steps that were made: they are the same on ranks of which one was interrupted.
-        self._begun = step if self._begun is None else self._begun
-        if not 0 <= step - self._begun < _BATCHES or shard.everything is None or not self._parted:
+        self.begun = step if self.begun is None else self.begun
+        if not 0 <= step - self.begun < _BATCHES or shard.everything is None or not self._parted:
             return None
         # Of a pipeline, and of positions that are split, the example was looked at.
         strategy = sharded_model.strategy
@@ -63,7 +66,7 @@ class FirstBatches:
         # What rank 0 reads decides for all, should they read other data: which is said when the step is over.
         sample, told = self._sample(shard), [False]
         if self._rank == 0 and sample is not None:
-            told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self._begun == step
+            told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self.begun == step
             self._varied |= varied
         found: Examined | None = self._of_first([self._found(sharded_model, sample)]) if self._of_first(told) else None
         return found

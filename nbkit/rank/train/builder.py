@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError
+from nbkit.planner.link_speed import Link
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
-from nbkit.rank.comm.link_probe import link_of
+from nbkit.rank.comm.link_probe import know, link_of
 from nbkit.rank.data.batch import Shard, call, on_device, pair, pick, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
@@ -58,8 +59,25 @@ Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """What a Builder has found out, the same on every rank: a process that joins a training takes it over.
+
+    proven: strategies that the ranks have agreed on. begun: the first step that was looked at. Picklable where the
+    model, the loss and the example are.
+    """
+
+    config: TrainConfig
+    skeleton: nn.Module
+    template: Template
+    options: Options
+    proven: frozenset[Strategy]
+    begun: int | None
+    link: Link | None
+
+
 class Builder:
-    """Made once per job; `first` gives the sharded model it starts with, `sharded_model` one for every later strategy.
+    """Made once per job; `first` gives the sharded model it starts with, `build` one for every later strategy.
 
     link: between the ranks, None in a world of one.
     """
@@ -101,24 +119,49 @@ class Builder:
             compile=config.compile,
             **self._look(config),
         )
+        self._warned: set[Strategy] = set()
+        self._agreed: set[Strategy] = set()
+        self.link = link_of(device)
+        self._begin()
+
+    @classmethod
+    def joining(cls, blueprint: Blueprint, *, rank: int, world_size: int, device: torch.device) -> Builder:
+        """On a process that joins a training under way: nothing is looked at again, and nothing sent."""
+        self = cls.__new__(cls)
+        self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
+        self.offload, self.shells = blueprint.config.offload is not None, []
+        self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
+        self.module = skeleton_of(self.skeleton)
+        self._warned, self._agreed = set(blueprint.proven), set(blueprint.proven)
+        self.link = know(blueprint.link)
+        self._begin()
+        self._first_batches.begun = blueprint.begun
+        return self
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """What a process that joins later takes over."""
+        config = replace(self.config, sample=None)  # it reads the data, which was looked at
+        begun = self._first_batches.begun
+        proven = frozenset(self._agreed)
+        return Blueprint(config, self.skeleton, self.template, self.options, proven, begun, self.link)
+
+    def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.shard_layouts = ShardLayouts(self.skeleton, self.options)
-        self.plans = PlanCache(self.shard_layouts, rank)
+        self.plans = PlanCache(self.shard_layouts, self.rank)
         self._connected: dict[Strategy, Connections] = {}
-        self._warned: set[Strategy] = set()
         self._proven: dict[Strategy, StepProof] = {}
-        self._agreed: set[Strategy] = set()
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
-        self.link = link_of(device)
         self._first_batches = FirstBatches(
-            config.loss,
-            config.inputs,
-            parted=config.microbatch_size is not None,
-            rank=rank,
-            world_size=world_size,
-            device=device,
+            self.config.loss,
+            self.config.inputs,
+            parted=self.config.microbatch_size is not None,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
         )
 
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:

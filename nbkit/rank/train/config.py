@@ -1,4 +1,7 @@
-"""The settings of a job beside its model, optimizer and strategy; the same under every strategy."""
+"""The settings of a job beside its model, optimizer and strategy, and those of a Trainer's loop around it.
+
+They are the same under every strategy, and frozen: another process can take them over.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import check_inputs
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.sample_rows import Sample
-from nbkit.rank.data.stream import is_map_style
+from nbkit.rank.data.stream import Stream, is_map_style, open_stream
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
+from nbkit.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,57 @@ class TrainConfig:
             )
         check_inputs(self.inputs)
         argument_checks.check_counts(microbatch_size=self.microbatch_size)
+
+
+@dataclass(frozen=True)
+class LastCheckpoint:
+    """The last checkpoint that was written or read; path: None before the first. unsaved_s: of training since."""
+
+    path: Path | None = None
+    step: int = 0
+    unsaved_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """See Trainer for what each means.
+
+    save_steps, save_seconds: of save_every, which is one of them. saves_if_detached: nobody has said how often.
+    """
+
+    data: Any
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    collate: Callable[[list[Any]], Any]
+    clip_norm: float | None
+    lr_schedule: Callable[[int], float] | None
+    eval_data: Any
+    eval_every: int | None
+    save_steps: int | None
+    save_seconds: float | None
+    save_path: str | Path | None
+    saves_if_detached: bool
+    callbacks: tuple[Callable[[Any, dict[str, Any]], None], ...]
+    log_every: int
+    backup_every: int | None
+    progress: bool
+    on_failure: str
+    balance: bool
+
+    def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:
+        """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
+        return open_stream(
+            self.data,
+            batch_size=self.batch_size,
+            rank=axes.index("dp"),
+            ranks=axes.size("dp"),
+            speeds=strategy.replica_speeds,
+            seed=seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            collate=self.collate,
+        )
 
 
 def warn_without_effect(

@@ -13,8 +13,10 @@ import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nbkit.errors import NotFinite, Stopped, TrainingError
@@ -22,18 +24,19 @@ from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import argument_checks, runs_dir
-from nbkit.rank.train.builder import Model, Optimizer
+from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
-from nbkit.rank.train.run_recorder import record_run
+from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
-from nbkit.records.events import RunStarted, RunStopped
+from nbkit.records.events import RunStarted, RunStopped, Switched
 
 
 def prepare(
@@ -82,6 +85,18 @@ class Job(Switchable):
     ) -> None:
         self.plan = SwitchPlan(switches)
         super().__init__(model, optimizer, config, strategy=self.plan.first(strategy))
+
+    @classmethod
+    def joining(cls, blueprint: Blueprint, plan: SwitchPlan, *, seed: int, switches: Sequence[Switched]) -> Job:
+        """The job of a process that joins a training under way, which has no sharded model before `start`."""
+        self = cls.__new__(cls)
+        self._begin(Builder.joining(blueprint, **self._take_place()))
+        self.plan, self.seed, self.switches = plan, seed, list(switches)
+        return self
+
+    def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
+        """See Training.start."""
+        super().start(sharded_model, inner)
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         note(self)
@@ -95,6 +110,20 @@ class Job(Switchable):
                 log_dir,
                 name=name,
                 batch=batch,
+                strategy=str(self.strategy),
+                rank=self.rank,
+                world_size=self.world_size,
+                device=self.device,
+            )
+
+    def record_on(self, run_dir: Path | None) -> None:
+        """Record into the directory of a run under way, which this process joins. Collective: see `record_into`."""
+        self.run_dir = run_dir
+        if run_dir is not None:
+            record_into(
+                run_dir,
+                self.recorder,
+                self.ledger.listeners,
                 strategy=str(self.strategy),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -202,8 +231,13 @@ class Job(Switchable):
         self.ledger.log(numbers)
 
     @contextmanager
-    def running(self, *, total: int = 0, owner: Any = None, arithmetic: str = "") -> Iterator[None]:
-        """Steps are made inside: requests are served at boundaries, and the history is complete after it."""
+    def running(
+        self, *, total: int = 0, owner: Any = None, arithmetic: str = "", joins: bool = False
+    ) -> Iterator[None]:
+        """Steps are made inside: requests are served at boundaries, and the history is complete after it.
+
+        joins: other ranks are inside already. Collective where they are not.
+        """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
         if step_boundary.training() is not None:
@@ -212,18 +246,21 @@ class Job(Switchable):
                 numbers=f"it has made {step_boundary.training().step} steps",
                 hint="wait, or stop it",
             )
-        self.level()  # a step of zero 3 that was broken off shows whole parameters until then
+        if not joins:
+            self.level()  # a step of zero 3 that was broken off shows whole parameters until then
         argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
         )
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.
-            step_boundary.enter(owner or self, self.device)
+            if not joins:
+                step_boundary.forget(self.device)
+            step_boundary.enter(owner or self)
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
-            self._follow_plan()
+            self.follow_plan()
             with data_rng.own_draws():
                 yield
             self.ledger.settle(act=True)
@@ -239,25 +276,30 @@ class Job(Switchable):
                 ) from error
             self.integrity.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
             reason = self.ledger.ended_by(error)
-            self.integrity.half_way |= self.ledger.torn()
-            self._stays()
-            with suppress(NotFinite):
-                self.ledger.settle()
-            self.ledger.pending.clear()
-            self.optimizer.zero_grad()
+            self.break_off()
             raise
         finally:
             self._running = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
+    def break_off(self) -> None:
+        """No step is under way any more: what is left of one is dropped, and the numbers of those made are read."""
+        self.integrity.half_way |= self.ledger.torn()
+        self._stays()
+        with suppress(NotFinite):
+            self.ledger.settle()
+        self.ledger.pending.clear()
+        self.optimizer.zero_grad()
+
     def at_boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
-        self._follow_plan()
+        self.follow_plan()
+        self.back_up()
 
-    def _follow_plan(self) -> None:
+    def follow_plan(self) -> None:
         """Switch, if the plan says so for this step."""
         if (strategy := self.plan.due(self.step)) is None:
             return

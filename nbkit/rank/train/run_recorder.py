@@ -158,10 +158,28 @@ def record_run(
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
     run_dir = Path(folder)
+    record_into(run_dir, recorder, listeners, strategy=strategy, rank=rank, world_size=world_size, device=device)
+    return run_dir
+
+
+def record_into(
+    run_dir: Path,
+    recorder: Recorder,
+    listeners: list[Callable[[Event], None]],
+    *,
+    strategy: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Have everything recorded that a job does in `run_dir`, which is there. Collective: see clock_offset.
+
+    A process that takes a rank over writes into a further part of this rank's file.
+    """
     if rank == 0:
         listeners.append(BoardWriter(run_dir))
     if mode() == "off":
-        return run_dir
+        return
     offset, here = clock_offset(device=device), world.current()
     try:
         session = Session(
@@ -176,11 +194,10 @@ def record_run(
         )
     except OSError as error:
         warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
-        return run_dir
+        return
     recorder.begin(session, run_dir, forecasts=rank == 0)
     # In this order: the scalars are read from what the session has written.
     listeners += [session, recorder, ScalarWriter(run_dir, rank)]
-    return run_dir
 
 
 def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:

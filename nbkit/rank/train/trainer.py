@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,21 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
-from nbkit.errors import NbkitError, NotFinite, TrainingError
+from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
 from nbkit.rank.data.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
-from nbkit.rank.data.stream import open_stream
+from nbkit.rank.data.stream import Stream
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import generate
+from nbkit.rank.telemetry.clock_offset import clock_offset
+from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.config import TrainConfig, example_of, warn_without_effect
+from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.control.rebalance import Rebalancing
@@ -32,6 +36,7 @@ from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.progress import ProgressLine
+from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
@@ -63,9 +68,14 @@ class Trainer:
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
+    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/errors.md); or "stop".
+    backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
+    cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
+
+    _stream: Stream
 
     def __init__(
         self,
@@ -102,10 +112,14 @@ class Trainer:
         compile: bool | str = False,
         switches: Given = None,
         balance: bool = False,
+        on_failure: str = "replace",
+        backup_every: int | None = None,
     ) -> None:
-        self._save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
+        check_policy(on_failure)
+        save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
+        check_counts(backup_every=backup_every or None)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         if clip_norm is not None and not clip_norm > 0:
             raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
@@ -119,39 +133,75 @@ class Trainer:
             sample=lambda: sample_of(data, collate),
             batch=batch_size,
         )
-        self.job = Job(model, optimizer, config, strategy=strategy, switches=switches)
-        check_packed(data, self.job.model)
-        self.arithmetic = Arithmetic.of(batch_size, self.strategy, microbatch_size=microbatch_size)
-        self._stream = open_stream(
-            data,
-            batch_size=batch_size,
-            rank=self.job.sharded_model.axes.index("dp"),
-            ranks=self.strategy.dp,
-            speeds=self.strategy.replica_speeds,
-            seed=config.seed,
-            shuffle=shuffle is not False,
-            drop_last=drop_last,
-            collate=collate,
-        )
-        self._rate = Rate(self.job.optimizer, lr_schedule)
-        self._collate, self._clip_norm, self._log_every = collate, clip_norm, log_every
-        self._eval_data, self._eval_every = eval_data, eval_every
-        self._save_every, self._save_path, self._callbacks = save_steps, save_path, tuple(callbacks)
-        self._saves_if_detached = save_every is None and (save_path is not None or log_dir is not None)
-        self._told_of_saving = False
-        self._saved_step, self._unsaved_s = 0, 0.0
-        self.job.record(log_dir, name=name, batch=batch_size)
-        self.run_dir = self.job.run_dir
-        self._rebalancing = Rebalancing(self.job.device) if balance else None
         if balance and log_dir is None:
             raise TrainingError(
                 "balance= measures by the records of a run.", numbers="log_dir=None", hint="log_dir='runs'"
             )
-        if self.job.rank == 0 and progress:
+        loop = LoopSettings(
+            data=data,
+            batch_size=batch_size,
+            shuffle=shuffle is not False,
+            drop_last=drop_last,
+            collate=collate,
+            clip_norm=clip_norm,
+            lr_schedule=lr_schedule,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            save_steps=save_steps,
+            save_seconds=save_seconds,
+            save_path=save_path,
+            saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
+            callbacks=tuple(callbacks),
+            log_every=log_every,
+            backup_every=backup_every,
+            progress=progress,
+            on_failure=on_failure,
+            balance=balance,
+        )
+        job = Job(model, optimizer, config, strategy=strategy, switches=switches)
+        check_packed(data, job.model)
+        self._begin(job, loop)
+        self.job.record(log_dir, name=name, batch=batch_size)
+        self._listen()
+        self.job.plan.check(self.job.world_size, self.job.feed.fits)
+
+    @classmethod
+    def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> Trainer:
+        """The Trainer of a process that joins a training under way. Collective: the others `reopen`."""
+        self = cls.__new__(cls)
+        self._begin(job, loop)
+        job.record_on(run_dir)
+        self._listen()
+        self.saved = saved
+        return self
+
+    def reopen(self) -> None:
+        """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
+        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
+        stream.seek(self._stream.epoch, self._stream.offset)
+        self._stream = stream
+        self._rebalancing.forget()
+        if self.run_dir is not None and mode() != "off":
+            clock_offset(device=self.job.device)  # which ranks that join measure
+
+    def _begin(self, job: Job, loop: LoopSettings) -> None:
+        self.job, self.loop = job, loop
+        self.arithmetic = self._cut_for(self.strategy)
+        self._save_seconds = loop.save_seconds
+        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
+        self._rebalancing = Rebalancing(job.device)
+        self._rate = Rate(job.optimizer, loop.lr_schedule)
+        self._callbacks = loop.callbacks
+        self._told_of_saving = False
+        self.saved = LastCheckpoint()
+        self._joined: Span | None = None
+
+    def _listen(self) -> None:
+        self.run_dir = self.job.run_dir
+        if self.job.rank == 0 and self.loop.progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
-        self.job.plan.check(self.job.world_size, self.job.feed.fits)
         note(self)
 
     @property
@@ -198,6 +248,47 @@ class Trainer:
         Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
         rank alike, and `fit` may be called again.
         """
+        joined, self._joined = self._joined, None
+        span = joined or self._span(steps, until)
+        left = span.goal - self.step
+        if not left and joined is None:
+            return Records()
+        if self.loop.saves_if_detached:
+            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
+        with (
+            seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
+            self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
+            self._rebalancing.listening() if self.loop.balance else nullcontext(),
+        ):
+            self._count_unsaved()
+            if joined is None:  # else the ranks have begun already
+                every = self.loop.backup_every
+                self.job.backups.begin(0 if every is None and not replaceable else every, self._say)
+                self.job.back_up()
+            while left:
+                goal = self.step + left
+                try:
+                    self._make_step()
+                    self.job.at_boundary()
+                    if self.loop.balance:
+                        self._rebalance()
+                    left -= 1
+                except (NotFinite, Stopped):
+                    raise
+                except Exception as error:
+                    if not replaceable:
+                        raise
+                    go_on(self, Span(span.first, goal), error)
+                    self._count_unsaved()
+                    self.job.follow_plan()
+                    left = goal - self.step
+        return Records(record for record in self.history if record["step"] > span.first)
+
+    def join(self, span: Span) -> None:
+        """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
+        self._joined = span
+
+    def _span(self, steps: int | None, until: int | None) -> Span:
         check_counts(steps=steps, until=until)
         if (steps is None) == (until is None):
             raise TrainingError(
@@ -207,21 +298,7 @@ class Trainer:
             )
         if until is not None:
             self.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
-        first = self.step
-        left = steps or max((until or 0) - first, 0)
-        if not left:
-            return Records()
-        if self._saves_if_detached:
-            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
-        measuring = self._rebalancing.listening() if self._rebalancing is not None else nullcontext()
-        with self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic)), measuring:
-            if self._save_seconds is not None:
-                self._unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self._saved_step)
-            for _ in range(left):
-                self._make_step()
-                self.job.at_boundary()
-                self._rebalance()
-        return Records(record for record in self.history if record["step"] > first)
+        return Span(self.step, self.step + (steps or max((until or 0) - self.step, 0)))
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy: see Job.switch. Collective, between two steps."""
@@ -242,12 +319,12 @@ class Trainer:
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
-        data = self._eval_data if data is None else data
+        data = self.loop.eval_data if data is None else data
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
         with self.job.ledger.clock.stopped():
             self.job.level()
-            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self._collate)
+            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self.loop.collate)
 
     def generate(
         self, prompt: str | bytes | Tensor, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
@@ -275,7 +352,7 @@ class Trainer:
             self.job.level()
             self.job.ledger.settle()
             self.job.save(path)
-        self._saved_step, self._unsaved_s = self.step, 0.0
+        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
 
     def load(self, path: str | Path) -> None:
@@ -288,26 +365,29 @@ class Trainer:
         self.job.load(saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
-        self._saved_step, self._unsaved_s = self.step, 0.0
+        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         return self.job.full_state_dict()
 
+    def _count_unsaved(self) -> None:
+        if self._save_seconds is not None:
+            unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self.saved.step)
+            self.saved = replace(self.saved, unsaved_s=unsaved_s)
+
     def _make_step(self) -> None:
         self._update()
         job = self.job
-        if self._eval_every and self._eval_data is not None and job.step % self._eval_every == 0:
+        if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
         # The seconds in the records are the same on every rank, and so is what is done by them.
-        late = self._save_seconds is not None and self._unsaved_s >= self._save_seconds
-        if late or (self._save_every and job.step % self._save_every == 0):
+        late = self._save_seconds is not None and self.saved.unsaved_s >= self._save_seconds
+        if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
             self._save_now()
 
     def _rebalance(self) -> None:
-        if self._rebalancing is None:
-            return
         options = self.job.builder.options
         blocks = len(options.chain) if options.chain is not None else 1
         found = self._rebalancing.due(self.strategy, self.arithmetic.total, options.costs or (1.0,) * blocks)
@@ -317,14 +397,18 @@ class Trainer:
             speeds = ":".join(map(str, strategy.speeds)) or "equal"
             self.job.ledger.emit(Rebalanced(self.step, speeds=speeds, gain=gain))
 
+    def _say(self, text: str) -> None:
+        if self.job.rank == 0 and self.loop.progress:
+            print(f"\r{text:<80}", flush=True)
+
     def _save_now(self) -> None:
-        path = self._save_path or (self.run_dir or Path()) / "checkpoint"
+        path = self.loop.save_path or (self.run_dir or Path()) / "checkpoint"
         try:
             self.save(path)
             said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
-            told, self._told_of_saving = self._told_of_saving or not self._saves_if_detached, True
+            told, self._told_of_saving = self._told_of_saving or not self.loop.saves_if_detached, True
         except NbkitError as error:  # on every rank alike; what is trained is worth more than that it is saved
-            self._unsaved_s, told = 0.0, False
+            self.saved, told = replace(self.saved, unsaved_s=0.0), False
             said = f"not saved at step {self.step}, training goes on: {error.what} {error.numbers}"
         if not told and self.job.rank == 0:
             print(f"\r{said:<80}", flush=True)
@@ -341,9 +425,9 @@ class Trainer:
                         job.seed_data(own=self._stream.own)
                         shard = self._stream.next()
                     job.backward(shard)
-                    if self._clip_norm is not None:
-                        job.clip(self._clip_norm)
-                    elif (step + 1) % self._log_every == 0:
+                    if self.loop.clip_norm is not None:
+                        job.clip(self.loop.clip_norm)
+                    elif (step + 1) % self.loop.log_every == 0:
                         job.grad_norm()
                     first.prove()
                     job.optimizer.step()
@@ -357,7 +441,7 @@ class Trainer:
             raise
 
     def _cut_for(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self.arithmetic.total, strategy, microbatch_size=self.job.config.microbatch_size)
+        return Arithmetic.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.microbatch_size)
 
     def _recut(self) -> None:
         axes = self.job.sharded_model.axes
@@ -375,7 +459,7 @@ class Trainer:
     def _call_back(self, event: Event) -> None:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
-            self._unsaved_s += event.record["seconds"]
+            self.saved = replace(self.saved, unsaved_s=self.saved.unsaved_s + event.record["seconds"])
             for callback in self._callbacks:
                 callback(self, event.record)
 

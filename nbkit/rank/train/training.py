@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, recommend
+from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
@@ -40,30 +42,41 @@ class Training:
     """
 
     def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
-        place = World.join_from_env().place
-        self.rank, self.world_size = place.rank, place.world_size
+        here = self._take_place()
         # What is wrong with a strategy is said before a model is built.
         chosen = None if strategy == AUTO else Strategy.parse(strategy, self.world_size)
-        self.device = accelerator().device(place.device)
-        self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
-        self.config, self.seed = config, config.seed
-        self.builder = Builder(model, optimizer, config, rank=self.rank, world_size=self.world_size, device=self.device)
-        self.precision = Precision(config.precision, device=self.device, world_size=self.world_size)
-        self.precision.check(self.builder.skeleton)
+        builder = Builder(model, optimizer, config, **here)
+        self._begin(builder)
+        self.precision.check(builder.skeleton)
         if chosen is None:
-            recommended = recommend(self.builder)
+            recommended = recommend(builder)
             chosen = recommended.strategy
             if self.rank == 0:
                 print(recommended)
-        sharded_model, inner = self.builder.first(chosen)
-        self.model = self.builder.module
+        self.start(*builder.first(chosen))
+
+    def _take_place(self) -> dict[str, Any]:
+        place = World.join_from_env().place
+        self.rank, self.world_size = place.rank, place.world_size
+        self.device = accelerator().device(place.device)
+        self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
+        return {"rank": self.rank, "world_size": self.world_size, "device": self.device}
+
+    def _begin(self, builder: Builder) -> None:
+        self.builder, self.config, self.seed = builder, builder.config, builder.config.seed
+        self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
+        self.model = builder.module
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
+        self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
         self._running = False
         self._cost_model: CostModel | None = None
+
+    def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
+        """Compute with `sharded_model`, the first of this process, and update with `inner`."""
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten)
         self._take(sharded_model, inner)
 
@@ -80,6 +93,7 @@ class Training:
             precision=self.precision,
             ledger=self.ledger,
             integrity=self.integrity,
+            backups=self.backups,
             seed=self.seed,
         )
 
@@ -147,15 +161,46 @@ class Training:
             self.pending = None  # some have made the first step under this strategy, or do not know of it
         if not (whole := recovery.whole_ranks(everyone)):
             return
-        precision, position = self.precision.state_dict(), self.feed.position()
-        mine = recovery.Progress(precision, self.step, list(self.ledger.records), position)
+        mine = self.progress
         steps, inner = [each.step for each in everyone], self.optimizer.inner
         progress = recovery.level(self.sharded_model, inner, mine, steps, whole, rank=self.rank, device=self.device)
         if progress is not mine:
-            self.ledger.replace(progress.step, progress.records)
-            self.precision.load_state_dict(progress.precision)
-            self.feed.go_to(progress.position)
+            self._stand_at(progress)
         self._whole_again()
+
+    @property
+    def progress(self) -> recovery.Progress:
+        """Where this rank stands between two steps, beside weights and optimizer."""
+        precision, position = self.precision.state_dict(), self.feed.position()
+        return recovery.Progress(precision, self.step, list(self.ledger.records), position)
+
+    def _stand_at(self, progress: recovery.Progress) -> None:
+        self.ledger.replace(progress.step, progress.records)
+        self.precision.load_state_dict(progress.precision)
+        self.feed.go_to(progress.position)
+
+    def go_on(self, progress: recovery.Progress) -> None:
+        """The weights are those of `progress` now, and so is all else. Not collective; `meet` follows."""
+        self._stand_at(progress)
+        self.integrity.restored(ranks_agree=False)
+
+    def meet(self, asked: int | None) -> None:
+        """All ranks stand at one boundary, and some of them are new. Collective. asked: see Backups."""
+        self._whole_again()
+        self.backups.form_again(asked, self.step)
+        self.back_up(now=True)
+
+    def back_up(self, *, now: bool = False) -> None:
+        """A backup of this boundary, where one is due, or `now`. Collective then."""
+        if self.ledger.newest is not None:
+            self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
+            self.ledger.newest = None
+        if self.backups.due(self.step) or (now and self.backups.on):
+            strategy, inner = self.strategy, self.optimizer.inner
+            layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
+            place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())
+            point = checkpoint.settings_of(inner), place
+            self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
     def _whole_again(self) -> None:
         """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""

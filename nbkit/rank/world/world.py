@@ -266,7 +266,8 @@ class World:
         return self._store
 
     def _check(self) -> None:
-        one = torch.ones(1, device=accelerator().device("cpu" if self.place.backend == "gloo" else self.place.device))
+        device = accelerator().device("cpu" if self.place.backend == "gloo" else self.place.device)
+        one = torch.ones(1, dtype=torch.float32, device=device)  # a cell may have set another default on some ranks
         work = dist.all_reduce(one, async_op=True)
         # Polled, because a wait in C++ could be neither interrupted nor limited without limiting the group for life.
         while not work.is_completed():

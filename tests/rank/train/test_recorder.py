@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def trained(world: Any, folder: str) -> dict[str, Any]:
     trainer = quiet(log_dir=folder, eval_data=points(8), eval_every=2)
     trainer.fit(STEPS)
     trainer.try_out("zero2", 2)
-    trainer._eval_every = None
+    trainer.loop = replace(trainer.loop, eval_every=None)
     trainer.switch(PIPELINE)
     trainer.fit(STEPS)
     return {"run": str(trainer.run_dir), "history": list(trainer.history)}

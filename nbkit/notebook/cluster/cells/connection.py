@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,13 @@ from nbkit.notebook.cluster.hosts.progress import how_ended
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
-from nbkit.notebook.cluster.output.root_cause import Death, deaths_in
+from nbkit.notebook.cluster.output.root_cause import Death, ends_in
 from nbkit.notebook.cluster.output.widget_comms import Comms
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.why.quiet import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
+from nbkit.wire.processes import Process
 
 FOLLOW_SECONDS = 0.2
 DEATH_NEWS_SECONDS = 0.1
@@ -48,6 +49,7 @@ class Connection:
         self.cells: dict[str, Execution] = {}
         self.latest: Execution | None = None
         self.deaths: dict[int, Death] = {}
+        self.replaced: dict[tuple[int, int], tuple[str, str]] = {}  # (rank, pid that died) -> (cell, what is said)
         self.generation = Generation(client, entry.n)
         self.numbers = itertools.count(1)  # of cells, outside of a notebook
         self.request_number = 0
@@ -70,6 +72,8 @@ class Connection:
             request = CellRequest(held["cell"], held["source"], held["number"], tuple(held["ranks"]))
             self.latest = self._execution(request, screen, fetched=True)
             self._watch_quiet(self.latest)
+            for said in dict.fromkeys(said for cell, said in self.replaced.values() if cell == request.id):
+                self.client.soon(self.latest.say, said)
             for rank in request.ranks:
                 self.client.soon(self._follow, self.latest, rank, 0)
 
@@ -222,10 +226,12 @@ class Connection:
             self._on_live_record(mark["rank"], content["record"])
         elif kind == "nbkit_died":
             self._on_death(Death(content["rank"], content["how"], content["when"]))
+        elif kind == "nbkit_replaced":
+            self._read_deaths()
         elif kind in COMM_TYPES:
             self._on_comm(kind, mark, content)
         elif execution := self.cells.get(mark["cell"]):
-            if not execution.fetched:
+            if mark["rank"] not in execution.followed:
                 what = f"output {mark['seq']} ({kind})"
                 execution.guard(what, mark["rank"], execution.on_output, kind, mark, content)
         elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
@@ -252,7 +258,7 @@ class Connection:
         """Handle a message of a widget on a rank. One without a number is in no log of the rank and is not fetched."""
         self.comms.on_message(mark["rank"], kind, content)
         execution = self.cells.get(mark["cell"])
-        if execution is not None and not (execution.fetched and mark["seq"] >= 0):
+        if execution is not None and not (mark["rank"] in execution.followed and mark["seq"] >= 0):
             execution.guard(f"a widget's message ({kind})", mark["rank"], execution.on_output, kind, mark, content)
         elif execution is None and self.latest is not None:  # between two cells
             self.latest.outbox.put("comm", kind, content)
@@ -261,16 +267,52 @@ class Connection:
         """The hub has lost a rank. Another rank says how it ended, or else a file in the cluster's folder does."""
 
         def read() -> None:
-            self._read_deaths()
-            self._on_death(Death(rank, "its process ended", time.time()))
+            if not any(read["rank"] == rank and read.get("replaced") for read in self._read_deaths()):
+                self._on_death(Death(rank, "its process ended", time.time()))
 
         if not self.ended:
             self.client.later(DEATH_NEWS_SECONDS, read)
 
-    def _read_deaths(self) -> None:
-        """Read what the parent of the ranks wrote of those that ended, before it told anybody."""
-        for death in deaths_in(self.entry.folder):
-            self._on_death(death)
+    def _read_deaths(self) -> list[dict[str, Any]]:
+        """Read what the parent of the ranks wrote of those that ended, before it told anybody, and act on it."""
+        found = list(ends_in(self.entry.folder))
+        for read in found:
+            if read.get("replaced") == "done":
+                self._on_replaced(read)
+            elif not read.get("replaced"):
+                self._on_death(Death(read["rank"], read["how"], read["when"]))
+        return found
+
+    def _on_replaced(self, read: dict[str, Any]) -> None:
+        """Another process has taken the place of a rank that died in a training. read: what the parent wrote of it."""
+        rank, key = read["rank"], (read["rank"], read["pid"])
+        if key in self.replaced or self.ended:
+            return
+        told = any(said == read["said"] for _, said in self.replaced.values())
+        self.replaced[key] = read["cell"], read["said"]
+        with suppress(ProcessLookupError):
+            ranks = [*self.entry.ranks]
+            ranks[rank] = Process.of(read["by"])
+            self.entry = replace(self.entry, ranks=tuple(ranks))
+            registry.save(self.entry)
+        self.client.heard.discard(rank)
+        if execution := self.cells.get(read["cell"]):
+            if not told:
+                execution.guard("a rank that is replaced", rank, execution.say, read["said"])
+            execution.on_replaced(rank)
+            self._greet(execution, rank)
+
+    def _greet(self, execution: Execution, rank: int) -> None:
+        """Follow a cell on a new rank, once that can be reached."""
+        if execution.done.done() or self.ended:
+            return
+        if rank not in self.client.heard:
+            self.client.request([rank], "hello")
+            self.client.later(FOLLOW_SECONDS, self._greet, execution, rank)
+            return
+        self._follow(execution, rank, 0)
+        if execution.stop is not None:  # it was not there when the others were asked
+            self.client.request([rank], "stop", cell=execution.request.id, number=self.request_number)
 
     def _on_end(self, execution: Execution) -> None:
         self.cells.pop(execution.request.id, None)

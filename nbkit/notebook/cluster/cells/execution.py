@@ -36,7 +36,8 @@ class Execution:
     later: run a function on the client's thread in so many seconds. stop_ranks: ask all ranks to stop the cell; gives
     their replies. names: get the names that the notebook defines. observers: each is called with the execution, on
     the client's thread, when all output is shown and before `done` is set; more may be appended until then. fetched:
-    an earlier notebook has sent the cell, so its outputs are fetched instead of pushed.
+    an earlier notebook has sent the cell, so its outputs are fetched instead of pushed. followed: ranks of which they
+    are fetched.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Execution:
         fetched: bool = False,
     ) -> None:
         self.request, self.names, self.live, self.fetched = request, names, live, fetched
+        self.followed = set(request.ranks) if fetched else set[int]()
         self.stop_ranks, self.observers = stop_ranks, list(observers)
         self.later: Callable[[float, Callable[[], None]], Any] = lambda seconds, act: later(
             seconds, partial(self.guard, "what was about to be shown", None, act)
@@ -121,6 +123,11 @@ class Execution:
         if not self.fault:
             self._show_root()
         self._maybe_close()
+
+    def on_replaced(self, rank: int) -> None:
+        """Another process goes on with the cell in the place of rank `rank`, and counts its outputs anew."""
+        self.arrived[rank] = 0
+        self.followed.add(rank)
 
     def on_lost(self, rank: int, error: BaseException) -> None:
         """The call itself failed, so no record will come."""

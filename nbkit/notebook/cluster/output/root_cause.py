@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbkit.errors import CellError, RankDied
 from nbkit.wire.cells import CellRecord, ranks_named
@@ -21,11 +22,17 @@ class Death:
     when: float
 
 
-def deaths_in(folder: Path) -> Iterator[Death]:
+def ends_in(folder: Path) -> Iterator[dict[str, Any]]:
     """What the parent of the ranks wrote in the cluster's folder of those that ended, before it told anybody."""
     for path in folder.glob("rank*.end.json"):
         with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
-            read = json.loads(path.read_text())
+            yield json.loads(path.read_text())
+
+
+def deaths_in(folder: Path) -> Iterator[Death]:
+    """The ranks that have ended, and in whose place no other process is, or is to be."""
+    for read in ends_in(folder):
+        if not read.get("replaced"):
             yield Death(read["rank"], read["how"], read["when"])
 
 

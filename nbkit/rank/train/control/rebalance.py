@@ -44,6 +44,10 @@ class Rebalancing:
         finally:
             clock.listeners.remove(self)
 
+    def forget(self) -> None:
+        """What was measured counts no more: ranks have joined that have measured nothing."""
+        self._strategy, self._measured = None, []
+
     def due(self, strategy: Strategy, batch: int, costs: Sequence[float]) -> tuple[Strategy, float] | None:
         """A better strategy, and the part of the computing seconds that it saves; None where there is none. Collective.
 

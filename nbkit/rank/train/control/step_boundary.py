@@ -151,14 +151,23 @@ def patience() -> float:
     return max(LEAST_PATIENCE, 4 * float(_progress.get("step_s") or 0.0))
 
 
-def enter(job: Any, device: torch.device) -> None:
-    """`job` starts to make steps: requests posted before now, to whatever was running then, are out of date.
+def forget(device: torch.device) -> None:
+    """Requests posted before now, to whatever was running then, are out of date.
 
     Collective: ranks agree on the numbers, so that a stop which came too late for one training on some ranks
     does not stop the next one.
     """
-    global _training
     _tell_unserved(inbox.drop(*largest([inbox.highest()], device=device)))
+
+
+def meet(device: torch.device) -> None:
+    """New ranks have joined: all act next on the same request. Collective."""
+    _tell_unserved(inbox.drop(*largest([inbox.acted], device=device)))
+
+
+def enter(job: Any) -> None:
+    """`job` starts to make steps."""
+    global _training
     _progress.clear()
     _training = job
 

@@ -41,6 +41,7 @@ class History:
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
+        self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
         self._world_size = world_size
@@ -57,6 +58,7 @@ class History:
         """Stand at `step` with `records`. loaded: of a checkpoint; a run has as many steps left to make as it had."""
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
+        self.newest = None  # a rank that has just joined knows nothing of it
 
     @property
     def _goal(self) -> int:
@@ -90,7 +92,7 @@ class History:
             pending = self.pending.popleft()
             if not pending.made:
                 continue
-            numbers = self.check(pending)
+            numbers = self.newest = self.check(pending)
             record = pending.record(numbers)
             self.records.append(record)
             if not self._silent:
@@ -134,6 +136,11 @@ class History:
         if torn:
             self.pending.clear()
         return torn
+
+    def begin_again(self) -> None:
+        """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
+        self.agreed = step_boundary.inbox.acted
+        self.clock.restart()
 
     def forget(self, step: int) -> None:
         """The steps after `step` have not been made."""

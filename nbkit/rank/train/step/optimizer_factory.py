@@ -47,6 +47,18 @@ class Template:
         self.state = {names[id(p)]: dict(held) for p, held in made.state.items() if id(p) in names}
         self._made = made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that joins the training: the kind of optimizer and its settings, without parameters."""
+        empty: list[list[nn.Parameter]] = [[] for _ in self.groups]
+        bare = _clone(self._made, self._made.param_groups[: len(self.groups)], empty)
+        # By hand: pickling one keeps only what Optimizer itself knows of.
+        return {"groups": self.groups, "kind": type(bare), "attributes": bare.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.groups, self.state = state["groups"], {}
+        self._made = object.__new__(state["kind"])
+        self._made.__dict__.update(state["attributes"])
+
     def build(self, held: Mapping[str, nn.Parameter], like: torch.optim.Optimizer | None = None) -> Any:
         """An optimizer over `held`, without state. like: take the groups' settings from this one, not the first."""
         source = like or self._made

@@ -38,6 +38,7 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.async_copy import sent
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.pending_step import Pending
@@ -67,10 +68,12 @@ class TrainingStep:
         precision: Precision,
         ledger: History,
         integrity: Integrity,
+        backups: Backups,
         seed: int,
     ) -> None:
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
+        self.backups = backups
         self.microbatch_size = builder.config.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
@@ -126,6 +129,7 @@ class TrainingStep:
 
         def launch() -> None:
             counts = sharded_model.counts
+            self.backups.wait()  # who has the reduction's result knows that all ranks have their backups
             reduction.launch(
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
@@ -134,6 +138,7 @@ class TrainingStep:
                 tokens=sums.tokens if counts else 0,
                 seconds=ledger.clock.lap(),
                 fingerprint=shard.fingerprint,
+                backup=self.backups.spent(),
             )
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -30,7 +30,8 @@ class StepNumbers:
     loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
     request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
     not_finite: ranks whose own loss or weight was NaN or infinite. seconds, fingerprints: one per rank. whole: the
-    gradients are sums over all ranks; a reduction that was broken off leaves them as they were.
+    gradients are sums over all ranks; a reduction that was broken off leaves them as they were. backup: seconds of it
+    on the slowest rank.
     """
 
     loss: float
@@ -43,6 +44,7 @@ class StepNumbers:
     not_finite: list[int]
     fingerprints: list[int]
     whole: bool = True
+    backup: float = 0.0
 
 
 class StepReduction:
@@ -63,17 +65,18 @@ class StepReduction:
         tokens: int,
         seconds: float,
         fingerprint: int,
+        backup: float = 0.0,
     ) -> None:
         """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
-        stage: of the request asked about (see boundary.Inbox).
+        stage: of the request asked about (see boundary.Inbox). backup: seconds of the last one (see Backups).
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
-        slots = [0.0] * (_SHARED + 3 * self.world_size)
+        slots = [0.0] * (_SHARED + 4 * self.world_size)
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
-        at = _SHARED + 3 * self.rank
-        slots[at], slots[at + 2] = seconds, fingerprint
+        at = _SHARED + 4 * self.rank
+        slots[at], slots[at + 2], slots[at + 3] = seconds, fingerprint, backup
         vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
         vector[_LOSS] = loss_sum
         vector[_WEIGHT] = weight
@@ -125,9 +128,10 @@ class StepReduction:
             held=round(values[_HELD]),
             ready=round(values[_READY]),
             tokens=round(values[_TOKENS]),
-            seconds=ranks[0::3],
-            not_finite=[rank for rank, flag in enumerate(ranks[1::3]) if flag],
-            fingerprints=[round(value) for value in ranks[2::3]],
+            seconds=ranks[0::4],
+            not_finite=[rank for rank, flag in enumerate(ranks[1::4]) if flag],
+            fingerprints=[round(value) for value in ranks[2::4]],
+            backup=max(ranks[3::4]),
         )
 
 

@@ -81,7 +81,7 @@ def gather(
         kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton)
         own = (
             changes_of(sharded_model, builder.skeleton),
-            _memory_of(sharded_model, optimizer, builder.names),
+            memory_of(sharded_model, optimizer, builder.names),
             crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
             (new.tp_slowest, builder.groups_made(new)),
         )
@@ -94,10 +94,10 @@ def gather(
     builder.follow(changes)
     if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
         new = replace(new, tp_slowest=False)
-    return Gathered(new, _unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
+    return Gathered(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
 
-def _memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
+def memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
     """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
     kept = job_state.per_element(sharded_model, optimizer)
     kinds = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
@@ -115,7 +115,7 @@ def _memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, na
     return runs
 
 
-def _unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
+def unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
     """What the optimizers of all ranks remember, together."""
     memory = Memory({}, {})
     for run in (run for runs in everyone for run in runs):

@@ -1,0 +1,204 @@
+"""The replacement of ranks that died in a training, as their parent sees it: who is forked, who waits, how it ends.
+
+1. A rank dies while all ranks make the steps of one `fit` that newcomers can enter (each has said so when it began).
+   The survivors are broken out of their collectives, and wait; the newcomer is forked and registers its engine.
+2. When everyone waits, all are told to form the next generation of the world. From here on nobody counts as dead.
+3. A survivor says that the training goes on. Whoever dies before that begins the same again, for both.
+
+It is given up where a survivor has left the training, nobody survives, one does not come in time, or the same rank has
+died three times at one step: then the ranks are dead, as if nobody had tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbkit.bridge.parent.child_processes import kill_group
+from nbkit.bridge.parent.parent_log import log
+
+if TYPE_CHECKING:
+    from nbkit.bridge.parent.parent import Child, Parent
+
+WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcomers to start
+SAME_STEP = 3  # deaths of one rank at one step that are its program's
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a newcomer can enter: the statement of the cell that calls `fit`."""
+
+    cell: str
+    statement: int
+
+
+@dataclass
+class Replacement:
+    """One that is under way. deaths: rank -> what is told of its death. waits: rank -> what it said when it was ready
+    to form the world. fresh: those that have died since it was formed last. starts: how often each rank was begun.
+    left: who will not come."""
+
+    seat: Seat
+    deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
+    waits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+    starts: Counter[int] = field(default_factory=Counter)
+    left: str = ""
+    formed: bool = False
+    deadline: float = 0.0
+
+    def add(self, death: dict[str, Any]) -> None:
+        """A rank has died: whatever was formed is void, and all wait again."""
+        rank = death["rank"]
+        self.deaths[rank] = {**death, "cells": sorted({self.seat.cell, *death["cells"]})}
+        self.fresh.add(rank)
+        self.starts[rank] += 1
+        self.waits.pop(rank, None)
+        if self.formed:
+            self.waits.clear()
+        self.formed, self.deadline = False, time.monotonic() + WAIT_SECONDS
+
+    @property
+    def step(self) -> int:
+        """The finished steps of the survivor that is least far."""
+        return min((said["step"] for said in self.waits.values() if said["step"] >= 0), default=-1)
+
+    def form(self) -> dict[str, Any]:
+        """Everyone waits: what all are told."""
+        self.formed = True
+        self.fresh.clear()
+        return {
+            "do": "form",
+            "generation": max(said["generation"] for said in self.waits.values()) + 1,
+            "address": self.waits[0]["address"],
+            "port": self.waits[0]["port"],
+            "newcomers": sorted(self.deaths),
+            "statement": self.seat.statement,
+            "since": min(death["when"] for death in self.deaths.values()),
+            "how": ", ".join(f"rank {rank} died ({death['how']})" for rank, death in sorted(self.deaths.items())),
+        }
+
+
+class Replacer:
+    """One per parent."""
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+        self.under_way: Replacement | None = None
+        self._died: list[tuple[int, int]] = []  # (rank, finished steps), over all replacements
+
+    def hear(self, child: Child, message: dict[str, Any]) -> None:
+        """A rank is in a `fit` that can be entered, or is not any more; it waits; the training goes on."""
+        if message["event"] == "seat" and message["cell"]:
+            child.seat = Seat(message["cell"], message["statement"])
+        elif message["event"] == "seat":
+            self.leave(child, message["why"])
+        elif message["event"] == "waits" and self.under_way:
+            self.under_way.waits[child.rank] = message
+        elif message["event"] == "replaced":
+            self._end(message)
+
+    def leave(self, child: Child, why: str = "") -> None:
+        """A rank has left the training; if others wait to go on with it, they wait in vain."""
+        child.seat = None
+        if self.under_way and not self._is_new(child):
+            # Acted on when all that has come is read: another one may have said before that the training goes on.
+            self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
+
+    def takes(self, child: Child, death: dict[str, Any]) -> bool:
+        """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""
+        parent, replacement = self.parent, self.under_way
+        survivors = [other for other in parent.children.values() if not self._is_new(other)]
+        seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
+        seat = seats.pop() if survivors and len(seats) == 1 else None
+        if parent.coordinator or seat is None:
+            if replacement is None:
+                return False
+            replacement.add(death)
+            self._give_up(f"rank {child.rank} died as well")
+            return True
+        replacement = self.under_way = replacement or Replacement(seat)
+        if replacement.formed:  # what the newcomers have begun is void
+            self._dismiss(replacement.deaths)
+        replacement.add(death)
+        if replacement.starts[child.rank] > SAME_STEP:
+            self._give_up(f"rank {child.rank} ended {SAME_STEP} times while it was replaced")
+            return True
+        parent.note(death, replaced="under way")
+        for other in survivors:
+            other.link.send(do="died", replaced=True, **death)
+        self.go_on()
+        return True
+
+    def go_on(self) -> None:
+        """Do what is due in a replacement that is under way."""
+        parent, replacement = self.parent, self.under_way
+        if replacement is None or parent.ending:
+            return
+        if replacement.left:
+            self._give_up(replacement.left)
+            return
+        if replacement.formed:
+            return
+        for rank in sorted(set(replacement.deaths) - set(parent.children)):
+            parent.start_rank(rank, replaces=True)
+        if late := sorted(set(parent.spec.ranks) - set(replacement.waits)):
+            if time.monotonic() > replacement.deadline:
+                self._give_up(f"ranks {late} were not ready to go on within {WAIT_SECONDS:.0f} s")
+            return
+        if why := self._too_often(replacement):
+            self._give_up(why)
+            return
+        word = replacement.form()
+        log(f"generation {word['generation']} is formed with new ranks {word['newcomers']}")
+        for child in parent.children.values():
+            child.link.send(**word)
+
+    def _too_often(self, replacement: Replacement) -> str:
+        """Why one of the ranks that have died is not replaced once more, or ""."""
+        step = replacement.step
+        for rank in replacement.fresh:
+            self._died.append((rank, step))
+            # A survivor may have made the step that another one was broken out of.
+            same = sum(other == rank and abs(when - step) <= 1 for other, when in self._died)
+            if same >= SAME_STEP:
+                return f"rank {rank} has died {same} times at step {step + 1}, so it is the program"
+        return ""
+
+    def _end(self, told: dict[str, Any]) -> None:
+        """A survivor says that the training goes on: nobody is dead any more."""
+        replacement, self.under_way = self.under_way, None
+        if replacement is None:
+            return
+        for rank, death in replacement.deaths.items():
+            about = {"by": self.parent.children[rank].pid, "cell": replacement.seat.cell, "said": told["said"]}
+            self.parent.note(death, replaced="done", **about)
+        for child in self.parent.children.values():
+            child.link.send(do="replaced")
+
+    def _give_up(self, why: str) -> None:
+        """The ranks that died are dead, and the survivors' cell ends as it does without a replacement."""
+        replacement, self.under_way = self.under_way, None
+        assert replacement is not None
+        log(f"no replacement: {why}")
+        self._dismiss(replacement.deaths)
+        for child in self.parent.children.values():
+            child.link.send(do="kept", why=why)
+        for rank, death in replacement.deaths.items():
+            death |= {"how": f"{death['how']}; not replaced: {why}"}
+            self.parent.dead.add(rank)
+            self.parent.note(death)
+            self.parent.spread_death(death)
+            self.parent.tell_hub(rank)
+
+    def _is_new(self, child: Child) -> bool:
+        return self.under_way is not None and child.rank in self.under_way.deaths
+
+    def _dismiss(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if child := self.parent.children.get(rank):
+                child.dismissed = True
+                kill_group(child.pid)

@@ -1,0 +1,1 @@
+"""What a rank does with its parent when another rank dies in a training and is replaced."""

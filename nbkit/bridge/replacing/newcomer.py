@@ -1,0 +1,55 @@
+"""A rank that takes the place of one that died: it joins the world, gets names and a Trainer, and enters the cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nbkit.bridge import calls
+from nbkit.bridge.replacing.statement import Entering
+from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
+from nbkit.bridge.runner import Runner
+from nbkit.rank.train.replace.by_value import loads
+from nbkit.rank.train.replace.going_on import NewWorld, together
+from nbkit.rank.world.world import World
+
+
+class Newcomer:
+    """One per rank that replaces another."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def announce(self) -> None:
+        """Say that this rank is ready to join; the parent answers when everyone is."""
+        assert calls.place is not None
+        listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if calls.place.rank == 0 else {}
+        self.runner.link.send(event="waits", generation=0, step=-1, **listening)
+
+    def take_over(self, word: dict[str, Any]) -> None:
+        """Join, and run the cell from the statement that trains. In the main thread.
+
+        Raises what ends this process: another rank has died meanwhile, or the state of the training is lost.
+        """
+        place, newcomers = calls.place, tuple(word["newcomers"])
+        assert place is not None
+        World.join(
+            place,
+            listen=calls.take_listener() if place.rank == 0 else None,
+            address=word["address"],
+            port=word["port"],
+            generation=word["generation"],
+            timeout_s=FORM_SECONDS,
+        )
+        gathered(None)
+        handed = broadcast(None, min(set(range(place.world_size)) - set(newcomers)))
+        torch.set_default_dtype(handed.dtype)
+        names = self.runner.shell.user_ns
+        names.update(loads(handed.names))
+        trainer = together(None, NewWorld(newcomers, word["how"], word["since"]))
+        names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
+        trainer.join(handed.span)
+        lacks = ", ".join(name for name in handed.lacks if name not in names)
+        remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""
+        self.runner.run(handed.request, enters=Entering(word["statement"]), remark=remark)

@@ -1,0 +1,66 @@
+"""The statement of a cell that calls `fit`, by which a new rank enters the cell: found on a survivor, run by the new.
+
+history = trainer.fit(500)          the new rank runs this and what follows; its fit makes the steps that are left
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
+_MANY = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.IfExp, ast.BoolOp, ast.Await)
+
+
+def statement_of(source: str, frame: FrameType, is_trainer: Callable[[str], bool]) -> int | None:
+    """Which top-level statement of the cell `source` calls NAME.fit(...) in `frame`; None if it cannot be entered.
+
+    It can be where nothing but `fit` would have to be called before: then a new rank has nothing to catch up with.
+    """
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    for index, statement in enumerate(ast.parse(source).body):
+        for call in ast.walk(statement):
+            if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == (positions[1], positions[3]):
+                return index if _can_be_entered(statement, call, is_trainer) else None
+    return None
+
+
+def _can_be_entered(statement: ast.stmt, call: ast.Call, is_trainer: Callable[[str], bool]) -> bool:
+    if _fit_of(call) is None or not is_trainer(_fit_of(call) or ""):
+        return False
+    if not isinstance(statement, _SIMPLE) or any(isinstance(part, _MANY) for part in ast.walk(statement)):
+        return False
+    inside = set(map(id, ast.walk(call)))
+    others = [part for part in ast.walk(statement) if isinstance(part, ast.Call) and id(part) not in inside]
+    return all(any(part is call for part in ast.walk(other)) for other in others)
+
+
+def _fit_of(call: ast.Call) -> str | None:
+    """NAME of a call NAME.fit(...)."""
+    function = call.func
+    is_fit = isinstance(function, ast.Attribute) and function.attr == "fit" and isinstance(function.value, ast.Name)
+    return function.value.id if is_fit else None  # type: ignore[attr-defined]
+
+
+class Entering(ast.NodeTransformer):
+    """Leaves of a cell the statement with number `index` and what follows. Of the call of `fit` it drops the arguments:
+    what they say has been said, and what they name may not be here."""
+
+    def __init__(self, index: int) -> None:
+        self._index: int | None = index
+
+    def visit_Module(self, node: ast.Module) -> Any:
+        """Acts once: cells that run within this one are left alone."""
+        index, self._index = self._index, None
+        if index is not None:
+            node.body = node.body[index:]
+            self.generic_visit(node.body[0])
+        return node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        if _fit_of(node) is not None:
+            node.args, node.keywords = [], []
+        return node

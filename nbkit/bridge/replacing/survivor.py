@@ -1,0 +1,179 @@
+"""A rank whose training is broken off because another one died: it waits for its parent's word, and goes on.
+
+The words come on the link's thread, and are taken by the main thread, in which the training runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.bridge import calls
+from nbkit.bridge.replacing.namespace import Names, equal_names, names_of
+from nbkit.bridge.replacing.statement import statement_of
+from nbkit.bridge.runner import Runner
+from nbkit.errors import ClusterError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.device import accelerator
+from nbkit.rank.train.replace.by_value import dumps
+from nbkit.rank.train.replace.going_on import NewWorld, Span
+from nbkit.rank.train.replace.recover import recover
+from nbkit.rank.train.step.failure import PEER_GONE
+from nbkit.rank.world import watchdog, world
+from nbkit.wire.cells import CellRequest
+
+NEWS_SECONDS = 3.0  # a peer's end is felt before it is told
+WORD_SECONDS = 120.0  # twice as long as the parent waits for anybody
+FORM_SECONDS = 30.0
+_TICK = 0.05
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a new rank gets before it has a Trainer. dtype: torch's default. names: pickled. bound: see Names. lacks:
+    names that it does not get."""
+
+    request: CellRequest
+    span: Span
+    dtype: torch.dtype
+    names: bytes
+    bound: dict[str, str]
+    lacks: tuple[str, ...]
+
+
+class Survivor:
+    """The host of the trainings of this rank: see nbkit.rank.train.replace.going_on.Host. One per rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.link = runner, runner.link
+        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._broken = False  # a rank has died, and the world was not formed since
+
+    # From the link's thread
+
+    def hear(self, word: dict[str, Any]) -> None:
+        """died: another rank, which is being replaced; form: everyone waits; kept: it is not replaced after all."""
+        if word["do"] == "died":
+            self._broken = True
+            watchdog.break_out(f"rank {word['rank']} died")
+        self._words.put(word)
+
+    # In the main thread
+
+    def enter(self, trainer: Any, caller: FrameType) -> bool:
+        running, names = self.runner.running, self.runner.shell.user_ns
+        if len(running) != 1 or caller.f_locals is not names or not self.runner.own.is_cell(caller):
+            return False
+        request = running[0].request
+        everyone = calls.place is not None and len(request.ranks) == calls.place.world_size > 1
+        source = self.runner.shell.transform_cell(request.source)
+        statement = statement_of(source, caller, lambda name: names.get(name) is trainer) if everyone else None
+        if statement is None:
+            return False
+        while not self._words.empty():
+            self._words.get()  # of an earlier training
+        self._broken = False
+        self.link.send(event="seat", cell=request.id, statement=statement)
+        return True
+
+    def leave(self, why: str = "") -> None:
+        self.link.send(event="seat", cell="", why=why)
+
+    def is_broken(self, error: BaseException) -> bool:
+        here, deadline = world.current(), time.monotonic() + NEWS_SECONDS
+        lost = any(sign in str(error) for sign in PEER_GONE) or (here is not None and bool(here.dirty))
+        while lost and not self._broken and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self._broken
+
+    def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
+        return recover(trainer, newcomers)
+
+    def tell(self, said: str) -> None:
+        self.link.send(event="replaced", said=said)
+
+    def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
+        if not self.is_broken(error):
+            raise error
+        while True:
+            word = self._form(error, trainer.step)
+            try:
+                self._join(word)
+                self._hand_over(trainer, span, word["newcomers"])
+            except (ClusterError, RuntimeError) as another:
+                if not self.is_broken(another):
+                    raise
+                continue  # another one has died
+            return NewWorld(tuple(word["newcomers"]), word["how"], word["since"])
+
+    def _form(self, error: BaseException, step: int) -> dict[str, Any]:
+        """Say that this rank waits, and wait for the word to form the world. Raises `error` if it does not come."""
+        here = world.current()
+        assert here is not None
+        listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if here.place.rank == 0 else {}
+        self.link.send(event="waits", generation=here.generation, step=step, **listening)
+        deadline = time.monotonic() + WORD_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                word = self._words.get(timeout=_TICK)  # a stop interrupts this
+            except queue.Empty:
+                continue
+            if word["do"] == "kept":
+                error.add_note(f"It was not replaced: {word['why']}.")
+                raise error
+            if word["do"] == "form":
+                return word
+        raise ClusterError(
+            "A rank has died, and its replacement does not come.",
+            numbers=f"waited {WORD_SECONDS:.0f} s",
+            hint="%cluster restart, then trainer.load(path)",
+        ) from error
+
+    def _join(self, word: dict[str, Any]) -> None:
+        here = world.current()
+        assert here is not None
+        self._broken = not self._words.empty()  # one that has died since is told by a further word
+        if self._broken:
+            raise ClusterError("Another rank has died.")
+        listener = calls.take_listener() if here.place.rank == 0 else None
+        here.reform(
+            word["generation"], listen=listener, address=word["address"], port=word["port"], timeout_s=FORM_SECONDS
+        )
+
+    def _hand_over(self, trainer: Any, span: Span, newcomers: list[int]) -> None:
+        """Give the new ranks the names that are equal here, and where the cell is. Collective, of all ranks."""
+        shell, place = self.runner.shell, calls.place
+        assert place is not None
+        own = names_of(shell.user_ns, shell.user_ns_hidden, trainer)
+        everyone = gathered(own)
+        survivors = [names for names in everyone if names is not None]
+        equal, bound, lacks = equal_names(survivors)
+        giver = min(set(range(place.world_size)) - set(newcomers))
+        handed = None
+        if place.rank == giver:
+            names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
+            request, dtype = self.runner.running[0].request, torch.get_default_dtype()
+            handed = Handed(request, span, dtype, names, bound, tuple(sorted(lacks)))
+        broadcast(handed, giver)
+
+
+def gathered(names: Names | None) -> list[Names | None]:
+    """The names of all ranks; None of the new ones. Collective."""
+    assert calls.place is not None
+    device = accelerator().device(calls.place.device)
+    return all_gather_objects(names, world_size=calls.place.world_size, device=device)
+
+
+def broadcast(handed: Handed | None, giver: int) -> Handed:
+    """What the giver hands to all. Collective."""
+    assert calls.place is not None
+    told = [handed]
+    dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))
+    assert told[0] is not None
+    return told[0]

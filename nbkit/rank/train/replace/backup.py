@@ -1,0 +1,229 @@
+"""What no other rank holds of the state, kept twice in host memory: by the rank itself, and by its buddy.
+
+After a step each rank copies its share (see shares.py) beside the one before it, and sends it to its buddy, half the
+world away, which is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it
+before it launches that step's reduction. So whoever has the reduction's result knows that every rank holds the newest
+backup, and the one before it may be written over: no collective is added, and nobody asks. Two are held at any time, so
+that a rank that dies in a transfer takes back to a boundary that is whole everywhere. On the wire: the share, once, and
+about a hundred bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.shard_layouts import RankLayouts
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.rank.train.replace.shares import Shares, shares_of
+from nbkit.rank.train.replace.snapshot import Contents, copy_into
+from nbkit.rank.train.switch.rank_reports import memory_of
+from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
+
+_GENERATIONS = 2
+_FIRST, _MEASURED = 2, 3
+"""Backups that are passed over, and those by which it is known what one costs."""
+_SHARE_OF_A_STEP = 0.05
+_HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
+
+
+@dataclass
+class Generation:
+    """A share as it was after `step` steps. about: what the optimizer remembers beside elements, pickled (see Memory).
+
+    point: where its own rank stood; None of another's.
+    """
+
+    step: int
+    contents: Contents
+    about: bytes
+    flat: Tensor
+    point: Any = None
+
+    def state(self) -> JobState:
+        """Its tensors."""
+        return self.contents.views(self.flat)
+
+
+def buddy_of(rank: int, world_size: int) -> int:
+    """Who keeps the backups of `rank`."""
+    return (rank + world_size // 2) % world_size
+
+
+class Backups:
+    """Of one job on this rank, and of the rank whose buddy it is. Off before `begin`.
+
+    asked, every: steps from one backup to the next; None while it is not known what one costs under this strategy.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.buddy, self.ward = buddy_of(rank, world_size), (rank - world_size // 2) % world_size
+        self.own: list[Generation] = []
+        self.wards: list[Generation] = []
+        self.asked: int | None = 0
+        self.every: int | None = 0
+        self.sent_bytes, self._seconds = 0, 0.0
+        self._group: dist.ProcessGroup | None = None
+        self._shares: tuple[Strategy, Shares | None] | None = None
+        self._seen: tuple[dict[str, tuple[torch.dtype, Layout]], Contents] | None = None
+        self._sending: tuple[Tensor, ...] = ()
+        self._of_ward: Contents | None = None
+        self._told: Contents | None = None
+        self._under_way: tuple[list[dist.Work | None], Generation] | None = None
+        self._costs: list[float] = []
+        self._say: Callable[[str], None] | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether there are backups now and then."""
+        return self.every != 0 and self.world_size > 1
+
+    def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
+        """Make backups from now on, every so many steps; 0: none; None: as many as cost below 5 % of a step.
+
+        Whatever was kept before is another training's. say: told what one costs, when that is known.
+        """
+        if every != self.asked:
+            self.asked = self.every = every
+        self._say = say
+        self._keep(-1)
+
+    def form_again(self, asked: int | None, step: int) -> None:
+        """Go on after ranks were replaced: over another group, and the cost is measured anew.
+
+        step: all ranks are back at it, and what was kept of it and before it is of use.
+        """
+        self._group, self.asked, self.every = None, asked, asked
+        self._keep(step)
+
+    def _keep(self, step: int) -> None:
+        self.own = [each for each in self.own if each.step <= step]
+        self.wards = [each for each in self.wards if each.step <= step]
+        self._under_way, self._told, self._costs = None, None, []
+
+    def due(self, step: int) -> bool:
+        """Whether there is one after `step` steps. The first is, and all until it is known what one costs."""
+        return self.on and (not self.own or step % (self.every or 1) == 0)
+
+    def spent(self) -> float:
+        """Seconds that the newest backup took of this rank's step, once."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def measured(self, backup_s: float, step_s: float) -> None:
+        """The slowest rank's seconds for a backup, and for the step that it was in: the same on every rank."""
+        if self.every is not None or not backup_s or not self._shares or self._shares[1] is None:
+            return
+        self._costs.append(backup_s / max(step_s - backup_s, 1e-9))
+        if len(self._costs) > _FIRST + _MEASURED:
+            cost = statistics.median(self._costs[_FIRST:])
+            self.every = max(1, math.ceil(cost / _SHARE_OF_A_STEP))
+            if self._say is not None:
+                each = "each step" if self.every == 1 else f"every {self.every} steps"
+                self._say(
+                    f"backup of {each} with rank {self.buddy} and so on: {self.sent_bytes / 1e6:.3g} MB a rank, "
+                    f"{100 * cost / self.every:.2g} % of a step"
+                )
+
+    def take(
+        self,
+        sharded_model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        layouts: RankLayouts,
+        names: Sequence[str],
+        step: int,
+        point: Any,
+    ) -> None:
+        """Copy this rank's share, and begin to send it. Collective: all ranks stand at this step's boundary."""
+        began, strategy = time.perf_counter(), sharded_model.strategy
+        self.wait()
+        # Steps are made again after a load, and after a death.
+        self.own = [each for each in self.own if each.step < step]
+        self.wards = [each for each in self.wards if each.step < step]
+        if self._shares is None or self._shares[0] != strategy:
+            self._shares, self._seen = (strategy, shares_of(layouts, self.rank)), None
+            self.every, self._costs = self.asked, []
+        if (shares := self._shares[1]) is None:
+            self.own.clear()
+            return
+        if self._group is None:
+            # Of gloo, wherever the state is: it goes from host memory to host memory.
+            self._group = dist.new_group(backend="gloo", group_desc="backup")
+        state = job_state.state(sharded_model, optimizer)
+        contents = self._contents(state, shares)
+        flat = self._room(self.own, contents.num_bytes)
+        copy_into(contents.views(flat), state)
+        about = pickle.dumps(memory_of(sharded_model, optimizer, names))
+        self.own.append(Generation(step, contents, about, flat, point))
+        self._send(self.own[-1])
+        self._seconds += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Until this rank's newest backup has arrived, and it has its ward's."""
+        if self._under_way is None:
+            return
+        began = time.perf_counter()
+        (works, generation), self._under_way = self._under_way, None
+        for work in works:
+            if work is not None:  # of another group's rank, as torch has it
+                work.wait()
+        self.wards.append(generation)
+        self._seconds += time.perf_counter() - began
+
+    def break_off(self) -> None:
+        """A rank has died: what has arrived counts, what has not is dropped."""
+        with suppress(Exception):
+            self.wait()
+
+    def _contents(self, state: JobState, shares: Shares) -> Contents:
+        seen = {key: (tensor.dtype, layout) for key, (tensor, layout) in state.items()}
+        if self._seen is None or self._seen[0] != seen:
+            self._seen = seen, Contents.of(state, shares)
+        return self._seen[1]
+
+    def _room(self, kept: list[Generation], num_bytes: int) -> Tensor:
+        """The memory of the oldest generation, which goes."""
+        old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
+        if old is not None and old.numel() == num_bytes:
+            return old
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=accelerator().holds(self.device))
+
+    def _send(self, own: Generation) -> None:
+        """To the buddy, and from the ward. What is of unknown size goes first, and is waited for."""
+        group, contents = self._group, None if own.contents is self._told else own.contents
+        packed = torch.frombuffer(bytearray(pickle.dumps((contents, own.about))), dtype=torch.uint8)
+        self._told = own.contents
+        head = torch.tensor([packed.numel(), own.flat.numel()])
+        sizes = torch.empty_like(head)
+        works: list[dist.Work | None] = [
+            dist.isend(head, self.buddy, group=group, tag=_HEAD),
+            dist.isend(packed, self.buddy, group=group, tag=_ABOUT),
+            dist.isend(own.flat, self.buddy, group=group, tag=_STATE),
+        ]
+        dist.recv(sizes, self.ward, group=group, tag=_HEAD)
+        num_about, num_bytes = sizes.tolist()
+        about = torch.empty(num_about, dtype=torch.uint8)
+        dist.recv(about, self.ward, group=group, tag=_ABOUT)
+        contents, numbers = pickle.loads(about.numpy().tobytes())
+        self._of_ward = contents or self._of_ward
+        assert self._of_ward is not None
+        flat = self._room(self.wards, num_bytes)
+        works.append(dist.irecv(flat, self.ward, group=group, tag=_STATE))
+        self._under_way = works, Generation(own.step, self._of_ward, numbers, flat)
+        self._sending = head, packed  # whose memory lives as long as the works do
+        self.sent_bytes = own.flat.numel()

@@ -1,0 +1,208 @@
+"""Pickles for a process of the same program that was forked later: what a cell has defined goes by value.
+
+What can be imported goes by its name, as pickle has it. A function of `__main__`, a lambda and what is defined within
+a function go as their code, defaults, closure and body; so do classes of `__main__`, unless the other process has them.
+The global names of a function are looked up in the module of the same name over there, so that it sees what later cells
+assign. Equal definitions give equal pickles on all ranks, wherever their cells lie on disk.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import importlib
+import io
+import marshal
+import pickle
+import sys
+import types
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+
+_MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
+_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
+
+
+class TooLarge(pickle.PicklingError):
+    """The value is larger than what was allowed."""
+
+
+def dumps(value: Any, *, classes: bool = False, foreign: Collection[int] = (), limit: int = sys.maxsize) -> bytes:
+    """The pickle of `value`. classes: those of `__main__` go by value too, because the other process does not have
+    them yet. foreign: ids of objects that may not be in it.
+
+    Raises TooLarge above `limit` bytes, and what pickling raises.
+    """
+    stream = _Limited(limit)
+    _Pickler(stream, classes, foreign, limit).dump(value)
+    return stream.getvalue()
+
+
+def loads(packed: bytes) -> Any:
+    """The counterpart of `dumps`, of bytes that a rank of the same world has made."""
+    return _Unpickler(io.BytesIO(packed)).load()
+
+
+class _Limited(io.BytesIO):
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._limit:
+            raise TooLarge(f"more than {self._limit} bytes")
+        return super().write(data)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, classes: bool, foreign: Collection[int], limit: int) -> None:
+        super().__init__(stream, protocol=5)
+        self._classes, self._foreign, self._limit = classes, foreign, limit
+        self._texts: dict[str, str] = {}
+
+    def persistent_id(self, value: Any) -> str | tuple[str] | None:
+        if type(value) is str:  # one object for equal ones: which are the same one differs between processes
+            return self._texts.setdefault(value, value)
+        if id(value) in self._foreign:
+            raise pickle.PicklingError("it holds what is not carried")
+        # The names of a module, which are a function's globals.
+        name = value.get("__name__") if type(value) is dict else None
+        return (name,) if isinstance(name, str) and value is getattr(sys.modules.get(name), "__dict__", 0) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > self._limit:
+            raise TooLarge(f"a tensor of {value.untyped_storage().nbytes()} bytes")
+        kind = type(value)
+        if kind is torch.Tensor and _is_plain(value):
+            return _reduced_tensor(value)
+        if kind is types.ModuleType or isinstance(value, types.ModuleType):
+            return importlib.import_module, (value.__name__,)
+        if kind is types.FunctionType and not _can_be_imported(value):
+            return _reduced_function(value)
+        if isinstance(value, type) and not _can_be_imported(value, main=not self._classes):
+            return _reduced_class(value)
+        if kind is types.CodeType:
+            return _code, (marshal.dumps(_anywhere(value), _MARSHAL),)
+        if kind is types.CellType:
+            held = (value.cell_contents,) if _is_filled(value) else ()
+            return _cell, (), held, None, None, _fill
+        if kind is property:
+            return property, (value.fget, value.fset, value.fdel, value.__doc__)
+        if kind in (classmethod, staticmethod):
+            return kind, (value.__func__,)
+        if kind is types.MappingProxyType:
+            return _read_only, (dict(value),)
+        if kind.__module__ == "dataclasses":  # its marks are known by identity
+            for name, known in vars(dataclasses).items():
+                if known is value:
+                    return name
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, known: str | tuple[str]) -> Any:
+        return known if isinstance(known, str) else vars(importlib.import_module(known[0]))
+
+
+def _can_be_imported(value: Any, *, main: bool = False) -> bool:
+    module = sys.modules.get(value.__module__ or "")
+    if module is None or (module.__name__ == "__main__" and not main):
+        return False
+    found: Any = module
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _reduced_function(function: types.FunctionType) -> Any:
+    made = function.__code__, function.__globals__, function.__name__, function.__closure__
+    state = {
+        "__defaults__": function.__defaults__,
+        "__kwdefaults__": function.__kwdefaults__,
+        "__qualname__": function.__qualname__,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
+        "__annotations__": function.__annotations__,
+    }
+    return _function, made, (state, function.__dict__), None, None, _finish_function
+
+
+def _function(code: types.CodeType, names: dict[str, Any], name: str, closure: tuple[Any, ...] | None) -> Any:
+    return types.FunctionType(code, names, name, None, closure)
+
+
+def _finish_function(function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    for name, value in state[0].items():
+        setattr(function, name, value)
+    function.__dict__.update(state[1])
+
+
+def _reduced_class(value: type) -> Any:
+    if issubclass(value, enum.Enum) or "__slots__" in vars(value):
+        raise pickle.PicklingError(f"a class such as {value.__name__} is not carried")
+    body = {name: held for name, held in sorted(vars(value).items()) if name not in _OF_THE_CLASS_ITSELF}
+    body["__qualname__"] = value.__qualname__
+    return _class, (type(value), value.__name__, value.__bases__), body, None, None, _finish_class
+
+
+def _class(meta: type, name: str, bases: tuple[type, ...]) -> type:
+    return types.new_class(name, bases, {"metaclass": meta} if meta is not type else {})
+
+
+def _finish_class(made: type, body: dict[str, Any]) -> None:
+    for name, held in body.items():
+        setattr(made, name, held)
+    if isinstance(made, abc.ABCMeta):
+        abc.update_abstractmethods(cast(Any, made))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    whole = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_leaf and tensor.is_contiguous()
+    return whole and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _reduced_tensor(tensor: torch.Tensor) -> Any:
+    # As torch pickles it, equal tensors of two processes differ.
+    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
+    return _tensor, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return tensor.view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+def _code(data: bytes) -> types.CodeType:
+    code = marshal.loads(data)
+    assert isinstance(code, types.CodeType)
+    return code
+
+
+def _anywhere(code: types.CodeType) -> types.CodeType:
+    """The same code without the file of its cell, whose name holds a process id."""
+    inner = tuple(_anywhere(one) if isinstance(one, types.CodeType) else one for one in code.co_consts)
+    return code.replace(co_filename="<cell>", co_consts=inner)
+
+
+def _read_only(held: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
+    return types.MappingProxyType(held)
+
+
+def _cell() -> types.CellType:
+    return types.CellType()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _fill(cell: types.CellType, held: tuple[Any, ...]) -> None:
+    if held:
+        cell.cell_contents = held[0]

@@ -1,0 +1,132 @@
+"""`fit` goes on where another rank has died and was replaced: what a survivor and a new rank do, in the same order.
+
+Under torchrun nobody forks another rank: `host` is None, and an error ends the training as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbkit.errors import NbkitError, TrainingError
+from nbkit.rank.comm.agree import largest
+from nbkit.rank.train.control import step_boundary
+from nbkit.records.events import Replaced
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.trainer import Trainer
+
+POLICIES = ("replace", "stop")
+
+
+def check_policy(on_failure: str) -> None:
+    """Raise TrainingError where there is no such way to go on after a death."""
+    if on_failure not in POLICIES:
+        raise TrainingError(
+            f"There is no on_failure {on_failure!r}.", numbers="'replace', 'stop'", hint="on_failure='replace'"
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """The steps of one `fit`: those after `first` finished ones, up to `goal`."""
+
+    first: int
+    goal: int
+
+
+@dataclass(frozen=True)
+class NewWorld:
+    """The world has been formed again. newcomers: its new ranks. how: who died, of what. since: when (time.time())."""
+
+    newcomers: tuple[int, ...]
+    how: str
+    since: float
+
+
+class Host(Protocol):
+    """Who has started this rank, and can start another one in the place of one that died."""
+
+    def enter(self, trainer: Any, caller: FrameType) -> bool:
+        """`caller` calls `fit`. Whether a new rank could enter there; it is known from now until `leave`."""
+        ...
+
+    def leave(self, why: str = "") -> None:
+        """That `fit` is over. why: the error that has ended it."""
+        ...
+
+    def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
+        """`error` has broken off a step: wait for the world with new ranks, and hand them what they lack.
+
+        Raises `error` where no rank died, or none is replaced.
+        """
+        ...
+
+    def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
+        """See nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
+        ...
+
+    def is_broken(self, error: BaseException) -> bool:
+        """Whether a rank has died since the world was formed, which `error` may come of."""
+        ...
+
+    def tell(self, said: str) -> None:
+        """The training goes on. said: what the user reads of it."""
+        ...
+
+
+host: Host | None = None  # set once, by the bridge
+
+
+@contextmanager
+def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]:
+    """`fit` runs inside. Whether a rank that dies meanwhile can be replaced."""
+    if host is None or not wanted or not host.enter(trainer, caller):
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        host.leave(f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else type(error).__name__)
+        raise
+    host.leave()
+
+
+def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
+    """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
+
+    Raises `error`, or what was raised on the way: no rank died, or it could not be replaced.
+    """
+    assert host is not None
+    reached = trainer.step
+    while True:
+        world = host.await_world(error, trainer, span)
+        try:
+            together(trainer, world, reached)
+            return
+        except Exception as another:  # of a further rank that died meanwhile, or for good
+            if not host.is_broken(another):
+                raise
+            error = another
+
+
+def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:
+    """The training of all ranks, at one step boundary. Collective. trainer: None on a new rank. reached: finished
+    steps when it was broken off."""
+    assert host is not None
+    trainer = host.recover(trainer, world.newcomers)
+    job = trainer.job
+    steps_lost = largest([reached], device=job.device)[0] - job.step
+    ranks = ", ".join(map(str, world.newcomers))
+    seconds = time.time() - world.since
+    event = Replaced(job.step, ranks=ranks, why=world.how, steps_lost=steps_lost, seconds=seconds)
+    job.ledger.emit(event)
+    if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
+        host.tell(event.said)
+    step_boundary.meet(job.device)  # nobody leaves the training before it is told that it goes on
+    job.ledger.begin_again()
+    return trainer

@@ -1,0 +1,108 @@
+"""What a process that joins a training gets of a rank that has been in it: all but weights and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import TrainingError
+from nbkit.rank.comm.agree import agree
+from nbkit.rank.train.builder import Blueprint
+from nbkit.rank.train.config import LastCheckpoint, LoopSettings
+from nbkit.rank.train.control.switch_plan import SwitchPlan
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.replace.by_value import dumps, loads
+from nbkit.rank.train.trainer import Trainer
+from nbkit.records.events import Switched
+from nbkit.strategy import Strategy
+
+_HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
+
+
+@dataclass(frozen=True)
+class Handed:
+    """As the survivors have it; it is the same on all of them."""
+
+    blueprint: Blueprint
+    loop: LoopSettings
+    plan: SwitchPlan
+    strategy: Strategy
+    switches: tuple[Switched, ...]
+    run_dir: Path | None
+    seed: int
+    saved: LastCheckpoint
+
+    def job(self) -> Job:
+        """The new process' job, without a sharded model."""
+        return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches)
+
+    def trainer(self, job: Job) -> Trainer:
+        """The new process' Trainer, once `job` has started. Collective: see Trainer.joining."""
+        return Trainer.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
+
+
+def hand_over(
+    trainer: Trainer | None, source: int, newcomers: Collection[int], *, rank: int, device: torch.device
+) -> Handed | None:
+    """What rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
+
+    Raises TrainingError, on every rank, naming what cannot be pickled.
+    """
+    packed, found = [b""], list[Handed]()
+
+    def pack() -> None:
+        if rank == source and trainer is not None:
+            packed[0] = _packed(trainer)
+
+    def unpack() -> None:
+        if rank in newcomers:
+            found.append(loads(packed[0]))
+
+    agree(pack, what="The training cannot be handed to a new process.", hint=_HINT)
+    for newcomer in newcomers:
+        if rank == source:
+            dist.send(torch.tensor(len(packed[0]), device=device), newcomer)
+            dist.send(torch.frombuffer(bytearray(packed[0]), dtype=torch.uint8).to(device), newcomer)
+        elif rank == newcomer:
+            length = torch.zeros((), dtype=torch.int64, device=device)
+            dist.recv(length, source)
+            received = torch.empty(int(length), dtype=torch.uint8, device=device)
+            dist.recv(received, source)
+            packed[0] = received.cpu().numpy().tobytes()
+    agree(unpack, what="What a new process gets of the training cannot be read there.", hint=_HINT)
+    return found[0] if found else None
+
+
+def _packed(trainer: Trainer) -> bytes:
+    job, loop = trainer.job, trainer.loop
+    if not job.feed.remakes:
+        raise TrainingError(
+            "The data is an iterator that cannot begin again: a new process cannot read on where it stands.",
+            numbers=f"{type(loop.data).__name__}",
+            hint="an IterableDataset, or any object whose __iter__ begins anew",
+        )
+    blueprint = job.builder.blueprint
+    handed = Handed(
+        blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, trainer.saved
+    )
+    try:
+        return dumps(handed)
+    except Exception:
+        named: dict[str, Any] = {"model": blueprint.skeleton, "optimizer": blueprint.template}
+        _name_unpicklable(named | vars(loop) | vars(blueprint.config))
+        raise
+
+
+def _name_unpicklable(named: dict[str, Any]) -> None:
+    for name, value in named.items():
+        try:
+            dumps(value)
+        except Exception as error:
+            raise TrainingError(
+                f"{name}= cannot be given to a new process.", numbers=f"{type(error).__name__}: {error}", hint=_HINT
+            ) from error

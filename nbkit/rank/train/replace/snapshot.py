@@ -1,0 +1,73 @@
+"""A rank's share of the state at one step, in one flat piece of host memory, as it is kept and as it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nbkit.planner.reshard.boxes import within
+from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.rank.train.replace.shares import Shares, beside
+from nbkit.tensor_layout import Box, Layout
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies in a snapshot, in this order: key -> dtype and layout."""
+
+    kinds: Mapping[str, torch.dtype]
+    layouts: Mapping[str, Layout]
+
+    @classmethod
+    def of(cls, state: JobState, shares: Shares) -> Contents:
+        """What `shares` name of `state`."""
+        kinds, layouts = dict[str, torch.dtype](), dict[str, Layout]()
+        known: dict[Layout, Layout] = {}
+        for key, (tensor, layout) in state.items():
+            name = key if key.startswith("buffer/") else key.partition("/")[2]
+            if boxes := shares.get(name):
+                made = beside(layout.shape, boxes)
+                kinds[key], layouts[key] = tensor.dtype, known.setdefault(made, made)
+        return cls(kinds, layouts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the flat piece; it is never empty, since it is sent."""
+        return _ALIGN + sum(_room(self.layouts[key], kind) for key, kind in self.kinds.items())
+
+    def views(self, flat: Tensor) -> JobState:
+        """The tensors that lie in `flat`."""
+        found, at = {}, 0
+        for key, kind in self.kinds.items():
+            layout = self.layouts[key]
+            part = flat[at : at + layout.numel * kind.itemsize].view(kind).view(layout.local)
+            found[key] = part, layout
+            at += _room(layout, kind)
+        return found
+
+
+def _room(layout: Layout, kind: torch.dtype) -> int:
+    return -(-layout.numel * kind.itemsize // _ALIGN) * _ALIGN
+
+
+@torch.no_grad()
+def copy_into(target: JobState, state: JobState) -> None:
+    """Fill `target`, views of a snapshot, from what this rank holds."""
+    into, out_of = [], []
+    for key, (tensor, layout) in target.items():
+        whole, held = state[key]
+        for here, there in layout.pieces:
+            into.append(tensor[here.slices])
+            out_of.append(whole[_place(held, there)])
+    if into:
+        torch._foreach_copy_(into, out_of)
+
+
+def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
+    """Where `box` of the global tensor lies in the local one."""
+    return next(box.moved(there.start, here.start).slices for here, there in layout.pieces if within(box, there))

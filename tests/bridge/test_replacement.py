@@ -1,0 +1,148 @@
+"""A rank that dies in `fit` is replaced: a new process enters the cell, and nothing of the training is another one.
+
+One cluster of four for all cases; each kills in mid-training and compares with a training that was left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import RankDied
+from nbkit.notebook.cluster.cells.results import Results
+
+STEPS = 40
+CELL = "before = 1\nhistory = trainer.fit(steps)\n[record['loss'] for record in history]"
+SETUP = f"""
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.set_default_dtype(torch.float64)
+steps = {STEPS}
+crash = {{}}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.second(F.dropout(torch.tanh(self.first(x)), 0.1, self.training))
+
+def rows():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return [(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)]
+
+def mse(output, target):
+    training = globals().get("trainer")
+    if training is not None and training.step == crash.get(rank):
+        import os
+        os._exit(3)
+    return F.mse_loss(output, target)
+
+def pace(trainer, record):
+    time.sleep(0.02)
+
+def make(**options):
+    optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = dict(data=rows(), batch_size=8, callbacks=[pace], log_dir=None, progress=False)
+    return nbkit.Trainer(model=Net, loss=mse, optimizer=optimizer, **{{**settings, **options}})
+"""
+
+
+@pytest.fixture(scope="module")
+def four(nbkit_home: Path) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        cluster = Cluster.start(4, cpu=True, name="replaced", ttl=600)
+    cluster.run(SETUP)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four: Cluster) -> list[float]:
+    losses: list[float] = four.run(f"trainer = make()\n{CELL}").values[0]
+    assert len(losses) == STEPS
+    return losses
+
+
+def kill_at(cluster: Cluster, ranks: list[int], step: int) -> threading.Thread:
+    """Kill the ranks when the training has made so many steps, as another rank tells."""
+    pids = [cluster.entry.ranks[rank].pid for rank in ranks]
+    other = next(rank for rank in range(4) if rank not in ranks)
+
+    def act() -> None:
+        while True:
+            told = cluster.connection.client.ask([other], "status").get(other, {})
+            if told.get("training") and told["progress"].get("step", 0) >= step:
+                break
+            time.sleep(0.02)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def run_killing(cluster: Cluster, ranks: list[int], cell: str = CELL) -> Results:
+    killing = kill_at(cluster, ranks, 8)
+    results: Results = cluster.run(cell, timeout=120)
+    killing.join()
+    return results
+
+
+def check_whole(cluster: Cluster) -> None:
+    """Every rank runs cells and is in the world; status knows the processes that are there."""
+    results = cluster.run("import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank)")
+    assert [results.values[rank][0] for rank in range(4)] == [4] * 4
+    assert [results.values[rank][2] for rank in range(4)] == [0, 1, 2, 3]
+    rows = cluster.status().rows
+    assert [row.state for row in rows] == ["idle"] * 4
+    assert [row.pid for row in rows] == [results.values[rank][1] for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", [0]), ("ddp", [1, 3]), ("zero3", [2]), ("dp=2 pp=2", [1])], ids=str
+)
+def test_the_training_goes_on_as_if_nothing_had_been(
+    four: Cluster, undisturbed: list[float], strategy: str, ranks: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    four.run(f"trainer = make(strategy={strategy!r})")
+    results = run_killing(four, ranks)
+    assert results.status == "ok"
+    for rank in range(4):
+        assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
+    lost = "0 steps" if strategy == "ddp" else r"\d steps?"  # since the last backup
+    assert re.search(rf"replaced: {lost} and \d+\.\d s lost", capsys.readouterr().err)
+    check_whole(four)
+    # The new rank has what cells have defined before and after, and the Trainer under its name.
+    four.run("def later(): return trainer.step, before, int(total), len(rows()), make.__module__")
+    assert four.run("later()").values == dict.fromkeys(range(4), (STEPS, 1, 4, 64, "__main__"))
+
+
+def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[float]) -> None:
+    four.run("trainer = make()")
+    until = "print(len(trainer.fit(\n    until=trainer.step + steps\n))); "
+    results = run_killing(four, [3], until + "[record['loss'] for record in trainer.history]")
+    assert results.values[3] == pytest.approx(undisturbed, abs=1e-10)
+    assert f"{STEPS}\n" in results.output[3]
+
+
+def test_a_rank_that_dies_again_and_again_at_one_step_is_not_replaced_for_ever(four: Cluster) -> None:
+    """The last test: it ends the cluster."""
+    four.run("trainer = make(); crash[1] = 6")
+    with pytest.raises(RankDied, match=r"has died 3 times at step 7, so it is the program") as caught:
+        four.run("trainer.fit(20)", timeout=120)
+    assert caught.value.rank == 1

@@ -1,0 +1,141 @@
+"""What a cell has defined, in another process of the same program: here under another `__main__`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nbkit.rank.train.replace.by_value import TooLarge, dumps, loads
+
+CELL = """
+import abc, math
+from dataclasses import dataclass, field
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def factorial(n):
+    return 1 if n < 2 else n * factorial(n - 1)
+
+def times(k):
+    def count(n):
+        return 0 if n == 0 else k + count(n - 1)
+    return count
+
+three = times(3)
+
+class Base(nn.Module):
+    scale: int = 2
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    @property
+    def twice(self):
+        return 2 * self.scale
+
+    @classmethod
+    def called(cls):
+        return cls.__name__
+
+    def forward(self, x):
+        return F.relu(self.linear(x)) * self.scale
+
+class Net(Base):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 1
+    names: list = field(default_factory=list)
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def act(self): ...
+
+config = Config(5)
+net = Net()
+tensor = torch.arange(6.0).reshape(2, 3)
+plus = lambda x, y=config: x + y.width + offset
+offset = 1
+"""
+DEFINED = (
+    "F",
+    "factorial",
+    "times",
+    "three",
+    "Base",
+    "Net",
+    "Config",
+    "Abstract",
+    "config",
+    "tensor",
+    "plus",
+    "offset",
+)
+
+
+def main_module(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return vars(module)
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    names = main_module(monkeypatch)
+    exec(compile(CELL, "/tmp/ipykernel_17/1.py", "exec"), names)
+    yield names
+
+
+def test_definitions_work_in_another_process(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = dumps({name: cell[name] for name in (*DEFINED, "net")}, classes=True)
+    there = main_module(monkeypatch)
+    there.update(loads(packed))
+    assert there["factorial"](5) == 120
+    assert there["three"](4) == 12
+    assert there["Net"].called() == "Net"
+    assert there["net"].twice == 4
+    assert type(there["net"]) is there["Net"]
+    assert torch.equal(there["net"](torch.ones(3)), cell["net"](torch.ones(3)))
+    assert isinstance(there["config"], there["Config"])
+    assert there["Config"]().names == []
+    assert torch.equal(there["tensor"], cell["tensor"])
+    with pytest.raises(TypeError, match="abstract"):
+        there["Abstract"]()
+    there["offset"] = 10  # as a later cell assigns it
+    assert there["plus"](1) == 16
+
+
+def test_equal_definitions_give_equal_pickles_also_where_they_have_travelled(
+    cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {name: dumps(cell[name], classes=True) for name in DEFINED}
+    packed = dumps({name: cell[name] for name in DEFINED}, classes=True)
+    again = main_module(monkeypatch)
+    exec(compile(CELL, "/tmp/ipykernel_4711/1.py", "exec"), again)
+    assert {name: dumps(again[name], classes=True) for name in DEFINED} == here
+    there = main_module(monkeypatch)
+    there.update(loads(packed))
+    assert {name: dumps(there[name], classes=True) for name in DEFINED} == here
+
+
+def test_what_is_too_large_or_not_to_be_carried_is_refused(cell: dict[str, Any]) -> None:
+    with pytest.raises(TooLarge):
+        dumps(torch.zeros(1000), limit=1000)
+    with pytest.raises(TooLarge):
+        dumps("x" * 2000, limit=1000)
+    with pytest.raises(Exception, match="not carried"):
+        dumps([cell["config"]], classes=True, foreign={id(cell["config"])})
+
+
+def test_classes_of_a_cell_go_by_name_to_a_process_that_has_them(cell: dict[str, Any]) -> None:
+    assert loads(dumps(cell["net"])).__class__ is cell["Net"]
+    assert loads(dumps(cell["net"], classes=True)).__class__ is not cell["Net"]
