@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ def check_counts(**counts: int | None) -> None:
             raise TrainingError(
                 f"{name} is a whole number, at least 1.", numbers=f"{name}={count!r}", hint=f"{name}=100"
             )
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raises TrainingError for a norm that gradients could not be clipped to."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
+
+
+def check_places(log_dir: str | None, save_path: str | Path | None, *, saves: bool, balances: bool) -> None:
+    """Raises TrainingError for what needs a directory where none is."""
+    if saves and save_path is None and log_dir is None:
+        raise TrainingError(
+            "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
+        )
+    if balances and log_dir is None:
+        raise TrainingError("balance= measures by the records of a run.", numbers="log_dir=None", hint="log_dir='runs'")
 
 
 def check_whole(numbers: StepNumbers, pending: Pending) -> None:

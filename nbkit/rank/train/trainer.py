@@ -26,7 +26,7 @@ from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
-from nbkit.rank.train.argument_checks import check_counts
+from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
@@ -40,7 +40,7 @@ from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
-from nbkit.records.events import Checkpointed, Event, LrChanged, Rebalanced, StepDone, Switched
+from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
 DETACHED_SAVE_EVERY = "10min"
@@ -121,22 +121,14 @@ class Trainer:
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         check_counts(backup_every=backup_every or None)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
-        if clip_norm is not None and not clip_norm > 0:
-            raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
-        if save_every and save_path is None and log_dir is None:
-            raise TrainingError(
-                "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
-            )
+        check_clip_norm(clip_norm)
+        check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile
         config = TrainConfig(
             *(loss, seed, inputs, precision, microbatch_size, *settings),
             sample=lambda: sample_of(data, collate),
             batch=batch_size,
         )
-        if balance and log_dir is None:
-            raise TrainingError(
-                "balance= measures by the records of a run.", numbers="log_dir=None", hint="log_dir='runs'"
-            )
         loop = LoopSettings(
             data=data,
             batch_size=batch_size,
@@ -271,7 +263,7 @@ class Trainer:
                     self._make_step()
                     self.job.at_boundary()
                     if self.loop.balance:
-                        self._rebalance()
+                        self._rebalancing.act(self.job, self.arithmetic.total)
                     left -= 1
                 except (NotFinite, Stopped):
                     raise
@@ -386,16 +378,6 @@ class Trainer:
         late = self._save_seconds is not None and self.saved.unsaved_s >= self._save_seconds
         if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
             self._save_now()
-
-    def _rebalance(self) -> None:
-        options = self.job.builder.options
-        blocks = len(options.chain) if options.chain is not None else 1
-        found = self._rebalancing.due(self.strategy, self.arithmetic.total, options.costs or (1.0,) * blocks)
-        if found is not None:
-            strategy, gain = found
-            self.job.switch(str(strategy))
-            speeds = ":".join(map(str, strategy.speeds)) or "equal"
-            self.job.ledger.emit(Rebalanced(self.step, speeds=speeds, gain=gain))
 
     def _say(self, text: str) -> None:
         if self.job.rank == 0 and self.loop.progress:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from nbkit.planner.stage_partition import place
 from nbkit.rank.telemetry.phases import Step, clock
+from nbkit.rank.train.job import Job
+from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 _WORTH = 0.05  # of the computing of a step
@@ -47,6 +49,20 @@ class Rebalancing:
     def forget(self) -> None:
         """What was measured counts no more: ranks have joined that have measured nothing."""
         self._strategy, self._measured = None, []
+
+    def act(self, job: Job, batch: int) -> None:
+        """Switch to a better division of the work, if there is one. Collective, at a step boundary.
+
+        batch: rows of a global batch.
+        """
+        options = job.builder.options
+        blocks = len(options.chain) if options.chain is not None else 1
+        found = self.due(job.strategy, batch, options.costs or (1.0,) * blocks)
+        if found is not None:
+            strategy, gain = found
+            job.switch(str(strategy))
+            speeds = ":".join(map(str, strategy.speeds)) or "equal"
+            job.ledger.emit(Rebalanced(job.step, speeds=speeds, gain=gain))
 
     def due(self, strategy: Strategy, batch: int, costs: Sequence[float]) -> tuple[Strategy, float] | None:
         """A better strategy, and the part of the computing seconds that it saves; None where there is none. Collective.
