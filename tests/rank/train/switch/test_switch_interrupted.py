@@ -23,8 +23,6 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.switch import switch as switching
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
-
 AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
 
 
