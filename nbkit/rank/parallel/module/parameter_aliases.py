@@ -6,7 +6,6 @@ tensor in the place of a parameter has to put it there too, or the model goes on
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 _NOTE = "_nbkit_aliases"
 _OWN = {"_parameters", "_buffers", "_modules", _NOTE}
 _LEAVES = (str, bytes, int, float, complex, bool, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-# What most attributes of modules are, such as empty dicts of hooks: passed by without a closer look.
-_PLAIN, _HOLDERS = frozenset({bool, int, float, str, type(None)}), frozenset({dict, OrderedDict, list, tuple, set})
 _DEPTH, _MOST = 4, 4096
 
 Where = tuple[Any, Any, tuple[int, ...]]
@@ -31,7 +28,7 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
         if isinstance(part, nn.RNNBase):
             continue  # looks after its own list
         for key, value in list(vars(part).items()):
-            if key not in _OWN and not (type(value) in _PLAIN or (type(value) in _HOLDERS and not value)):
+            if key not in _OWN:
                 yield from _below((vars(part), key, ()), value, _DEPTH, seen)
 
 
