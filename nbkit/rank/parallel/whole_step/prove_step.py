@@ -104,7 +104,7 @@ def prove_step(
     for dtype, positive in _DRAWS[size > _EXACT :]:
         try:
             data = _data(example, rows, dtype)
-            batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _sgd, microbatch_size and 1)
+            batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
             with coarsest() as seen:
                 whole = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
         except Exception as error:
@@ -217,8 +217,17 @@ def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
     return each * strategy.dp - (strategy.dp > 1 and each > 1)
 
 
-def _sgd(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": list(held.values())}], lr=0.1, foreach=False if plainly else None)
+class _Descent:
+    """SGD by hand: the first step of an optimizer of torch's imports its compiler, which takes seconds."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter], plainly: bool) -> None:
+        self._held = held
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self._held.values():
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
 
 
 def _data(example: Any, rows: int, dtype: torch.dtype) -> Any:

@@ -28,8 +28,8 @@ from nbkit.tensor_layout import Layout
 
 _CPU = torch.device("cpu")
 
-Optimizer = Callable[[Mapping[str, nn.Parameter], bool], torch.optim.Optimizer]
-"""(parameters by name, whether as its author chose or the plainest way it has) -> an optimizer of them, on the CPU."""
+Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
+"""(parameters by name, whether to update them the plainest way it has) -> an optimizer of them, on the CPU."""
 
 
 @dataclass(frozen=True)
