@@ -68,7 +68,7 @@ class Trainer:
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
-    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/errors.md); or "stop".
+    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
     backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
     cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 

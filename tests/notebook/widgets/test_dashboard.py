@@ -319,6 +319,15 @@ def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
     assert [event["kind"] for event in reader.snapshot()["events"]].count("failure") == 2
 
 
+def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
+    reader = RunReader(run.folder)
+    run.event("replaced", ranks="2", why="rank 2 died (SIGKILL)", steps_lost=0, seconds=2.2)
+    snapshot = reader.snapshot()
+    said = plain(lines_of(snapshot))
+    assert "after step 20: rank 2 died (SIGKILL), replaced: 0 steps and 2.2 s lost" in said, said
+    assert "✚ rank 2" in svg_of(snapshot)
+
+
 def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     reader = RunReader(run.folder)
     what = "dp=4 → dp=4 zero=3 was taken back after step 20: the first step under it failed"

@@ -89,16 +89,17 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
         for value in _round_values(first, last):
             drawn += [_text(across(value), bottom + 20, f"{value:,.0f}", colour=_FAINT, anchor="middle")]
         drawn += [_text(16, bottom + 20, "step", bold=True)]
-        drawn += _switches(events, across, top + 10, bottom)
+        drawn += _changes(events, across, top + 10, bottom)
         line = " ".join(f"{across(step):.1f},{down(loss):.1f}" for step, loss in known)
         drawn += [f"<polyline points='{line}' fill='none' stroke='{_INK}' stroke-width='2'/>"]
     return drawn
 
 
-def _switches(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: float) -> list[str]:
+def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: float) -> list[str]:
     drawn, free = [], 0.0
-    for event in (event for event in events if event["kind"] == "switch"):
-        x, name = across(event["step"]), f"⇄ {event.get('new', '')}"
+    for event in (event for event in events if event["kind"] in ("switch", "replaced")):
+        name = f"⇄ {event.get('new', '')}" if event["kind"] == "switch" else f"✚ rank {event['ranks']}"
+        x = across(event["step"])
         drawn.append(_line(x, top, x, bottom, _INK, dashes="3 3"))
         wide = 7.0 * len(name)
         left = x + wide > _WIDTH

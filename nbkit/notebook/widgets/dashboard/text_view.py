@@ -57,7 +57,8 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
         (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
-    lines += [*_switches(snapshot["events"]), *_failures(snapshot["events"])]
+    events = snapshot["events"]
+    lines += [*_switches(events), *_replacements(events), *_failures(events)]
     if step.get("ranks"):
         lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
     return lines
@@ -86,6 +87,20 @@ def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
                 f"⇄ after step {event['step']}: {event.get('old', '')} → {event.get('new', '')}, "
                 f"{seconds(event.get('pause_s', 0.0))} without a step",
                 "faint",
+            ),
+        )
+        for event in newest
+    ]
+
+
+def _replacements(events: Sequence[dict[str, Any]]) -> list[Line]:
+    newest = [event for event in events if event["kind"] == "replaced"][-3:]
+    return [
+        (
+            Piece(
+                f"✚ after step {event['step']}: {event['why']}, replaced: "
+                f"{event['steps_lost']} steps and {seconds(event['seconds'])} lost",
+                "strong",
             ),
         )
         for event in newest

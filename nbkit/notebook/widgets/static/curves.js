@@ -4,7 +4,7 @@ import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } fro
 
 const LEFT = 58;
 const RIGHT = 12;
-const SIGNS = { checkpoint: "▾", failure: "✕", repair: "✚", lr_changed: "lr" };
+const SIGNS = { checkpoint: "▾", failure: "✕", replaced: "✚", rebalanced: "÷", lr_changed: "lr" };
 
 // Columns of a point, as nbkit.notebook.widgets.loss_curve has them.
 export const STEP = 0;
@@ -227,11 +227,18 @@ function drawEvents(picture, events, points, column, x, loss, rate) {
     const colour = event.kind === "failure" ? alarm() : ink();
     picture.line(at, loss.y0, at, rate.y1, colour, { dash: [2, 4] });
     picture.words(sign, at, loss.y1 - 6, { colour, align: "center", bold: true });
-    const failed = event.kind === "failure" ? [Number.isInteger(event.rank) ? `rank ${event.rank}` : "", event.error, event.what].filter(Boolean).join(": ") : "";
-    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${failed || event.path || (event.new ?? "")}`;
+    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${wordsOf(event)}`;
     picture.late = picture.late || [];
     picture.late.push([at - 5, loss.y1 - 14, 10, 16, text]);
   }
+}
+
+function wordsOf(event) {
+  const rank = Number.isInteger(event.rank) ? `rank ${event.rank}` : "";
+  if (event.kind === "failure") return [rank, event.error, event.what].filter(Boolean).join(": ");
+  if (event.kind === "replaced") return `${event.why}: ${event.steps_lost} steps and ${seconds(event.seconds)} lost`;
+  if (event.kind === "rebalanced") return `speeds ${event.speeds}: ${Math.round(100 * event.gain)} % less computing`;
+  return event.path || (event.new ?? "");
 }
 
 // Whatever lies under the pointer in between: the nearest point.
