@@ -44,9 +44,10 @@ def rows():
     return [(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)]
 
 def mse(output, target):
+    import os
     training = globals().get("trainer")
-    if training is not None and training.step == crash.get(rank):
-        import os
+    once = int(os.environ.get(f"DIES{{rank}}", -1))  # a new process has the environment of the parent
+    if training is not None and training.step in (crash.get(rank), once):
         os._exit(3)
     return F.mse_loss(output, target)
 
@@ -138,6 +139,13 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     results = run_killing(four, [3], until + "[record['loss'] for record in trainer.history]")
     assert results.values[3] == pytest.approx(undisturbed, abs=1e-10)
     assert f"{STEPS}\n" in results.output[3]
+
+
+def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
+    for _ in range(3):
+        four.run("import os\ntrainer = make(log_dir=None)\nif rank == 1: os.environ['DIES1'] = '6'")
+        assert four.run("len(trainer.fit(9))", timeout=60).values == dict.fromkeys(range(4), 9)
+    check_whole(four)
 
 
 def test_a_rank_that_dies_again_and_again_at_one_step_is_not_replaced_for_ever(four: Cluster) -> None:

@@ -88,7 +88,7 @@ class Replacer:
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.under_way: Replacement | None = None
-        self._died: list[tuple[int, int]] = []  # (rank, finished steps), over all replacements
+        self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
 
     def hear(self, child: Child, message: dict[str, Any]) -> None:
         """A rank is in a `fit` that can be entered, or is not any more; it waits; the training goes on."""
@@ -159,11 +159,11 @@ class Replacer:
 
     def _too_often(self, replacement: Replacement) -> str:
         """Why one of the ranks that have died is not replaced once more, or ""."""
-        step = replacement.step
+        cell, step = replacement.seat.cell, replacement.step
         for rank in replacement.fresh:
-            self._died.append((rank, step))
+            self._died.append((cell, rank, step))
             # A survivor may have made the step that another one was broken out of.
-            same = sum(other == rank and abs(when - step) <= 1 for other, when in self._died)
+            same = sum(where == [cell, rank] and abs(when - step) <= 1 for *where, when in self._died)
             if same >= SAME_STEP:
                 return f"rank {rank} has died {same} times at step {step + 1}, so it is the program"
         return ""
