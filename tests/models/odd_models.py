@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import NbkitError
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.whole_step.prove_step import StepProof
 from nbkit.rank.train import builder
 from nbkit.rank.train import trainer as training
 from nbkit.rank.train.trainer import Trainer
@@ -425,7 +426,7 @@ def verdict(
     stage = "refused"
     try:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            patch.setattr(builder, "refusal_of", lambda *_, **__: None)
+            patch.setattr(builder, "prove_step", lambda *_, **__: StepProof())
             if "cp" not in strategy:
                 patch.setattr(builder, "try_in_parts", lambda *_: None)
             if "tp" not in strategy:

@@ -25,8 +25,10 @@ listeners: list[socket.socket] = []
 """In a rank: a bound, listening socket per generation, index == generation - 1. All ranks see the same ports."""
 
 
-left_out: set[str] = set()
-"""What `Builder` looks at a model with, and the ranks of this test do without (the fixture `known_to_be_right`)."""
+left_out: dict[str, Any] = {}
+"""What `Builder` looks at a model with, and the ranks of this test do without: name -> what it would answer.
+
+See the fixture `known_to_be_right`."""
 
 
 class RankFailed(AssertionError):
@@ -117,7 +119,7 @@ def _be_rank(
     until: Connection,
     join: bool,
     args: Any,
-    without: set[str],
+    without: dict[str, Any],
 ) -> None:
     import torch
 
@@ -134,8 +136,8 @@ def _be_rank(
     # Measuring it takes each rank longer than all else of a small job; tests/rank/comm/test_link_probe.py measures.
     ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
     link_probe._known = Link(n, ways, None, None, 2e9, (0,) * n, True)
-    for name in without:
-        setattr(builder, name, lambda *_, **__: None)
+    for name, answer in without.items():
+        setattr(builder, name, lambda *_, _answer=answer, **__: _answer)
     try:
         if join:
             address, port = bound[0].getsockname()

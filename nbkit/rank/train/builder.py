@@ -228,7 +228,9 @@ class Builder:
                 self.template.check_elementwise(str(strategy))
             self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.options)
-        if strategy not in self._agreed:
+        # Which rank is where changes no step: going back to where a training was needs no proof.
+        composed = replace(strategy, tp_slowest=False)
+        if composed not in self._agreed:
             self.shard_layouts.of(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
             if self.world_size > 1:
@@ -237,7 +239,7 @@ class Builder:
                 raise refusal
             if (finding := proofs[0].finding(strategy)) is not None:
                 warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
-            self._agreed.add(strategy)
+            self._agreed.add(composed)
         if strategy not in self._connected:
             self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
@@ -246,6 +248,7 @@ class Builder:
 
     def _step_proof(self, strategy: Strategy) -> StepProof:
         """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
+        strategy = replace(strategy, tp_slowest=False)
         if strategy not in self._proven:
             config = self.config
             self._proven[strategy] = prove_step(

@@ -46,8 +46,8 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
         group = delegate(wrapped(raw, members), members, recipe)
         return group
 
-    def reformed(group: Any, store: Any) -> None:
-        reform(group, store)
+    def reformed(group: Any, store: Any, **how: Any) -> None:
+        reform(group, store, **how)
         group.inner = wrapped(group.inner, group.members)
 
     group_creation._original = make

@@ -201,7 +201,9 @@ class Backups:
         old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
         if old is not None and old.numel() == num_bytes:
             return old
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=accelerator().holds(self.device))
+        if accelerator().holds(self.device):
+            return accelerator().pinned((num_bytes,), torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _send(self, own: Generation) -> None:
         """To the buddy, and from the ward. What is of unknown size goes first, and is waited for."""

@@ -6,7 +6,7 @@ Groups are those the user's own code formed, by original names and global shapes
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -131,7 +131,7 @@ class Template:
     def over(self, params: list[nn.Parameter]) -> Any:
         """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
         settings = self._made.param_groups[0]
-        return _clone(self._made, [{**settings, **{k: v for k, v in _ON_CPU.items() if k in settings}}], [params])
+        return _trial(self._made, [{**settings, **{k: v for k, v in _ON_CPU.items() if k in settings}}], [params])
 
     def on_cpu(self, held: Mapping[str, nn.Parameter], plainly: bool) -> Any:
         """As `build`, over tensors on the CPU, for a step of a proof. plainly: updates them one after the other.
@@ -148,11 +148,7 @@ class Template:
                 own["foreach"] = False
             settings.append(own)
         params = [[held[name] for name in names if name in held] for names in self.groups]
-        optimizer = _clone(self._made, settings, params)
-        # What its user hung on it is for the steps of the training.
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            vars(optimizer).get(hooks, {}).clear()
-        return optimizer
+        return _trial(self._made, settings, params)
 
     def _tried(
         self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
@@ -162,7 +158,7 @@ class Template:
         settings = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
         if not settings.get("lr"):
             settings["lr"] = 0.1
-        optimizer = _clone(self._made, [settings], [params])
+        optimizer = _trial(self._made, [settings], [params])
         for step in grads:
             for p, grad in zip(params, step, strict=True):
                 p.grad = grad.clone()
@@ -192,5 +188,17 @@ def _clone(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: 
     return clone
 
 
+def _trial(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
+    """As `_clone`, for steps that are none of the training: no hook is called, and what it counts is its own."""
+    trial = _clone(made, settings, params)
+    kept = {name: value for name, value in vars(trial).items() if name not in ("param_groups", "state")}
+    vars(trial).update({name: _own(value) for name, value in kept.items()})
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(trial).get(hooks, {}).clear()
+    return trial
+
+
 def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | set | deque) else value
