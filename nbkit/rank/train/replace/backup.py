@@ -23,14 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.shares import Shares, shares_of
 from nbkit.rank.train.replace.snapshot import Contents, copy_into
 from nbkit.rank.train.switch.rank_reports import memory_of
+from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -38,6 +41,7 @@ _GENERATIONS = 2
 _FIRST, _MEASURED = 2, 3
 """Backups that are passed over, and those by which it is known what one costs."""
 _SHARE_OF_A_STEP = 0.05
+_SHARE_OF_FREE = 0.5  # of a host's memory, what backups may take where nobody has asked for them
 _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 
 
@@ -98,8 +102,9 @@ class Backups:
 
         Whatever was kept before is another training's. say: told what one costs, when that is known.
         """
-        if every != self.asked:
+        if every != self.asked or self.every == 0:
             self.asked = self.every = every
+            self._shares = None
         self._say = say
         self._keep(-1)
 
@@ -108,7 +113,7 @@ class Backups:
 
         step: all ranks are back at it, and what was kept of it and before it is of use.
         """
-        self._group, self.asked, self.every = None, asked, asked
+        self._group, self._shares, self.asked, self.every = None, None, asked, asked
         self._keep(step)
 
     def _keep(self, step: int) -> None:
@@ -155,7 +160,7 @@ class Backups:
         # Steps are made again after a load, and after a death.
         self.own = [each for each in self.own if each.step < step]
         self.wards = [each for each in self.wards if each.step < step]
-        if self._shares is None or self._shares[0] != strategy:
+        if first := self._shares is None or self._shares[0] != strategy:
             self._shares, self._seen = (strategy, shares_of(layouts, self.rank)), None
             self.every, self._costs = self.asked, []
         if (shares := self._shares[1]) is None:
@@ -166,12 +171,28 @@ class Backups:
             self._group = dist.new_group(backend="gloo", group_desc="backup")
         state = job_state.state(sharded_model, optimizer)
         contents = self._contents(state, shares)
+        if first and self.asked is None and self._crowded(2 * _GENERATIONS * contents.num_bytes):
+            self.every = 0
+            self._keep(-1)
+            return
         flat = self._room(self.own, contents.num_bytes)
         copy_into(contents.views(flat), state)
         about = pickle.dumps(memory_of(sharded_model, optimizer, names))
         self.own.append(Generation(step, contents, about, flat, point))
         self._send(self.own[-1])
         self._seconds += time.perf_counter() - began
+
+    def _crowded(self, num_bytes: int) -> bool:
+        """Whether backups of `num_bytes` on each rank are too much for a host, which is said. Collective."""
+        free = left(torch.device("cpu"), ranks=World.join_from_env().place.local_world_size)
+        lacks = free is not None and num_bytes > _SHARE_OF_FREE * free
+        (most,) = largest([num_bytes if lacks else 0], device=self.device)
+        if most and self._say is not None:
+            self._say(
+                f"no backups: they would take {most / 1e9:.3g} GB of a host's memory for each rank; a rank that dies "
+                "is replaced from the last checkpoint (backup_every=10: back up all the same)"
+            )
+        return most > 0
 
     def wait(self) -> None:
         """Until this rank's newest backup has arrived, and it has its ward's."""

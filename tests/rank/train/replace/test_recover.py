@@ -148,6 +148,22 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
     check(found, HELD_ONCE, expected)
 
 
+def crowded(world: Any) -> tuple[list[str], list[bool]]:
+    os.environ["NBKIT_MEMORY_LIMIT"] = "1"
+    trainer, said, on = made("zero3"), [], []
+    for every in (None, 3, None):
+        trainer.job.backups.begin(every, said.append)
+        trainer.job.back_up()
+        on.append(trainer.job.backups.on)
+    return said, on
+
+
+def test_backups_that_would_fill_a_host_are_not_made_unasked() -> None:
+    for said, on in run_ranks(crowded, 2):
+        assert on == [False, True, False]
+        assert len(said) == 2 and all(text.startswith("no backups: they would take") for text in said)
+
+
 def lost(seat: Seat) -> dict[str, Any]:
     """Two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
     global doomed
