@@ -226,7 +226,8 @@ function drawEvents(picture, events, points, column, x, loss, rate) {
     const at = x(near[column]);
     const colour = event.kind === "failure" ? alarm() : ink();
     picture.line(at, loss.y0, at, rate.y1, colour, { dash: [2, 4] });
-    picture.words(sign, at, loss.y1 - 6, { colour, align: "center", bold: true });
+    if (event.kind === "replaced") picture.words(`${sign} rank ${event.ranks}`, at + 4, loss.y1 - 6, { colour, bold: true });
+    else picture.words(sign, at, loss.y1 - 6, { colour, align: "center", bold: true });
     const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${wordsOf(event)}`;
     picture.late = picture.late || [];
     picture.late.push([at - 5, loss.y1 - 14, 10, 16, text]);
