@@ -92,7 +92,7 @@ class Controls:
         why = TrainingError(
             "The training ended before its next step boundary.", hint="again: it acts on the newest Trainer now"
         )
-        self._tell(control, newest(), error=why)
+        self._tell(control, newest(), error=why, served=False)
 
     def result(self, id: str) -> dict[str, Any]:
         """What came of a control; None while nothing has."""
@@ -139,7 +139,15 @@ class Controls:
             # A switch may have replaced the sharded model meanwhile: the next look tries again.
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
 
-    def _tell(self, control: Control, owner: Any, *, result: Any = None, error: BaseException | None = None) -> None:
+    def _tell(
+        self,
+        control: Control,
+        owner: Any,
+        *,
+        result: Any = None,
+        error: BaseException | None = None,
+        served: bool = True,
+    ) -> None:
         self.results[control.id] = {
             "id": control.id,
             "do": control.do,
@@ -153,6 +161,7 @@ class Controls:
             "numbers": getattr(error, "numbers", ""),
             "hint": getattr(error, "hint", ""),
             "result": result if error is None else {},
+            "served": served,
         }
         while len(self.results) > RESULTS_KEPT:
             self.results.popitem(last=False)

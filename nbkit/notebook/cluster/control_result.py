@@ -16,6 +16,7 @@ _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stop
 @dataclass(frozen=True)
 class ControlResult:
     """As the ranks return it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
+    served: False when the training ended before it came to the control, which then waits for nothing any more.
 
     result: of a switch or undo the fields of nbkit.records.events.Switched, of a try what Trainer.try_out returns.
     predicted: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
@@ -32,6 +33,7 @@ class ControlResult:
     numbers: str
     hint: str
     result: Mapping[str, Any]
+    served: bool = True
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:

@@ -120,18 +120,19 @@ class Training:
         return {}
 
     def ask(self, do: str, **args: Any) -> ControlResult:
-        """Have all ranks serve a request at the same boundary, or now when none makes steps."""
+        """Have all ranks serve a request at the same boundary, or now when none makes steps.
+
+        A training that ends before it comes to the request does not lose it: the newest Trainer serves it then.
+        """
         self._check()
-        id = uuid.uuid4().hex[:12]
         predicted = self._predicted(do, args)
         self._looked = 0.0, {}  # the control may change it
-        if self._makes_steps():
-            connection = self._connection
-            number = connection.next_request()
-            connection.client.request(range(connection.entry.n), "control", number=number, id=id, action=do, args=args)
-        else:
-            self._run_as_cell(id, do, args)
-        result = replace(self._result(id), predicted=predicted)
+        result = self._at_boundary(do, args) if self._makes_steps() else None
+        if result is None or not result.served:
+            while result is not None and self._connection.busy() is not None:
+                time.sleep(TICK_SECONDS)  # for what else the training's cell does
+            result = self._as_cell(do, args)
+        result = replace(result, predicted=predicted)
         result.check()
         if do in ("switch", "undo"):
             self.switched.append(result)
@@ -168,13 +169,20 @@ class Training:
             time.sleep(TICK_SECONDS)
         return False
 
-    def _run_as_cell(self, id: str, do: str, args: dict[str, Any]) -> None:
-        connection = self._connection
+    def _at_boundary(self, do: str, args: dict[str, Any]) -> ControlResult:
+        connection, id = self._connection, _new_id()
+        number = connection.next_request()
+        connection.client.request(range(connection.entry.n), "control", number=number, id=id, action=do, args=args)
+        return self._result(id)
+
+    def _as_cell(self, do: str, args: dict[str, Any]) -> ControlResult:
+        connection, id = self._connection, _new_id()
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
         call = f"__import__('nbkit.bridge.training_requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
         request = request_for(connection, f"# {words}\n{call}")
         note = connection.ensure_world()
         wait_here(connection, connection.send(request, NoScreen(), note))
+        return self._result(id)
 
     def _result(self, id: str) -> ControlResult:
         """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
@@ -184,6 +192,10 @@ class Training:
                     return ControlResult(**answer["result"])
             self._check()
             time.sleep(TICK_SECONDS)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _in_force(answer: dict[str, Any]) -> dict[str, Any]:

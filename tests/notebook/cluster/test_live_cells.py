@@ -114,6 +114,20 @@ def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
     assert len(two.run("trainer.fit(2)").values) == 2
 
 
+def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Cluster) -> None:
+    """Asked for during the last step, which no boundary follows."""
+    two.run(f"{TRAINER}\ndef dawdle(trainer, record): time.sleep(2.5)\ntrainer._callbacks = (dawdle,)")
+    handle = two.run("trainer.fit(1)", detach=True)
+    while not two.training.look().get("training"):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    switched = two.training.switch("zero2")
+
+    assert switched.ok and switched.step == 1 and switched.strategy == "dp=2 zero=2"
+    handle.wait()
+    assert two.run("len(trainer.fit(2)), str(trainer.strategy)").values[0] == (2, "dp=2 zero=2")
+
+
 def test_what_was_just_looked_at_is_what_is_predicted(
     two: Cluster, training: CellHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
