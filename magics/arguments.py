@@ -117,6 +117,9 @@ def cluster_parser() -> MagicParser:
     start.add_argument(
         "--hosts", default="", metavar="node1:4,node2:4", help="over SSH; or a file, a host on each line"
     )
+    start.add_argument(
+        "--on", default="", metavar="NAME", help="as the [clusters] of nbkit.toml describe it; what is typed here wins"
+    )
     start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
     start.add_argument("--nodes", type=int, metavar="N", help="for --slurm: how many; default: as few as hold them")
     start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")

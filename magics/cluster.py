@@ -9,7 +9,7 @@ from IPython import get_ipython
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import DETACHED, HelpShown, cluster_parser, parse
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
 from nbkit.notebook.cluster.hosts.start_options import requested
@@ -21,12 +21,10 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def cluster(self, line: str) -> Any:
-        line, _, rest = line.partition(" -- ")  # argparse would take it for words of its own
         try:
-            options = parse(cluster_parser(), line)
+            options = options_of(line)
         except HelpShown:
             return None
-        options.rest = tuple(shlex.split(rest, comments=True))
         return getattr(self, f"_{options.verb}")(options)
 
     def _start(self, options: Any) -> Any:
@@ -63,6 +61,19 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _clean(self, options: Any) -> Any:
         print("\n".join(registry.clean()) or "nothing to clean")
+
+
+def options_of(line: str) -> Any:
+    """The options in `line`; those of --on NAME hold where the line says nothing else."""
+    line, _, rest = line.partition(" -- ")  # argparse would take it for words of its own
+    options = parse(cluster_parser(), line)
+    words = shlex.split(rest, comments=True)
+    if options.verb == "start" and options.on:
+        kept, _, kept_rest = f" {site_settings.read().options_of(options.on)}".partition(" -- ")
+        options = parse(cluster_parser(), f"start {kept} {line.strip().removeprefix('start')}")
+        words = [*shlex.split(kept_rest, comments=True), *words]
+    options.rest = tuple(words)
+    return options
 
 
 ClusterMagics.cluster.__doc__ = cluster_parser().format_help()

@@ -220,6 +220,7 @@ def _settings() -> Iterator[Finding]:
     for key, path in found.sources.items():
         value = getattr(found, key)
         shown = size(value) if key == "max_disk" else text_of(value) if isinstance(value, float) else value
+        shown = ", ".join(shown) if key == "clusters" else shown
         yield Finding("Settings", key, f"{shown}  {path}")
     for note in found.notes:
         yield Finding("Settings", "note", note, "note")

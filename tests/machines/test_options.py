@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from magics.arguments import cluster_parser, parse
+from magics.cluster import options_of
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.hosts.request import AllocationRequest, Request, SlurmRequest, SshRequest, loaded, saved
 from nbkit.notebook.cluster.hosts.start_options import requested
 
@@ -14,6 +18,10 @@ def asked(line: str, *rest: str) -> Request | None:
     options = parse(cluster_parser(), f"start {line}")
     options.rest = rest
     return requested(options)
+
+
+def started(line: str) -> Request | None:
+    return requested(options_of(line))
 
 
 def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +51,27 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_go_together_is_said(line: str, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         asked(line)
+
+
+def test_a_cluster_that_a_file_describes_is_started_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, project = tmp_path / "user.toml", tmp_path / "project.toml"
+    monkeypatch.setattr(site_settings, "files", lambda: (tmp_path / "none", user, project))
+    user.write_text('[clusters]\nlab = "--slurm -n 16 --partition gpu -- --account=lab"\ndesk = "--hosts a:1"\n')
+    project.write_text('[clusters]\ndesk = "--hosts a:2,b:2"\nbare = "-- --mem=4G"\n')
+
+    assert started("start --on lab") == SlurmRequest(16, None, "gpu", options=("--account=lab",))
+    typed = started("start --on lab -n 4 --time 5:00 -- --mem=1G")
+    assert typed == SlurmRequest(4, None, "gpu", "5:00", options=("--account=lab", "--mem=1G"))
+    assert started("start --on desk") == SshRequest((("a", 2), ("b", 2)))
+    assert started("start --on bare --slurm -n 2") == SlurmRequest(2, options=("--mem=4G",))
+    with pytest.raises(UsageError, match="called 'attic'") as refused:
+        started("start --on attic")
+    assert "lab, desk, bare" in refused.value.numbers and str(user) in refused.value.hint
+    project.write_text('clusters = "--slurm"\n')
+    with pytest.raises(UsageError, match="project.toml cannot be used"):
+        started("start --on lab")
 
 
 def test_a_request_is_kept_as_json_takes_it() -> None:

@@ -8,6 +8,9 @@
     runs = "/data/runs" # where trainings are recorded without log_dir=, in a folder for each user
     max_disk = "20GB"   # what may lie in the folder of runs before no checkpoint is written and no run begun
 
+    [clusters]          # %cluster start --on lab
+    lab = "--slurm -n 16 --partition gpu --time 4:00:00 -- --account=lab"
+
 A later file wins, but what begins with max_ can only be lowered by it. The limits keep people from taking too much by
 accident; who means to can get around them.
 """
@@ -32,7 +35,7 @@ _NAME = "nbkit.toml"
 
 @dataclass(frozen=True)
 class Site:
-    """ttl, max_ttl: seconds. max_disk: bytes. runs: of this user.
+    """ttl, max_ttl: seconds. max_disk: bytes. runs: of this user. clusters: name -> options.
 
     sources: key -> the file that it is from. notes: what has no effect, and why.
     """
@@ -44,8 +47,19 @@ class Site:
     home: Path | None = None
     runs: Path = Path("runs")
     max_disk: int | None = None
+    clusters: dict[str, str] = field(default_factory=dict)
     sources: dict[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def options_of(self, cluster: str) -> str:
+        """The options of %cluster start that `cluster` stands for. Raises UsageError, naming those that there are."""
+        if cluster not in self.clusters:
+            raise UsageError(
+                f"No {_NAME} describes a cluster called {cluster!r}.",
+                numbers=f"those that there are: {', '.join(self.clusters) or 'none'}",
+                hint=f'[clusters]   and below it   {cluster} = "--slurm -n 8"   in {files()[1]}',
+            )
+        return self.clusters[cluster]
 
     def ttl_of(self, asked: str | float | None) -> float:
         """The time to live of a cluster. Raises UsageError for one that is longer than it may be."""
@@ -78,6 +92,8 @@ def read(paths: Sequence[Path] | None = None) -> Site:
         for key, value in _load(path).items():
             if key == "home" and path == project:
                 raise _wrong(path, "home is set for a machine or a user: elsewhere its clusters would not be found")
+            if key == "clusters":
+                value = {**values.get(key, {}), **value}
             if key in limits and value > limits[key]:
                 notes.append(f"{key} in {path} has no effect: {machine} allows less")
             else:
@@ -131,6 +147,12 @@ def _time(value: object) -> float:
     raise ValueError
 
 
+def _options(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(options, str) for options in value.values()):
+        raise ValueError
+    return value
+
+
 def _bytes(value: object) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MGT])B", str(value))
     if not found or not float(found[1]):
@@ -146,4 +168,5 @@ _KEYS: dict[str, Callable[[object], Any]] = {
     "home": _folder,
     "runs": _folder,
     "max_disk": _bytes,
+    "clusters": _options,
 }
