@@ -10,7 +10,15 @@ from magics.arguments import cluster_parser, parse
 from magics.cluster import options_of
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
-from nbkit.notebook.cluster.hosts.request import AllocationRequest, Request, SlurmRequest, SshRequest, loaded, saved
+from nbkit.notebook.cluster.hosts.request import (
+    AllocationRequest,
+    MpiRequest,
+    Request,
+    SlurmRequest,
+    SshRequest,
+    loaded,
+    saved,
+)
 from nbkit.notebook.cluster.hosts.start_options import requested
 
 
@@ -36,12 +44,28 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("-n 2") is None  # beside the notebook, as everywhere
 
 
+def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked("--mpi -n 3 --cpu") == MpiRequest((("localhost", 3),), cpu=True)
+    assert asked("--mpi --hosts a:2,b:1", "--tag-output") == MpiRequest((("a", 2), ("b", 1)), options=("--tag-output",))
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    assert asked("--mpi") == MpiRequest((("n1", 2), ("n2", 2)))
+    assert asked("--mpi -n 2") == MpiRequest((("n1", 1), ("n2", 1)))
+    with pytest.raises(UsageError, match="The hosts say how many"):
+        asked("--mpi -n 3")
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("-n 2 --nodes 2", "--nodes is for --slurm"),
-        ("--slurm --hosts a:1", "Either Slurm or SSH"),
+        ("--slurm --hosts a:1", "Either Slurm or another"),
         ("--slurm", "How many ranks shall Slurm start"),
+        ("--mpi", "How many ranks shall mpirun start"),
+        ("--mpi --slurm -n 2", "Either Slurm or another"),
+        ("--mpi --hosts a:1 -n 2", "The hosts say how many"),
         ("--slurm -n 2 --gpus 0,1", "GPUs are not listed"),
         ("--hosts a:1 -n 2", "--hosts says how many ranks"),
         ("-n 2 --python /bin/python", "--python is for other hosts"),
@@ -70,10 +94,15 @@ def test_a_cluster_that_a_file_describes_is_started_by_its_name(
         started("start --on attic")
     assert "lab, desk, bare" in refused.value.numbers and str(user) in refused.value.hint
     project.write_text('clusters = "--slurm"\n')
-    with pytest.raises(UsageError, match="project.toml cannot be used"):
+    with pytest.raises(UsageError, match=r"project\.toml cannot be used"):
         started("start --on lab")
 
 
 def test_a_request_is_kept_as_json_takes_it() -> None:
-    for request in (SlurmRequest(4, options=("-A", "x")), SshRequest((("a", 2),)), AllocationRequest("7", (1, 2))):
+    for request in (
+        SlurmRequest(4, options=("-A", "x")),
+        SshRequest((("a", 2),)),
+        MpiRequest((("a", 2),)),
+        AllocationRequest("7", (1, 2)),
+    ):
         assert loaded(saved(request)) == request

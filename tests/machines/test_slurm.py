@@ -17,9 +17,9 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.allocation import allocation_here, counts_of
+from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here, counts_of
+from nbkit.notebook.cluster.hosts.launchers.slurm import Node, size_of
 from nbkit.notebook.cluster.hosts.request import AllocationRequest, SlurmRequest
-from nbkit.notebook.cluster.hosts.slurm import Node, size_of
 
 GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]
 

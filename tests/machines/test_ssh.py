@@ -12,9 +12,9 @@ from ssh_hosts import SshHosts
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
 from nbkit.notebook.cluster.hosts.request import SshRequest
-from nbkit.notebook.cluster.hosts.ssh import read_hosts
 
 
 def refused(ssh: SshHosts, *names: str, python: str = "") -> ClusterError:

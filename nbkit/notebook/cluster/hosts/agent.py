@@ -30,11 +30,13 @@ from nbkit.wire.processes import Process
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0
+_INDICES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")  # an mpirun in a job of Slurm's numbers by itself
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 
 def main() -> None:
     payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
-    index = int(payload.get("index", os.environ.get("SLURM_NODEID", 0)))
+    index = int(payload.get("index", _index_here()))
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     link = _connect(host, payload)
     try:
@@ -51,6 +53,15 @@ def main() -> None:
     folder = _folder(payload, index, pinning, address, link, answer[0])
     _environment(payload, address)
     _become_parent(folder, link)
+
+
+def _index_here() -> str:
+    """Which host this is, as the launcher numbers them."""
+    number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
+    # Libraries that look for these variables would take them for a rank's number.
+    for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
+        del os.environ[name]
+    return number
 
 
 def _connect(host: str, payload: dict[str, Any]) -> SignedLink:

@@ -49,6 +49,20 @@ class SshRequest:
 
 
 @dataclass(frozen=True)
+class MpiRequest:
+    """Ranks on `hosts`, where mpirun starts the agents. options: of mpirun. The rest as of SshRequest."""
+
+    hosts: tuple[tuple[str, int], ...]
+    cpu: bool = False
+    options: tuple[str, ...] = ()
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
+        object.__setattr__(self, "options", tuple(self.options))
+
+
+@dataclass(frozen=True)
 class AllocationRequest:
     """Ranks on the nodes of the running job of Slurm's. counts: on each node. cpu, python: as of SlurmRequest."""
 
@@ -61,8 +75,13 @@ class AllocationRequest:
         object.__setattr__(self, "counts", tuple(self.counts))
 
 
-Request = SlurmRequest | SshRequest | AllocationRequest
-_KINDS: dict[str, Callable[..., Request]] = {"slurm": SlurmRequest, "ssh": SshRequest, "step": AllocationRequest}
+Request = SlurmRequest | SshRequest | MpiRequest | AllocationRequest
+_KINDS: dict[str, Callable[..., Request]] = {
+    "slurm": SlurmRequest,
+    "ssh": SshRequest,
+    "mpi": MpiRequest,
+    "step": AllocationRequest,
+}
 AGENT = "nbkit.notebook.cluster.hosts.agent"
 
 

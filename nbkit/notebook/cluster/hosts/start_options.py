@@ -6,26 +6,36 @@ from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.hosts.allocation import allocation_here
-from nbkit.notebook.cluster.hosts.request import Request, SlurmRequest, SshRequest
-from nbkit.notebook.cluster.hosts.ssh import read_hosts
+from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here
+from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
+from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
+from nbkit.notebook.cluster.hosts.request import MpiRequest, Request, SlurmRequest, SshRequest
 
 
 def requested(options: Any) -> Request | None:
     """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
     of_slurm = {"--nodes": options.nodes, "--partition": options.partition, "--time": options.time}
-    of_slurm["what follows --"] = options.rest
-    if options.slurm and options.hosts:
-        raise UsageError("Either Slurm or SSH starts the ranks.", numbers="--slurm and --hosts", hint="one of the two")
+    if options.slurm and (options.hosts or options.mpi):
+        other = "--hosts" if options.hosts else "--mpi"
+        raise UsageError(
+            "Either Slurm or another starts the ranks.", numbers=f"--slurm and {other}", hint="one of them"
+        )
+    if options.rest and not options.slurm and not options.mpi:
+        raise UsageError(
+            "What follows -- is for --slurm or --mpi.",
+            numbers=" ".join(options.rest),
+            hint="%cluster start --slurm -n 4   before it",
+        )
     for idle, value in of_slurm.items():
         if value and not options.slurm:
             raise UsageError(
                 f"{idle} is for --slurm.", numbers=f"{idle} without it", hint="%cluster start --slurm -n 4"
             )
-    if not options.slurm and not options.hosts and options.n is None and not options.gpus:
+    here = not (options.slurm or options.hosts or options.mpi)
+    if here and options.n is None and not options.gpus:
         if found := allocation_here():
             return replace(found, cpu=options.cpu, python=options.python)
-    if not options.slurm and not options.hosts:
+    if here:
         if options.python:
             raise UsageError(
                 "--python is for other hosts.", numbers=f"--python {options.python}", hint="--hosts or --slurm"
@@ -37,6 +47,8 @@ def requested(options: Any) -> Request | None:
             numbers=f"--gpus {options.gpus}",
             hint="-n 4 --slurm   or   --hosts node1:4,node2:4   or   --cpu",
         )
+    if options.mpi:
+        return _over_mpi(options)
     if options.hosts:
         hosts = read_hosts(options.hosts)
         total = sum(count for _, count in hosts)
@@ -50,3 +62,20 @@ def requested(options: Any) -> Request | None:
     return SlurmRequest(
         options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python
     )
+
+
+def _over_mpi(options: Any) -> MpiRequest:
+    """On the hosts of --hosts, of the batch job around the notebook, or on this machine."""
+    hosts = read_hosts(options.hosts) if options.hosts else nodes_of_job()
+    total = sum(count for _, count in hosts)
+    if not hosts and options.n is None:
+        raise UsageError("How many ranks shall mpirun start?", numbers="no -n", hint="%cluster start --mpi -n 4")
+    if hosts and options.n not in (None, total):
+        if options.hosts or options.n % len(hosts):
+            raise UsageError(
+                "The hosts say how many ranks there are.",
+                numbers=f"-n {options.n}; {', '.join(f'{name}:{count}' for name, count in hosts)}",
+                hint="without -n",
+            )
+        hosts = tuple((name, options.n // len(hosts)) for name, _ in hosts)
+    return MpiRequest(hosts or (("localhost", options.n),), options.cpu, options.rest, options.python)

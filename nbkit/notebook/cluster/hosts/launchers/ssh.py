@@ -57,7 +57,7 @@ class SshHosts:
         self.request, self.folder, self.cpu = request, folder, request.cpu
         self.python = request.python or sys.executable
         self.counts = tuple(count for _, count in request.hosts)
-        self.address = address_towards([_hostname(name) for name, _ in request.hosts])
+        self.address = address_towards([hostname_of(name) for name, _ in request.hosts])
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, payload: str) -> None:
@@ -121,8 +121,10 @@ class SshHosts:
                 started.kill()
 
 
-def _hostname(name: str) -> str:
+def hostname_of(name: str) -> str:
     """The host's name or address as ssh's own configuration has it."""
+    if not shutil.which("ssh"):
+        return name.rpartition("@")[2]
     done = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False)
     found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     return found[1] if found else name.rpartition("@")[2]

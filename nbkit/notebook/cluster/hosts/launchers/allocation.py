@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.request import AGENT, AllocationRequest
-
-_LOG_LINES = 15
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:
@@ -43,48 +42,26 @@ def counts_of(tasks: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-class AllocatedNodes:
+class AllocatedNodes(AgentsCommand):
     """The step of one cluster. A starter, see `request.Starter`."""
 
     def __init__(self, request: AllocationRequest, folder: Path) -> None:
-        self.request, self.folder, self.cpu, self.counts = request, folder, request.cpu, request.counts
+        super().__init__(folder, "step.log")
+        self.request, self.cpu, self.counts = request, request.cpu, request.counts
         self.address = address_towards(_node_addresses(request.job))
-        self._step: subprocess.Popen[bytes] | None = None
 
     def start(self, payload: str) -> None:
-        """Start the step: it shares the nodes with whatever else of the job runs there."""
+        """Start the step: it shares the nodes with whatever else of the job runs there. To end it leaves the job."""
         nodes = len(self.counts)
         asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
         kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
-        with open(self.folder / "logs" / "step.log", "ab") as log:
-            self._step = subprocess.Popen(
-                ["srun", *asked, *kept, self.request.python or sys.executable, "-m", AGENT],
-                env={**os.environ, "NBKIT_AGENT": payload},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self.run(["srun", *asked, *kept, self.request.python or sys.executable, "-m", AGENT], payload)
 
     def look(self) -> Seen:
         """Whether the step runs."""
-        if self._step is not None and self._step.poll() is not None:
+        if self.has_ended():
             return Seen("over", f"the step in job {self.request.job} has ended")
         return Seen("running", f"in job {self.request.job}, which this notebook runs in")
-
-    def log(self) -> str:
-        """The last lines of the step's output."""
-        path = self.folder / "logs" / "step.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return "\n".join(lines[-_LOG_LINES:])
-
-    def end(self) -> None:
-        """End the step; the allocation stays."""
-        if self._step is not None:
-            self._step.terminate()
-            try:
-                self._step.wait(10)
-            except subprocess.TimeoutExpired:
-                self._step.kill()
 
 
 def _node_addresses(job: str) -> list[str]:

@@ -1,0 +1,47 @@
+"""One command on the notebook's host that starts the agents of all hosts, and stays as long as they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_LOG_LINES = 15
+
+
+class AgentsCommand:
+    """folder: of the cluster. log: the name of the file that gets what the command prints."""
+
+    def __init__(self, folder: Path, log: str) -> None:
+        self._path = folder / "logs" / log
+        self._command: subprocess.Popen[bytes] | None = None
+
+    def run(self, words: Sequence[str], payload: str) -> None:
+        """Start it. payload: for the agents, in the environment, which only the user can read."""
+        with open(self._path, "ab") as log:
+            self._command = subprocess.Popen(
+                words,
+                env={**os.environ, "NBKIT_AGENT": payload},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def has_ended(self) -> bool:
+        """Whether it was started and has ended."""
+        return self._command is not None and self._command.poll() is not None
+
+    def log(self) -> str:
+        """The last lines of what it printed."""
+        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def end(self) -> None:
+        """End it, and with it the agents that have not joined."""
+        if self._command is not None:
+            self._command.terminate()
+            try:
+                self._command.wait(10)
+            except subprocess.TimeoutExpired:
+                self._command.kill()
