@@ -31,6 +31,9 @@ class Accelerator:
     Making one touches no device, so that a process which has imported this can be forked.
     """
 
+    def __init__(self) -> None:
+        self._copying: dict[torch.device, torch.Stream] = {}
+
     @property
     def kind(self) -> str:
         """What torch calls the devices of this machine that ranks can compute on, "cpu" without one."""
@@ -90,10 +93,21 @@ class Accelerator:
         return host, self.event(tensor.device)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """`tensor` of the host on `device`. On a device it is copied while the host goes on, from pinned memory."""
+        """`tensor` of the host on `device`. On a device it is copied while the host goes on, from pinned memory.
+
+        It travels on a stream of its own. The host is a step ahead of the device: so what a step needs is there before
+        the device has ended the step in front of it.
+        """
         if not self.holds(device) or self.holds(tensor):
             return tensor.to(device, non_blocking=True)
-        return tensor.pin_memory().to(device, non_blocking=True)
+        if (stream := self._copying.get(device)) is None:
+            stream = self._copying[device] = torch.Stream(device)
+        with stream:
+            there = tensor.pin_memory().to(device, non_blocking=True)
+        current = torch.accelerator.current_stream(device)
+        current.wait_stream(stream)
+        there.record_stream(current)
+        return there
 
     def pinned(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host that a device can write to, and read, by itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gpu_check import check_errors, check_switches, every_pair
+from gpu_check import check_errors, check_steps, check_switches, every_pair
 
 
 def test_switches_keep_the_training() -> None:
@@ -16,6 +16,12 @@ def test_switches_keep_the_training() -> None:
 
 def test_an_error_on_one_rank_leaves_a_training_that_goes_on() -> None:
     assert list(check_errors(("ddp",), ranks=2)) == ["an error under ddp: equal"]
+
+
+def test_in_a_steady_step_the_host_waits_for_nothing_and_copies_the_batch_once(known_to_be_right: None) -> None:
+    strategies = ("ddp", "zero1", "zero3", "tp", "pp microbatches=4")
+
+    assert list(check_steps(strategies, ranks=2)) == [f"a steady step under {name}: equal" for name in strategies]
 
 
 def test_a_walk_takes_every_pair_once() -> None:

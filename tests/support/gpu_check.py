@@ -1,15 +1,17 @@
-"""Strategies, switches and errors on the pretended GPU, beside one process.
+"""Strategies, switches and errors on the pretended GPU, beside one process; what a steady step has the host wait for.
 
-python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches errors
+python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches errors steps
 """
 
 from __future__ import annotations
 
 import _thread
 import sys
+import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from ranks import RankFailed, next_generation, run_ranks  # noqa: E402
 
 from nbkit.errors import NbkitError, TrainingError  # noqa: E402
 from nbkit.rank.comm import link_probe  # noqa: E402
+from nbkit.rank.telemetry import collectives  # noqa: E402
 from nbkit.rank.train.trainer import Trainer  # noqa: E402
 from nbkit.rank.world import watchdog  # noqa: E402
 from parity.cells import Cell, layers_for, matrix  # noqa: E402
@@ -36,6 +39,7 @@ from parity.training import BATCH, LR, SEED, ours  # noqa: E402
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4")
 PER_SET = 8  # cells in one set of processes: a bug that ends one takes no more along
 _RELEASED_S = 1.0
+_COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
 
 
 def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
@@ -211,6 +215,37 @@ def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> I
         yield _lines(f"an error under {strategy}", 4, run)
 
 
+def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counter[str]]:
+    """Of the third step under each strategy, clipped, in micro-batches and recorded: see PretendAccelerator.counts."""
+    _, gpu = begun(rank, ranks)
+    collectives.set_mode("time")
+    gpt, found = SUBJECTS["gpt"], dict[str, Counter[str]]()
+    items = [tuple(gpu.host(part) for part in row) for row in gpt.items(BATCH, torch.float64, masked=False)]
+    for strategy in strategies:
+        counted: list[Counter[str]] = []
+
+        def look(trainer: Any, record: dict[str, Any], counted: list[Counter[str]] = counted) -> None:
+            counted.append(Counter(gpu.counts))
+            for state in trainer.optimizer.state.values():
+                gpu.host(state["step"])  # where torch has it, of an optimizer that is not capturable
+
+        more: dict[str, Any] = {} if strategy.startswith("pp") else {"microbatch_size": BATCH // 4}
+        with tempfile.TemporaryDirectory() as folder:
+            more |= {"model": lambda: gpt.build(torch.float64, 0.0, 2), "data": items, "shuffle": False}
+            trainer_of(strategy, **more, log_dir=folder, clip_norm=1.0, callbacks=[look]).fit(4)
+        found[strategy] = counted[2] - counted[1]
+    return found
+
+
+def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
+    """A line for each strategy: the host waits for nothing in a step, and copies each batch once, from pinned memory."""
+    every = run_ranks(steady, ranks, ranks, strategies, join=False, timeout=60 + 40 * len(strategies))
+    for strategy in strategies:
+        counts = [one[strategy] for one in every]
+        right = all(found == {"pinned copy": _COPIED} for found in counts)
+        yield f"a steady step under {strategy}: {'equal' if right else f'wrong: {[dict(one) for one in counts]}'}"
+
+
 def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
     known = Cell("gpt", "", "float64", steps, layers=layers_for(""))
     losses = truths([known])[known.truth].losses
@@ -234,6 +269,8 @@ def main(words: Sequence[str]) -> int:
         lines.append(check_switches())
     if not words or "errors" in words:
         lines.append(check_errors())
+    if not words or "steps" in words:
+        lines.append(check_steps())
     for each in lines:
         for line in each:
             wrong += not line.endswith((": equal", ": right"))

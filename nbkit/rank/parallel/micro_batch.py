@@ -20,15 +20,20 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch: its data, how many rows, and which of the global batch they are."""
+    """A micro-batch: its data, where it is computed; the same as it was read; its rows, and which of the global batch
+    they are."""
 
     data: Any
+    read: Any
     rows: int
     numbers: Sequence[int]
 
 
-def micro_batches(shard: Shard, model: ShardedModel, size: int | None) -> list[Micro]:
-    """A shard in as many micro-batches as the strategy of a pipeline says, else of `size` rows, else in one."""
+def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: torch.device) -> list[Micro]:
+    """A shard in as many micro-batches as the strategy of a pipeline says, else of `size` rows, else in one.
+
+    It is moved to `device` as a whole, once, however many micro-batches and stages take from it.
+    """
     axes, rows = model.axes, shard.rows
     numbers = numbers_of(shard.parts, shard.total, axes.size("dp"), axes.index("dp"))
     if (count := model.strategy.microbatches) is not None:
@@ -36,7 +41,16 @@ def micro_batches(shard: Shard, model: ShardedModel, size: int | None) -> list[M
     else:
         size = size or max(rows, 1)
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-    return [Micro(take(shard.data, start, stop, rows=rows), stop - start, numbers[start:stop]) for start, stop in cuts]
+    moved = on_device(shard.data, device)
+    return [
+        Micro(
+            take(moved, start, stop, rows=rows),
+            take(shard.data, start, stop, rows=rows),
+            stop - start,
+            numbers[start:stop],
+        )
+        for start, stop in cuts
+    ]
 
 
 def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
@@ -73,7 +87,6 @@ class ForwardPass:
     model: ShardedModel
     loss: Loss
     inputs: Any
-    device: torch.device
 
     def run(
         self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None, whole: Whole
@@ -83,12 +96,12 @@ class ForwardPass:
         counted: see Options; None where the loss weighs rows.
         """
         model = self.model
-        value, target = pair(on_device(micro.data, self.device), self.inputs)
+        value, target = pair(micro.data, self.inputs)
         if stage != model.last_stage:
             return model.stage(stage, value, received), None, 0
         targets = None
         if counted is not None:
-            share = share_of(counted.labels, micro.data, whole.targets, micro.rows / whole.rows)
+            share = share_of(counted.labels, micro.read, whole.targets, micro.rows / whole.rows)
             targets = CountedTargets(share if counted.labels else None)
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():

@@ -112,7 +112,7 @@ def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
     """An empty matrix, and pairs of bits that want one more mix and the rows of it that these are for."""
     low, high = _signed(key), _signed(key >> 32)
     salted = [_mix(place * _GOLDEN + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF))) for dim, place in enumerate(places)]
-    lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_tensor([low])
+    lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_full((1,), low)
     for place in salted[1:-1]:
         lines = _mix(lines[:, None] ^ place).flatten()
     last = salted[-1]

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import rows_of
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, plan_of
 from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
@@ -142,7 +143,7 @@ class KeyedDropout:
         if not _followed(self._module):
             _follow(self._module)
         replay_checkpoints()
-        places = torch.as_tensor(rows, dtype=torch.int64).to(self._device(), non_blocking=True)
+        places = accelerator().send(torch.as_tensor(rows, dtype=torch.int64), self._device())
         mode = _Interception(self)
         # What is drawn outside of every module counts as the root's.
         new = _Pass(key_of(self.seed, step), places, mode, self.plan, trace, stack=[_Call(0, 0, False)])

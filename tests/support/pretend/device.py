@@ -26,6 +26,7 @@ from pretend.order import HOST, Order
 _CPU = torch.device("cpu")
 _SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique2"}
 _READS_ON_HOST = (Tensor.tolist, Tensor.numpy, Tensor.cpu)
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
 class HostMix(RuntimeError):
@@ -64,6 +65,7 @@ class PretendAccelerator(Accelerator):
     """One GPU of a rank. counts: what has cost the host time, by kind; see `checked`."""
 
     def __init__(self, rank: int = 0) -> None:
+        super().__init__()
         self.rank, self.order, self.counts = rank, Order(), Counter[str]()
         self.lost = ""
         self._hosts: set[int] = set()
@@ -205,8 +207,21 @@ class _Functions(TorchFunctionMode):
                 gpu.order.follow(HOST, gpu.stream)
         elif func is Tensor.to and gpu.is_host(args[0]) and any(a == _CPU or a == "cpu" for a in args[1:]):
             gpu.counts["unpinned copy"] += 1
-            return args[0].detach().clone()
+            with _disable_current_modes():
+                return args[0].detach().clone()
+        elif func in _MADE_OF_NUMBERS:
+            return self._made_of_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of a list, which is the host's: memory of the host, or a copy of it where a device is named."""
+        gpu, made = self._gpu, func(*args, **kwargs)
+        if isinstance(args[-1], Tensor):
+            return made
+        if kwargs.get("device") == _CPU or (func is Tensor.new_tensor and not gpu.is_host(args[0])):
+            gpu.counts["unpinned copy"] += 1
+            return made
+        return gpu.host(made)
 
 
 class _Operations(TorchDispatchMode):

@@ -266,7 +266,7 @@ def _header(spec: Sequence[Spec], device: torch.device) -> list[Tensor]:
         numbers += [_DTYPES.index(one.dtype), int(one.wants_grad), len(one.shape), *one.shape]
     numbers[0] = len(numbers)
     numbers += [0] * (_HEADER - len(numbers))
-    sent = torch.tensor(numbers, dtype=torch.int64).to(device)
+    sent = accelerator().send(torch.tensor(numbers, dtype=torch.int64), device)
     return [part.clone() for part in (sent[:_HEADER], sent[_HEADER:]) if part.numel()]
 
 

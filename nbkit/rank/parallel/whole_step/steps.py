@@ -124,11 +124,11 @@ def steps_of_ranks(
         fill_weights(sharded_model, model)
         axes, held = sharded_model.axes, sharded_model.held
         shard = shard_of(batch.data, ranks=axes.size("dp"), rank=axes.index("dp"))
-        micros = micro_batches(shard, sharded_model, batch.microbatch_size)
+        micros = micro_batches(shard, sharded_model, batch.microbatch_size, _CPU)
         counted = options.counted if parts_rows(options, strategy) else None
         whole = whole_of(shard, counted, sharded_model, _CPU)
         expected = batch.rows * (counted.per_row if counted is not None else 1)
-        forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs, _CPU)
+        forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs)
         draws, sums, summed = KeyedDropout(sharded_model.module, 0, options.draws), [0.0, 0.0], False
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:

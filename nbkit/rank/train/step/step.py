@@ -77,7 +77,7 @@ class TrainingStep:
         self.microbatch_size = builder.config.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
-        self._forward = ForwardPass(sharded_model, builder.config.loss, builder.config.inputs, self.device)
+        self._forward = ForwardPass(sharded_model, builder.config.loss, builder.config.inputs)
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
@@ -234,8 +234,9 @@ class TrainingStep:
                 output, part, _ = self._forward.run(micro, stage, received, counted, whole)
             if part is None:
                 return output  # type: ignore[no-any-return]
-            both = [part.total, torch.as_tensor(part.weight, device=self.device)]
-            return (torch.stack([number.double() for number in both]),)
+            both = torch.zeros(2, dtype=torch.float64, device=self.device)
+            both[0], both[1] = part.total, part.weight
+            return (both,)
 
         found = self.sharded_model.outputs(len(micros), forward, key=lambda i: shapes_of(micros[i].data))
         for _ in range(most_passes(shard, self.sharded_model, self.microbatch_size) - len(micros)):
@@ -246,7 +247,7 @@ class TrainingStep:
         return sums
 
     def _cut(self, shard: Shard) -> list[Micro]:
-        return micro_batches(shard, self.sharded_model, self.microbatch_size)
+        return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
     @contextmanager
     def _computing(self, micro: Micro, step: int) -> Iterator[None]:
