@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,15 @@ def grad_norm(
 @torch.no_grad()
 def clip(held: Mapping[str, nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients so that their norm, which was `norm`, is at most `max_norm`; nothing waits."""
-    grads = [p.grad for p in held.values() if p.grad is not None]
-    if grads:
-        # As torch.nn.utils.clip_grad_norm_ does it. A 0-dimensional factor changes no gradient's dtype.
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    # As torch.nn.utils.clip_grad_norm_ does it.
+    scale((p.grad for p in held.values() if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def scale(grads: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients by a 0-dimensional factor, whose dtype changes none of theirs; nothing waits."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        alike.setdefault(grad.dtype, []).append(grad)
+    for dtype, some in alike.items():
+        # A device does all with one kernel where the dtypes are equal. A half would round the factor by up to 0.4 %.
+        torch._foreach_mul_(some, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned
 from nbkit.rank.parallel.device_mesh import Axes
 
 # torch 2.13 has new names for both, and warns of the old ones.
@@ -52,13 +52,14 @@ def all_gather(row: Tensor, links: Links) -> tuple[Tensor, dist.Work]:
 class Reduction:
     """One bucket of gradients on its way.
 
-    Behind the gradients of each row, element i counts the ranks on which parameter i has one. The last is the canary:
+    Behind the gradients of each row, element i counts the ranks on which parameter i has one. Then comes the canary:
     the ranks 0 and 1 of a group give 1, the others 0, so that it is 2 when the sum was made and less when it was not.
     """
 
     def __init__(self, packing: Packing, links: Links, like: Tensor) -> None:
         self.packing, self.links, self._like = packing, links, like.new_empty(0)
         self.unused: set[int] = set()
+        self._end = 0
         self.forget()
 
     def forget(self) -> None:
@@ -70,14 +71,15 @@ class Reduction:
     def send(self, grads: Sequence[Tensor | None]) -> None:
         """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros."""
         links, width = self.links, self.packing.width
-        matrix = self._like.new_empty(links.ranks, width + len(grads) + 1)
+        self._end = width + len(grads)
+        matrix = self._like.new_empty(links.ranks, aligned(self._end + 1, self._like))
         self.packing.pack(matrix[:, :width], grads)
         self.unused = {i for i, grad in enumerate(grads) if grad is None}
         matrix[:, width:].fill_(1)
         for i in self.unused:
             matrix[:, width + i] = 0
         if links.index > 1:
-            matrix[:, -1] = 0
+            matrix[:, self._end] = 0
         self._row = matrix[links.index]
         self._work = _reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
 
@@ -87,8 +89,8 @@ class Reduction:
             return
         assert self._work is not None and self._row is not None
         self._work.wait()
-        self._within = self._row[-1].clone()
-        self._row[-1].mul_(0.5 if self.links.replica < 2 else 0)
+        self._within = self._row[self._end].clone()
+        self._row[self._end].mul_(0.5 if self.links.replica < 2 else 0)
         self._work = dist.all_reduce(self._row, group=self.links.across, async_op=True)
 
     def receive(self) -> tuple[Tensor, Tensor]:
@@ -96,10 +98,10 @@ class Reduction:
         self.cross()
         assert self._work is not None and self._row is not None
         self._work.wait()
-        row, within = self._row, self._within
+        row, within, canary = self._row, self._within, self._row[self._end]
         self.forget()
         # A view would keep the whole matrix.
-        return row[:-1], row[-1].clone() if within is None else torch.minimum(row[-1], within)
+        return row[: self._end], canary.clone() if within is None else torch.minimum(canary, within)
 
 
 class InFlight:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Layout, bounds
 
 
 class _Bucket(Bucket):
@@ -29,13 +29,12 @@ class _Bucket(Bucket):
         self, wholes: list[nn.Parameter], held: list[nn.Parameter], links: Links, flight: InFlight, *, buffer: bool
     ) -> None:
         self.held, self.links, self.flight = held, links, flight
-        self.packing = Packing.of([p.shape for p in wholes], links.ranks)
         like = wholes[0].detach()
+        self.packing = Packing.of([p.shape for p in wholes], links.ranks, like)
         self.reduction = Reduction(self.packing, links, like)
         views: list[Tensor] = []
         if buffer:
-            sizes = [p.numel() for p in wholes]
-            pieces = like.new_zeros(sum(sizes)).split(sizes)
+            _, pieces = flat_with_views([p.shape for p in wholes], like)
             views = [piece.view(p.shape) for piece, p in zip(pieces, wholes, strict=True)]
             rows = [self.packing.rows(i, links.index) if p.dim() else ... for i, p in enumerate(wholes)]
             self.grads = [view[row] for view, row in zip(views, rows, strict=True)]
@@ -93,7 +92,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
             layout, part, mine = layouts[name], layouts[name], whole.data
             if layout.local:
                 part = layout.part(0, links.ranks, links.index)
-                mine = mine[Packing.of([layout.local], links.ranks).rows(0, links.index)]
+                mine = mine[slice(*bounds(layout.local[0], links.ranks, links.index))]
             self._add(name, fresh(mine, whole), part, (whole.data, layout))
             emptied(whole.data)
         self._flight = InFlight()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
@@ -45,11 +45,9 @@ class _Part:
     def __init__(self, slots: list[Slot], links: Links) -> None:
         self.slots, self.links = slots, links
         self.like = slots[0].old.detach().new_empty(0)
-        self.packing = Packing.of([slot.layout.local for slot in slots], links.ranks)
+        self.packing = Packing.of([slot.layout.local for slot in slots], links.ranks, self.like)
         self.mine = self.like.new_zeros(self.packing.width)
-        sizes = [slot.layout.numel for slot in slots]
-        self.flat = self.like.new_empty(sum(sizes))
-        self.flats = self.flat.split(sizes)
+        self.flat, self.flats = flat_with_views([slot.layout.local for slot in slots], self.like)
         for i, (slot, flat) in enumerate(zip(slots, self.flats, strict=True)):
             slot.shard = fresh(self.packing.shard(self.mine, i, links.index), slot.old)
             # .data: filling it again must not look to autograd like a change of what it saved.
@@ -75,7 +73,7 @@ class _Part:
             return
         self.trained, self.reduction, self.sums = trained, None, None
         if trained:
-            packing = Packing.of([slot.layout.local for slot in trained], self.links.ranks)
+            packing = Packing.of([slot.layout.local for slot in trained], self.links.ranks, self.like)
             self.reduction = Reduction(packing, self.links, self.like)
             self.sums = self.like.new_zeros(packing.width + len(trained))
             for i, slot in enumerate(trained):

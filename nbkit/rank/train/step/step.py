@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, shapes_of, shard_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.grad_norm import clip
+from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.batch_norm import check_level
 from nbkit.rank.parallel.module.buffers import check_buffers, watched
@@ -171,10 +171,9 @@ class TrainingStep:
             self._summed = reduction.read().weighted
         if self._summed or counted is not None:
             grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
-            # A 0-dimensional factor changes no gradient's dtype, and is rounded to none.
             factor = reduction.per_weight(1 if counted is None else expected)
             if accelerator().holds(self.device) or factor != 1:
-                torch._foreach_mul_(grads, factor)
+                scale(grads, factor)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
