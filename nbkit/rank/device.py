@@ -149,6 +149,22 @@ class Accelerator:
         kind = next((d.type for d in devices if self.holds(d)), "cuda")
         return torch.random.fork_rng(devices=held, device_type=kind)
 
+    @contextmanager
+    def drawing_by(self, seed: int, device: torch.device) -> Iterator[None]:
+        """Inside, what torch draws on `device` follows from `seed` alone; after it, its generator is as before."""
+        generator = self._generator(device)
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if not self.holds(device):
+            return torch.default_generator
+        return torch.get_device_module(device).default_generators[device.index]  # type: ignore[no-any-return]
+
     def name(self, device: torch.device) -> str:
         """As its maker calls it: "Tesla T4"."""
         return str(torch.get_device_module(device).get_device_name(device))

@@ -238,7 +238,7 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
 
 
 def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """A line for each strategy: the host waits for nothing in a step, and copies each batch once, from pinned memory."""
+    """A line for each strategy: in a step the host waits for nothing, and copies the batch once, from pinned memory."""
     every = run_ranks(steady, ranks, ranks, strategies, join=False, timeout=60 + 40 * len(strategies))
     for strategy in strategies:
         counts = [one[strategy] for one in every]

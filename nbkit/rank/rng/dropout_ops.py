@@ -1,16 +1,17 @@
 """torch's dropping functions, once more, with a mask that is given instead of drawn.
 
-`DRAWS[f]` does what f does. It is called with f itself, `mask(shape, p) -> bool, True where dropped`, then f's own
-arguments. Attention that drops is computed as the formula says (the probabilities are in memory), since no fused
-kernel takes a mask of what to drop.
+`DRAWS[f]` does what f does. It is called with f itself, a `Mask`, then f's own arguments. Attention that drops is
+computed as the formula says (the probabilities are in memory), since no fused kernel takes a mask of what to drop;
+unless the kernel may draw its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,17 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 
-Mask = Callable[[Sequence[int], float], Tensor]
+
+class Mask(Protocol):
+    """`mask(shape, p)`: bool, True where dropped."""
+
+    def __call__(self, shape: Sequence[int], p: float, /) -> Tensor: ...
+
+    def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
+        """What to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
+        ...
+
+
 Draw = Callable[..., Any]
 
 
@@ -48,7 +59,7 @@ def _channels(
     return _dropout(_, _of_channels(mask), input, p, training, inplace)
 
 
-def _of_channels(mask: Mask) -> Mask:
+def _of_channels(mask: Mask) -> Callable[[Sequence[int], float], Tensor]:
     def whole(shape: Sequence[int], p: float) -> Tensor:
         return mask(shape[:2], p).view(*shape[:2], *(1 for _ in shape[2:]))
 
@@ -92,6 +103,9 @@ def _attention(
     """(..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
     if dropout_p == 0:
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if (drawing := mask.in_kernel(query.device)) is not None:
+        with drawing:
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

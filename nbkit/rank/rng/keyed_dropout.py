@@ -8,10 +8,15 @@ Every draw is intercepted, whoever makes it: nn.Dropout and its kin, F.dropout, 
 scaled_dot_product_attention and of nn.MultiheadAttention; and what a model draws itself by the functions of
 random_ops.py. Such a draw has the rows along dim 0, or is one for the whole batch: where the model was run to find out,
 that is known (draw_plan.py); else dim 0 holds rows if it is a multiple of their number.
+
+No fused kernel of attention takes a mask. Where that costs more than it is worth, `fused`, the kernel draws its own, by
+a seed of the draw, of the first row and head, and so the same when a step or a part of it is computed again; not the
+same under another strategy.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -34,6 +39,7 @@ from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
 from nbkit.rank.rng.dropout_ops import DRAWS, Draw
 from nbkit.rank.rng.keyed_numbers import KeyedNumbers
 from nbkit.rank.rng.random_ops import RANDOM
+from nbkit.rank.rng.shard_offsets import place_of
 
 
 @dataclass
@@ -52,10 +58,11 @@ class _Call:
 
 @dataclass
 class _Pass:
-    """One forward pass of one micro-batch. calls: path -> calls so far. stack: the modules that are being called."""
+    """One forward pass of one micro-batch. first: of its rows, for the host. calls: path -> calls so far. stack: the modules that are being called."""
 
     key: int
     rows: Tensor
+    first: int
     mode: TorchFunctionMode
     plan: DrawPlan | None = None
     trace: Trace | None = None
@@ -69,6 +76,11 @@ class _Pass:
         """Which elements of the next draw are dropped; bool, of `shape`."""
         places = coordinates(shape, self.rows, sequence_first=self.stack[-1].sequence_first)
         return dropped(key_of(self.key, *self._next()), places, p).view(tuple(shape))
+
+    def seed(self) -> int:
+        """Of the next draw, on the part of the heads and positions that is here."""
+        starts = [(place_of(kind) or (0, 0))[0] for kind in ("head", "sequence")]
+        return key_of(self.key, *self._next(), self.first, *starts)
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, bool]:
         """The key of the next draw, of random numbers of `shape`; whether it is one for the whole batch."""
@@ -97,12 +109,15 @@ class KeyedDropout:
     while the model trains. A p that is written in the code is found when the first pass uses it.
     """
 
-    def __init__(self, module: nn.Module, seed: int, plan: DrawPlan | None = None, *, dropping: bool = True) -> None:
-        """plan: of the model's own draws, where they are known. dropping: False leaves dropout as it is."""
-        self.seed, self.plan, self.dropping = seed, plan, dropping
+    def __init__(
+        self, module: nn.Module, seed: int, plan: DrawPlan | None = None, *, dropping: bool = True, fused: bool = False
+    ) -> None:
+        """plan: of the model's own draws, where they are known. dropping: False leaves dropout as it is. fused: see
+        above."""
+        self.seed, self.plan, self.dropping, self.fused = seed, plan, dropping, fused
         self._module = module
         self._settings = _settings(module)
-        self._found, self._tried = plan is not None, False
+        self._found, self._tried, self._said = plan is not None, False, False
 
     def step(self, step: int, rows: Tensor | Sequence[int]) -> AbstractContextManager[None]:
         """Around a forward pass. step: finished steps. rows: place in the global batch of each sample in it.
@@ -146,7 +161,8 @@ class KeyedDropout:
         places = accelerator().send(torch.as_tensor(rows, dtype=torch.int64), self._device())
         mode = _Interception(self)
         # What is drawn outside of every module counts as the root's.
-        new = _Pass(key_of(self.seed, step), places, mode, self.plan, trace, stack=[_Call(0, 0, False)])
+        first = int(rows[0]) if len(rows) else 0
+        new = _Pass(key_of(self.seed, step), places, first, mode, self.plan, trace, stack=[_Call(0, 0, False)])
         token = _passing.set(new)
         try:
             with mode:
@@ -162,6 +178,16 @@ class KeyedDropout:
     def seen(self) -> None:
         """Something was drawn."""
         self._found = True
+
+    def say_fused(self) -> None:
+        """Once, when attention drops for the first time."""
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                "attention drops inside of torch's kernel, which is fast: its masks are others under another strategy. "
+                "dropout='keyed' keeps them, as all other dropout does, without that kernel",
+                stacklevel=2,
+            )
 
     def _device(self) -> torch.device:
         first = next(self._module.parameters(), None)
@@ -277,12 +303,34 @@ def _replayed(then: _Pass) -> Iterator[None]:
         _passing.reset(token)
 
 
+class _Masks:
+    """The masks of the pass under way; see dropout_ops.Mask."""
+
+    def __init__(self, owner: KeyedDropout) -> None:
+        self.owner = owner
+
+    def __call__(self, shape: Sequence[int], p: float) -> Tensor:
+        return self._now().mask(shape, p)
+
+    def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
+        if not self.owner.fused:
+            return None
+        self.owner.say_fused()
+        return accelerator().drawing_by(self._now().seed(), device)
+
+    def _now(self) -> _Pass:
+        now = _passing.get()
+        assert now is not None
+        self.owner.seen()
+        return now
+
+
 class _Interception(TorchFunctionMode):
     """Hands what drops to DRAWS, and lets everything else through."""
 
     def __init__(self, owner: KeyedDropout) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.masks = owner, _Masks(owner)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -290,7 +338,7 @@ class _Interception(TorchFunctionMode):
             return func(*args, **kwargs)
         draw: Draw | None = DRAWS.get(func) if self.owner.dropping else None
         if draw is not None:
-            return draw(func, self._mask, *args, **kwargs)
+            return draw(func, self.masks, *args, **kwargs)
         random = RANDOM.get(func)
         # A generator of the model's own is not ours to replace.
         if random is None or kwargs.get("generator") is not None:
@@ -298,12 +346,6 @@ class _Interception(TorchFunctionMode):
         self.owner.seen()
         with now.trace.replaced() if now.trace is not None else nullcontext():
             return random(func, KeyedNumbers(now.numbers, now.rows), *args, **kwargs)
-
-    def _mask(self, shape: Sequence[int], p: float) -> Tensor:
-        now = _passing.get()
-        assert now is not None
-        self.owner.seen()
-        return now.mask(shape, p)
 
 
 class _Enter:

@@ -12,17 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import check_inputs
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.stream import Stream, is_map_style, open_stream
+from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
+
+DROPOUTS = ("keyed", "fused")
+"""What may be asked for, beside None: as the device is fastest."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,13 @@ class TrainConfig:
     recompute: bool = False
     offload: str | None = None
     compile: bool | str = False
+    dropout: str | None = None
     sample: Callable[[], Sample | None] | None = None
     batch: int | None = None
+
+    def fuses_dropout(self, device: torch.device) -> bool:
+        """Whether a kernel of attention draws its own masks there."""
+        return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
 
     def __post_init__(self) -> None:
         # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.
@@ -59,6 +70,10 @@ class TrainConfig:
                 f"There is no place {self.offload!r} for the optimizer's state.",
                 numbers="None, 'cpu'",
                 hint="offload='cpu'",
+            )
+        if self.dropout not in (None, *DROPOUTS):
+            raise TrainingError(
+                f"There is no dropout {self.dropout!r}.", numbers="None, 'keyed', 'fused'", hint="dropout='keyed'"
             )
         check_inputs(self.inputs)
         argument_checks.check_counts(microbatch_size=self.microbatch_size)

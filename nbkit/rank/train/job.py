@@ -55,6 +55,7 @@ def prepare(
     recompute: bool = False,
     offload: str | None = None,
     compile: bool | str = False,
+    dropout: str | None = None,
     log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
     switches: Given = None,
@@ -69,7 +70,7 @@ def prepare(
     Raises TrainingError or StrategyError when it could not train as asked.
     """
     config = TrainConfig(
-        loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile
+        loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
     )
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.plan.check(job.world_size, job.feed.fits)

@@ -66,6 +66,8 @@ class Trainer:
     module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
     example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
     pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
+    dropout: "keyed", the same under every strategy (default on CPU ranks); "fused": that of attention is drawn by its
+    kernel (default on GPUs, whose fused kernels take no mask).
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
     on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
@@ -110,6 +112,7 @@ class Trainer:
         recompute: bool = False,
         offload: str | None = None,
         compile: bool | str = False,
+        dropout: str | None = None,
         switches: Given = None,
         balance: bool = False,
         on_failure: str = "replace",
@@ -123,7 +126,7 @@ class Trainer:
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
-        settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile
+        settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
         config = TrainConfig(
             *(loss, seed, inputs, precision, microbatch_size, *settings),
             sample=lambda: sample_of(data, collate),

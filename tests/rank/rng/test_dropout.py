@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from pretend import PretendAccelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
+from nbkit.rank import device
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.shard_offsets import extent, extent_of, gathered, place_of
+from nbkit.rank.train.config import TrainConfig
 
 ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2
 
@@ -326,3 +329,42 @@ def test_a_mode_of_the_user_around_the_model_changes_no_mask() -> None:
         inside = model(x)
 
     assert torch.equal(alone, inside)
+
+
+def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_hand(*_: Any) -> Tensor:
+        raise AssertionError("the probabilities are in memory")
+
+    monkeypatch.setattr(torch, "_safe_softmax", by_hand)
+    model, x = everything()
+    model.heads.forward = lambda q, *_, **__: (q, None)  # type: ignore[assignment]  # asked for weights, no kernel drops
+    fused, before = KeyedDropout(model, 3, fused=True), torch.get_rng_state()
+
+    def run(step: int, first: int = 0, head: int = 0) -> Tensor:
+        with torch.no_grad(), fused.step(step, range(first, first + ROWS)), extent("head", head, head + HEADS):
+            q = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    with pytest.warns(UserWarning, match="dropout='keyed' keeps them"):
+        once = run(0)
+    with torch.no_grad(), fused.step(0, range(ROWS)):
+        whole = model(x)
+    with torch.no_grad(), fused.step(0, range(ROWS)):
+        assert torch.equal(model(x), whole)
+
+    assert torch.equal(run(0), once) and torch.equal(torch.get_rng_state(), before)
+    assert all(not torch.equal(other, once) for other in (run(1), run(0, first=ROWS), run(0, head=HEADS)))
+
+
+def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on_devices() -> None:
+    def fuses(dropout: str | None) -> bool:
+        return TrainConfig(loss=F.mse_loss, dropout=dropout).fuses_dropout(torch.device("cpu"))
+
+    assert (fuses(None), fuses("keyed"), fuses("fused")) == (False, False, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "_accelerator", PretendAccelerator())
+        assert (fuses(None), fuses("keyed"), fuses("fused")) == (True, False, True)
+    with pytest.raises(TrainingError, match="no dropout 'fast'"):
+        fuses("fast")

@@ -180,6 +180,9 @@ class PretendAccelerator(Accelerator):
     def generators_kept(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[])
 
+    def _generator(self, device: torch.device) -> torch.Generator:
+        return torch.default_generator
+
     def name(self, device: torch.device) -> str:
         return "Pretended GPU"
 

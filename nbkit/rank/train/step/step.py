@@ -78,7 +78,8 @@ class TrainingStep:
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
         self._forward = ForwardPass(sharded_model, builder.config.loss, builder.config.inputs)
-        self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws)
+        fused = builder.config.fuses_dropout(self.device)
+        self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
