@@ -8,6 +8,7 @@ One spelling everywhere (magic, panel, Python, logs): an optional preset, then k
     zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
     schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
     speeds=                                  of the ranks, as 2:1:1:1, where they are unequal: rows and stages follow
+    bucket= compress= sync_every=            of the gradients of dp: see nbkit.levers
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from math import prod
 
 from nbkit.device_speeds import of_replicas, rows_by_speed, settled
 from nbkit.errors import StrategyError
+from nbkit.levers import KEYS as LEVERS
+from nbkit.levers import NONE, Levers
 from nbkit.mesh import AXES, TP_SLOWEST, Mesh
 from nbkit.schedules import NAMES
 from nbkit.tensor_layout import bounds
@@ -28,7 +31,7 @@ from nbkit.tensor_layout import bounds
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
-_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "speeds")
+_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "speeds", *LEVERS)
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -39,11 +42,11 @@ class Strategy:
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too,
     3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
     schedule, microbatches: of a pipeline replica; None when pp is 1.
-    speeds: of each rank, where they are unequal: see nbkit.device_speeds.
+    speeds: of each rank, where they are unequal: see nbkit.device_speeds. levers: of the data axis: see nbkit.levers.
     tp_slowest: which rank takes which part, where the strategy leaves it free (see Mesh); no part of its spelling.
     `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
     that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, schedule and microbatches,
-    speeds.
+    speeds, levers.
     """
 
     dp: int = 1
@@ -55,6 +58,7 @@ class Strategy:
     schedule: str | None = None
     microbatches: int | None = None
     speeds: tuple[int, ...] = field(default=(), kw_only=True)
+    levers: Levers = field(default=NONE, kw_only=True)
     tp_slowest: bool = field(default=False, kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
@@ -75,6 +79,7 @@ class Strategy:
             object.__setattr__(self, "speeds", ())
         elif self.speeds:
             object.__setattr__(self, "speeds", speeds)
+        self.levers.check(dp=self.dp, zero=self.zero, size=self.mesh.size)
         object.__setattr__(self, "without_effect", tuple(notes))
 
     def _settle_data_axis(self) -> Iterator[str]:
@@ -140,7 +145,9 @@ class Strategy:
             return text
         preset, settings = _read(text)
         given = {
-            key: _number(key, settings[key]) for key in _KEYS if key in settings and key not in ("schedule", "speeds")
+            key: _number(key, settings[key])
+            for key in _KEYS
+            if key in settings and key not in ("schedule", "speeds", *LEVERS)
         }
         degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
@@ -157,7 +164,10 @@ class Strategy:
             shard = _hybrid_shard(dp, shard, neighbours)
         schedule, microbatches = settings.get("schedule"), given.get("microbatches")
         speeds = tuple(_number("speeds", speed) for speed in settings.get("speeds", "").split(":") if speed)
-        return cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds)
+        levers = Levers.parse(settings)
+        found = cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds, levers=levers)
+        object.__setattr__(found, "without_effect", (*found.without_effect, *levers.without_effect(settings)))
+        return found
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] = SCHEDULES, cp: bool = True) -> list[Strategy]:
@@ -206,6 +216,7 @@ class Strategy:
         if self.pp > 1:
             words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
+        words += [str(self.levers)] * (self.levers != NONE)
         return " ".join(words)
 
 

@@ -43,6 +43,11 @@ ON_FOUR = {
     "tp pp=2": ("tp=2 pp=2 schedule=1f1b microbatches=4", "tp+pp"),
     "cp=2": ("dp=2 cp=2", "ddp+cp"),
     "dp=1 cp=4": ("cp=4", "cp"),
+    "ddp bucket=25M": ("dp=4", "ddp"),
+    "zero2 bucket=2048k": ("dp=4 zero=2 bucket=2M", "zero2"),
+    "ddp bucket=1000 compress=INT8": ("dp=4 bucket=1000 compress=int8", "ddp"),
+    "dp=4 sync_every=8": ("dp=4 sync_every=8", "ddp"),
+    "dp=2 pp=2 bucket=4MB": ("dp=2 pp=2 schedule=1f1b microbatches=4 bucket=4M", "ddp+pp"),
 }
 
 # text on 4 ranks -> words of the message, of the hint
@@ -78,6 +83,15 @@ REFUSED = {
     "hsdp tp=2": (["at least two groups", "no divisor"], "zero3"),
     "pp schedule=fast": (["'fast' is not a schedule", "dualpipev"], "1f1b"),
     "pp microbatches=0": (["'microbatches=0' is not a value of microbatches"], "microbatches=2"),
+    "ddp compress=int4": (["'compress=int4' is not a format", "bf16 int8"], "compress=int8"),
+    "ddp bucket=big": (["'bucket=big' is not a size"], "bucket=25M"),
+    "ddp sync_every=0": (["'sync_every=0' is not a number of steps"], "sync_every=8"),
+    "zero3 bucket=4M": (["zero3 has no buckets"], "zero2 bucket=4M"),
+    "zero3 compress=int8": (["hold the whole model", "zero=3"], "dp=4 compress=int8"),
+    "zero1 sync_every=8": (["hold the whole model", "zero=1"], "dp=4 sync_every=8"),
+    "tp compress=int8": (["there is one", "dp 1 of 4 ranks"], "dp=4 compress=int8"),
+    "pp=2 sync_every=4": (["hold the whole model", "dp 2 of 4 ranks"], "dp=4 sync_every=4"),
+    "ddp sync_every=4 compress=int8": (["no gradients are sent"], "sync_every=4, or compress=int8"),
     "pp schedule=dualpipev microbatches=7": (["2 x pp 4 = 8 stages, 7 micro-batches"], "microbatches=8"),
 }
 
@@ -175,6 +189,7 @@ def test_hsdp_shards_within_a_node(text: str, world_size: int, node: int | None,
         ("zero3 tp=4", ["zero=3 has no effect with dp=1"]),
         ("zero3 shard=1", ["zero=3 has no effect with shard=1"]),
         ("zero3 pp=2", []),
+        ("ddp bucket=25M sync_every=1", ["bucket=25M has no effect", "sync_every=1 has no effect"]),
     ],
 )
 def test_a_setting_without_effect_is_named_and_set_to_neutral(text: str, words: list[str]) -> None:

@@ -8,6 +8,8 @@ all-gather ends with, what a reduce-scatter begins with. Over n ranks each must 
     dp    zero=0: all-reduce of the gradients                                               Rajbhandari et al. 2020, 7.1
           zero=1, 2: reduce-scatter of the gradients, all-gather of the parameters          the same, 7.2.1
           zero=3: all-gather of the parameters for forward and for backward, reduce-scatter the same, 7.2.2
+          compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
+          sync_every: all-reduce of the parameters, a step's share of one                 Stich 2019
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
     tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
           with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
@@ -107,6 +109,15 @@ class _Step:
         """The data axis; in hsdp its halves."""
         s, g, p = self.strategy, self.each.gradient, self.each.parameter
         trained = [weight for weight in self.weights if weight.trained]
+        if s.levers.compress:
+            size = round(s.levers.share * _FP32 * self._held(trained))
+            yield Traffic("dp", "all_to_all", s.dp, 1, size, "gradients, rounded")
+            yield Traffic("dp", "all_gather", s.dp, 1, size, "sums of gradients, rounded")
+            return
+        if s.levers.sync_every > 1:
+            size = round(p * self._held(trained) / s.levers.sync_every)
+            yield Traffic("dp", "all_reduce", s.dp, 1, size, "weights, averaged now and then")
+            return
         if s.zero == 0:
             yield Traffic("dp", "all_reduce", s.dp, 1, g * self._held(trained), "gradients")
             return

@@ -41,6 +41,16 @@ def test_the_data_axis(n: int) -> None:
     assert wire_bytes(per_step(inside, Facts(), Strategy(dp=n, zero=3), 0)) == pytest.approx(1.5 * wire_bytes(ddp))
 
 
+def test_levers_send_less() -> None:
+    plain, int8, bf16, seldom = (
+        wire_bytes(per_step(WEIGHTS, Facts(), Strategy.parse(f"ddp {levers}", 4), 0))
+        for levers in ("", "compress=int8", "compress=bf16", "sync_every=8")
+    )
+
+    assert plain / 4 < int8 <= 1.03 * plain / 4
+    assert (bf16, seldom) == (plain / 2, plain / 8)
+
+
 def test_hsdp_shards_within_and_reduces_shards_across() -> None:
     terms = per_step(WEIGHTS, Facts(), Strategy(dp=8, zero=1, shard=4), 5)
 

@@ -5,6 +5,7 @@ and take (activations.py) and what the data axis has under way:
 
     zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
     zero 1, 2   of up to two buckets, the copy that is being reduced; after the update, of two, what is gathered
+    int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
     zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
     a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
                 hidden states that arrive for the next operations. With zero 3 all its units are whole throughout
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from nbkit.levers import FIRST_BUCKET
 from nbkit.planner.memory import Rest
 from nbkit.planner.peak.activations import Piece, Updating, most
 from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 _POSTED = 2
 
 
@@ -104,12 +105,14 @@ def peak(
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating())
     highest = max(step.moments(), key=lambda moment: moment.total)
+    # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
+    kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
     return Peak(
         rest.parameters + buffers,
         rest.gradients if strategy.dp > 1 else round(highest.gradients),
         rest.optimizer,
         round(highest.kept),
-        round(highest.working),
+        round(highest.working + kept),
         highest.name,
     )
 
@@ -152,7 +155,9 @@ class _Step:
         of = self.updating
         yield _Moment("update", 0.0, (of.largest * max(own, default=0) + of.all * sum(own)) / share, alone)
         if self.strategy.zero in (1, 2):
-            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1])), reverse=True)[:2]
+            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1], self.strategy.levers.bucket)), reverse=True)[
+                :2
+            ]
             yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
 
     def _passes(self) -> Iterator[_Moment]:
@@ -205,7 +210,7 @@ class _Step:
         """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
         order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
         found, at = [], 0
-        for bucket in _buckets([size for size, _ in order]):
+        for bucket in _buckets([size for size, _ in order], self.strategy.levers.bucket):
             at += len(bucket)
             if order[at - 1][1] == i:
                 found.append(float(sum(bucket)))
@@ -240,7 +245,9 @@ class _Step:
                     kept -= stage.kept
         if self.strategy.zero in (1, 2):
             every = [size for i in self._own for size in _all(self.weights[i])]
-            sizes = sorted((sum(bucket) for bucket in _buckets(every[::-1])), reverse=True)[:2]
+            sizes = sorted(
+                (sum(bucket) for bucket in _buckets(every[::-1], self.strategy.levers.bucket)), reverse=True
+            )[:2]
             yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + sum(sizes))
         elif self.strategy.zero == 3:
             yield _Moment("backward", 0.0, 2 * total + max(sum(self.weights[i].inside) for i in self._own))
@@ -293,14 +300,14 @@ def _schedule(name: str, ranks: int, micros: int) -> Schedule:
     return Schedule.of(name, ranks, micros if name == "gpipe" else min(micros, 4 * ranks))
 
 
-def _buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
+def _buckets(sizes: Sequence[int], size_of_one: int) -> Iterator[list[int]]:
     """As the data axis cuts them: see gradient_buckets.chunks."""
     bucket: list[int] = []
-    limit = _FIRST_BUCKET
+    limit = min(FIRST_BUCKET, size_of_one)
     for size in sizes:
         if bucket and sum(bucket) >= limit:
             yield bucket
-            bucket, limit = [], _BUCKET
+            bucket, limit = [], size_of_one
         bucket.append(size)
     if bucket:
         yield bucket

@@ -68,6 +68,7 @@ class Cut:
             self.layouts,
             axes,
             zero=self.strategy.zero,
+            levers=self.strategy.levers,
             units=self.units,
             keep=keep,
             ahead=plan.ahead,

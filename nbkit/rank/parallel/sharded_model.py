@@ -162,8 +162,10 @@ class ShardedModel:
 
     def grad_norm(self, device: torch.device) -> Tensor:
         """The 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
-        # Where every rank holds every gradient there is nothing to ask the others.
-        size = 1 if self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero else self.strategy.mesh.size
+        # Where every rank holds every gradient there is nothing to ask the others. Of replicas that train apart it is
+        # the root of the mean square of their norms.
+        alike = self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1
+        size = 1 if alike else self.strategy.mesh.size
         copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
         return grad_norm(self.held, copies, device=device, group=self.connections.world, world_size=size)
 

@@ -266,6 +266,7 @@ class Job(Switchable):
                 yield
             self.ledger.settle(act=True)
             self._prove()
+            self.level()
             reason = "done"
         except BaseException as error:
             if lost := accelerator().context_lost(error):

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TrainingError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder, Model, Optimizer
-from nbkit.rank.train.checkpoint import checkpoint
+from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
@@ -143,11 +144,17 @@ class Training:
     def level(self) -> None:
         """Compare how far the ranks are, unless steps are being made; level them if one was broken off. Collective.
 
-        Raises TrainingError, on every rank, when no step is whole on the ranks that finished it: all of them were
-        interrupted within it, or a part of the state is nowhere else; or when they are under different strategies.
+        Replicas that train apart are averaged. Raises TrainingError, on every rank, when no step is whole on the ranks
+        that finished it: all of them were interrupted within it, or a part of the state is nowhere else; or when they
+        are under different strategies.
         """
-        if self._running:
-            return
+        if not self._running:
+            self._level()
+        if self.sharded_model.data.apart > 1:
+            with self.integrity.changing():
+                self.sharded_model.data.unite()
+
+    def _level(self) -> None:
         kind, leads_back = zlib.crc32(str(self.strategy).encode()), self.pending is not None
         own = recovery.Standing(self.step, self.integrity.broken_off, self.integrity.half_way, kind, leads_back)
         everyone = recovery.compare(own, world_size=self.world_size, device=self.device)
@@ -167,6 +174,16 @@ class Training:
         if progress is not mine:
             self._stand_at(progress)
         self._whole_again()
+
+    def unite(self) -> None:
+        """Replicas that train apart are one state, the optimizer's too: somebody takes it from any rank. Collective."""
+        if self.sharded_model.data.apart == 1:
+            return
+        own = job_state.per_element(self.sharded_model, self.optimizer.inner)
+        everyone = all_gather_objects(set(own), world_size=self.world_size, device=self.device)
+        shared = sorted(set.intersection(*everyone))  # where ranks have run other branches they have state of others
+        with self.integrity.changing():
+            self.sharded_model.data.unite([own[key][0] for key in shared])
 
     @property
     def progress(self) -> recovery.Progress:
@@ -214,6 +231,7 @@ class Training:
         """
         if self.run_dir is not None:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
+        self.unite()
         about = {"history": list(self.ledger.records), "seed": self.seed}
         checkpoint.save(path, self.state, self.builder, about)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -71,6 +71,14 @@ class DataAxis:
 
     def after_step(self) -> None:
         """The optimizer has updated what is held."""
+
+    @property
+    def apart(self) -> int:
+        """How many replicas make steps of their own: 1 where gradients are summed."""
+        return 1
+
+    def unite(self, state: Iterable[Tensor] = ()) -> None:
+        """Replicas that train apart have one set of weights, and one `state` of the optimizer. Collective."""
 
     def close(self) -> None:
         """Take the hooks off the module: it serves another strategy, or none."""

@@ -11,7 +11,8 @@ step, for gradients (and parameters) of S bytes:
 
 With several micro-batches zero 1 and 2 reduce once, after the last, and hold whole gradients until then; zero 3 moves
 its bytes for each of them, or once where it keeps the parameters gathered. Frozen parameters are never reduced, and
-gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice.
+gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice. Of zero 0,
+nbkit.levers has fewer bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from nbkit.levers import NONE, Levers
 from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
+from nbkit.rank.parallel.data_parallel.compressed import CompressedReplicas
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
+from nbkit.rank.parallel.data_parallel.local_steps import LocalSteps
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace
@@ -38,6 +42,7 @@ def data_axis(
     axes: Axes,
     *,
     zero: int,
+    levers: Levers = NONE,
     units: Sequence[nn.Module] = (),
     keep: bool = False,
     ahead: int = 1,
@@ -54,22 +59,26 @@ def data_axis(
     proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched.
     """
     if zero == 0 or axes.size("shard") == 1:
-        return _Replicated(module, layouts, axes)
+        return _replicated(module, layouts, axes, levers)
     if zero < 3:
-        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero)
+        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=levers.bucket)
     links = Links.of(axes)
     return ShardedParameters(module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven)
 
 
-class _Replicated(Replicas):
+def _replicated(module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers) -> Replicas:
     """Every rank holds everything."""
-
-    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], axes: Axes) -> None:
-        for name, places in homes(module).items():
-            param = getattr(*places[0])
-            if is_placeholder(param):  # else the module is the user's own, and trains as it is
-                memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-                replace(places, fresh(memory, param))
-        super().__init__(module, world_size=axes.size("dp"), group=axes.group("dp"))
-        for name, param in self._params.items():
-            self._add(name, param, layouts[name], (param.data, layouts[name]))
+    for name, places in homes(module).items():
+        param = getattr(*places[0])
+        if is_placeholder(param):  # else the module is the user's own, and trains as it is
+            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+            replace(places, fresh(memory, param))
+    ranks, group = axes.size("dp"), axes.group("dp")
+    if levers.sync_every > 1:
+        found: Replicas = LocalSteps(module, replicas=ranks, across=group, every=levers.sync_every)
+    elif levers.compress:
+        found = CompressedReplicas(module, Links(group, ranks, axes.index("dp"), None, 0), levers)
+    else:
+        found = Replicas(module, world_size=ranks, group=group, bucket=levers.bucket)
+    found.lay_out(layouts)
+    return found

@@ -1,6 +1,6 @@
 """Data parallelism: every rank holds the whole model, gradients are summed over the ranks while backward runs.
 
-On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients.
+On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients. compressed.py sends fewer.
 
 Simpler than torch's DistributedDataParallel, and right where that is not: it *sums* (the loss carries the weights, so
 ragged batches and masks average as on one process), a rank without rows and parameters without gradient take part with
@@ -9,7 +9,7 @@ zeros, and a backward pass that was broken off leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.tensor_layout import Layout
 
 ALIVE = 2.0
 """What the canary of a finished reduction holds, in any dtype and for any number of ranks."""
 
 
-class _Bucket(Bucket):
+class GradientBucket(Bucket):
     """Gradients of neighbouring parameters in one flat tensor.
 
     Behind the gradients, `used[i]` counts the ranks on which parameter i has one: what no rank used keeps `grad`
@@ -51,12 +53,20 @@ class _Bucket(Bucket):
         for i in self.unused:
             self.used[i] = 0
             self.params[i].grad = self.views[i].zero_()
+        self.launch()
+
+    def launch(self) -> None:
+        """Start the sum of `flat`."""
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def land(self) -> None:
+        """Order what follows behind it."""
+        assert self.work is not None
+        self.work.wait()
 
     def receive(self) -> None:
         """Order what follows behind the all-reduce. Only a rank that left a parameter unused looks at the counts."""
-        assert self.work is not None
-        self.work.wait()
+        self.land()
         self.work = None
         counts = self.used.tolist() if self.unused else []
         for i in self.unused:
@@ -64,16 +74,23 @@ class _Bucket(Bucket):
                 self.params[i].grad = None
 
 
-class Replicas(BucketedAxis[_Bucket]):
+class Replicas(BucketedAxis[GradientBucket]):
     """Sums the gradients of `model` over the ranks of a group: `world_size` of them, None is the world.
 
     On one rank it does nothing, and gradients stay where autograd puts them.
     """
 
-    def __init__(self, model: nn.Module, *, world_size: int, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(dict(model.named_parameters()))
+    def __init__(
+        self, model: nn.Module, *, world_size: int, group: dist.ProcessGroup | None = None, bucket: int = BUCKET
+    ) -> None:
+        super().__init__(dict(model.named_parameters()), bucket=bucket)
         self.world_size, self.group = world_size, group
         self.begin_again()
+
+    def lay_out(self, layouts: Mapping[str, Layout]) -> None:
+        """Every rank holds every parameter, of which it has what `layouts` say."""
+        for name, param in self._params.items():
+            self._add(name, param, layouts[name], (param.data, layouts[name]))
 
     def begin_again(self) -> None:
         # Ranks that were interrupted may have other buckets than these.
@@ -97,8 +114,8 @@ class Replicas(BucketedAxis[_Bucket]):
         self._follow_arrival()
         return canary
 
-    def _bucket(self, names: Sequence[str]) -> _Bucket:
-        return _Bucket([self._params[name] for name in names], self.group)
+    def _bucket(self, names: Sequence[str]) -> GradientBucket:
+        return GradientBucket([self._params[name] for name in names], self.group)
 
     def _build(self, order: Sequence[str]) -> None:
         super()._build(order if self.world_size > 1 else ())

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.levers import BUCKET, FIRST_BUCKET
 from nbkit.rank.parallel.data_parallel.base import DataAxis
-
-_FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class Bucket:
@@ -50,11 +49,11 @@ B = TypeVar("B", bound=Bucket)
 
 
 class BucketedAxis(DataAxis, Generic[B]):
-    """Sends the gradients of `params` (name -> parameter) in buckets that a subclass makes."""
+    """Sends the gradients of `params` (name -> parameter) in buckets of about `bucket` bytes that a subclass makes."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], *, bucket: int = BUCKET) -> None:
         super().__init__()
-        self._params = dict(params)
+        self._params, self._bytes = dict(params), bucket
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # The hooks live as long as the parameters, and those may be the user's: they must not hold the buckets.
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -110,7 +109,7 @@ class BucketedAxis(DataAxis, Generic[B]):
         self._buckets: list[B] = []
         self._home: dict[str, B] = {}
         self._trained = {name for name, p in self._params.items() if p.requires_grad}
-        for names in chunks([(name, self._params[name]) for name in order if name in self._trained]):
+        for names in chunks([(name, self._params[name]) for name in order if name in self._trained], self._bytes):
             bucket = self._bucket(names)
             self._buckets.append(bucket)
             for name in names:
@@ -167,15 +166,15 @@ def came_twice(name: str) -> TrainingError:
     )
 
 
-def chunks(params: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[str]]:
+def chunks(params: Sequence[tuple[str, nn.Parameter]], bucket: int = BUCKET) -> Iterator[list[str]]:
     """Names of parameters, cut where dtype or device changes and where a bucket is full; the first one is small."""
     chunk: list[str] = []
-    size, limit, last = 0, _FIRST_BYTES, None
+    size, limit, last = 0, min(FIRST_BUCKET, bucket), None
     for name, p in params:
         kind = (p.dtype, p.device)
         if chunk and (size >= limit or kind != last):
             yield chunk
-            chunk, size, limit = [], 0, _BUCKET_BYTES
+            chunk, size, limit = [], 0, bucket
         chunk.append(name)
         size += p.numel() * p.element_size()
         last = kind

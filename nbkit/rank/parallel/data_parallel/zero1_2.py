@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
@@ -80,13 +81,15 @@ class _Bucket(Bucket):
 class ShardedOptimizer(BucketedAxis[_Bucket]):
     """Zero 1 or 2 of `module`, a skeleton; see data_axis."""
 
-    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], links: Links, *, zero: int) -> None:
+    def __init__(
+        self, module: nn.Module, layouts: Mapping[str, Layout], links: Links, *, zero: int, bucket: int = BUCKET
+    ) -> None:
         wholes: dict[str, nn.Parameter] = {}
         for name, places in homes(module).items():
             old = getattr(*places[0])
             wholes[name] = fresh(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
             replace(places, wholes[name])
-        super().__init__(wholes)
+        super().__init__(wholes, bucket=bucket)
         self.links, self.zero = links, zero
         for name, whole in wholes.items():
             layout, part, mine = layouts[name], layouts[name], whole.data

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError
+from nbkit.levers import NONE
 from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import pick, rows_of
 from nbkit.rank.loss.mean_over_rows import coarsest
@@ -58,12 +59,13 @@ class StepProof:
 def tiny(strategy: Strategy) -> Strategy:
     """The smallest strategy that is composed as `strategy` is: further ranks of dp do what two of them do.
 
-    Where it still has more ranks than are run, fewer stages and fewer parts of the positions.
+    Levers are left out: how gradients are sent is none of it. Where it still has more ranks than are run, fewer stages
+    and fewer parts of the positions.
     """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=())
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), levers=NONE)
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):

@@ -123,6 +123,7 @@ class TrainingStep:
         expected = shard.total * (counted.per_row if counted is not None else 1)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
+        apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
         if self._coupled:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
@@ -158,7 +159,8 @@ class TrainingStep:
             sums.weight = sums.weight + part.weight
             sums.summed = part.summed
             sums.tokens += tokens
-            return (self.precision.scaled(part.value if part.summed else part.value * (part.weight / expected)),)
+            value = part.value if part.summed else part.value * (part.weight / expected)
+            return (self.precision.scaled(value if apart == 1 else value * apart),)
 
         canary = sharded_model.backward(
             len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op

@@ -99,6 +99,7 @@ class Switchable(Training):
             )
         # Two comparisons at a time would need two states to go back to. No step was begun, so none begins again.
         self._prove()
+        self.unite()
 
     def _switch(self, new: Strategy, *, keep: bool = False, beside: bool = False) -> Switched:
         """keep: somebody keeps the old state, to restore it. The time of the comparison is no part of the pause."""

@@ -1,0 +1,146 @@
+"""What a data axis that holds whole gradients may do otherwise: the size of its messages, their numbers, how often.
+
+bucket=25M        bytes of gradients in one message; the sums are the same
+compress=int8     gradients travel as int8 (or bf16): fewer bytes, sums that are off within a bound
+sync_every=8      each replica makes 8 steps by itself, then weights are averaged: an eighth of the bytes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nbkit.errors import StrategyError
+
+KEYS = ("bucket", "compress", "sync_every")
+FORMATS = ("bf16", "int8")
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+"""Bytes: of the first bucket, which should leave early, and of the others, where nothing else is asked for."""
+BLOCK = 512
+"""Elements that share one float32 scale under compress=int8."""
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Levers:
+    """bucket: bytes. compress: one of FORMATS, "" for the gradients' own. sync_every: steps between two averages."""
+
+    bucket: int = BUCKET
+    compress: str = ""
+    sync_every: int = 1
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> Levers:
+        """Of the keys of a strategy, as written. Raises StrategyError for a value that cannot be."""
+        compress = settings.get("compress", "")
+        if "compress" in settings and compress not in FORMATS:
+            raise StrategyError(
+                f"{'compress=' + compress!r} is not a format.",
+                numbers=f"formats: {' '.join(FORMATS)}",
+                hint="compress=int8",
+            )
+        every = settings.get("sync_every", "1")
+        if not (every.isascii() and every.isdecimal()) or int(every) < 1:
+            raise StrategyError(
+                f"{'sync_every=' + every!r} is not a number of steps.",
+                numbers="steps that each replica makes by itself: a whole number >= 1",
+                hint="sync_every=8",
+            )
+        return cls(_bytes(settings["bucket"]) if "bucket" in settings else BUCKET, compress, int(every))
+
+    def without_effect(self, given: Mapping[str, str]) -> Iterator[str]:
+        """What each key of `given` that changes nothing is, in a sentence."""
+        if "bucket" in given and self.bucket == BUCKET:
+            yield f"bucket={_spelled(BUCKET)} has no effect: buckets are as large without it"
+        if "sync_every" in given and self.sync_every == 1:
+            yield "sync_every=1 has no effect: ranks sum their gradients in every step"
+
+    def check(self, *, dp: int, zero: int, size: int) -> None:
+        """Raises StrategyError where a mesh of `size` ranks, `dp` of them along dp, cannot take them."""
+        if self == NONE:
+            return
+        if dp == 1:
+            raise StrategyError(
+                f"{self} is about what data parallel ranks send each other, and there is one.",
+                numbers=f"dp 1 of {size} rank{'s' * (size != 1)}",
+                hint=f"dp={max(size, 2)} {self}",
+            )
+        if self.bucket != BUCKET and zero == 3:
+            raise StrategyError(
+                "zero3 has no buckets: it gathers and sums the parameters of a block together.",
+                numbers=f"bucket={_spelled(self.bucket)} zero=3",
+                hint=f"zero2 bucket={_spelled(self.bucket)}",
+            )
+        seldom = Levers(BUCKET, self.compress, self.sync_every)
+        if seldom == NONE:
+            return
+        if zero or dp < size:
+            split = f"zero={zero}" if zero else f"dp {dp} of {size} ranks"
+            raise StrategyError(
+                f"{seldom} is for ranks that hold the whole model and its whole gradients.",
+                numbers=f"{split}: here a rank holds a part, and what it holds is whole by the others' in every step",
+                hint=f"dp={size} {seldom}",
+            )
+        if self.sync_every > 1 and (self.compress or self.bucket != BUCKET):
+            raise StrategyError(
+                "With sync_every= no gradients are sent.",
+                numbers=str(self),
+                hint=f"sync_every={self.sync_every}, or {Levers(self.bucket, self.compress)}",
+            )
+
+    @property
+    def deviation(self) -> tuple[str, str] | None:
+        """How a training differs from that of one process, and by how much; None where it does not."""
+        if self.compress == "int8":
+            return (
+                "compress=int8: the gradients that ranks sum are rounded, so that losses are not those of one process.",
+                f"an element of a rank, and of their sum, is off by at most 1/254 of the largest of its {BLOCK}; what "
+                "is off is added in the next step, and dropped by a switch, a load or a step that breaks",
+            )
+        if self.compress == "bf16":
+            return (
+                "compress=bf16: the gradients that ranks sum are rounded, so that losses are not those of one process.",
+                "an element of a rank, and of their sum, is off by at most 1/256 of itself",
+            )
+        if self.sync_every > 1:
+            return (
+                f"sync_every={self.sync_every}: replicas train apart, and losses are not those of one process.",
+                f"weights are averaged every {self.sync_every} steps, before an evaluation and at the end of fit; the "
+                "optimizer's state stays each rank's own until a switch or a checkpoint averages it",
+            )
+        return None
+
+    @property
+    def share(self) -> float:
+        """Bytes that are sent, of those of the gradients."""
+        bytes_per_element = {"": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}[self.compress]
+        return bytes_per_element / 4 / self.sync_every
+
+    def __str__(self) -> str:
+        words = [f"bucket={_spelled(self.bucket)}"] * (self.bucket != BUCKET)
+        words += [f"compress={self.compress}"] * bool(self.compress)
+        return " ".join(words + [f"sync_every={self.sync_every}"] * (self.sync_every > 1))
+
+
+NONE = Levers()
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([kmg]?)b?", text, re.ASCII)
+    size = int(found[1]) * _UNITS[found[2]] if found else 0
+    if size < 1:
+        raise StrategyError(
+            f"{'bucket=' + text!r} is not a size.",
+            numbers="bytes, or with K, M or G behind the number",
+            hint="bucket=25M",
+        )
+    return size
+
+
+def _spelled(size: int) -> str:
+    for unit in "gmk":
+        if size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit.upper()}"
+    return str(size)

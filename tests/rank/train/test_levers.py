@@ -1,0 +1,156 @@
+"""Levers of the data axis: sums that are the same, sums that are off within a bound, replicas that train apart."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, flat, mean_loss, points, quiet, weighted_loss
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.rank.telemetry import collectives
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+RANKS, ROWS = 3, 12
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 90), nn.Tanh(), nn.Linear(90, 3))
+
+
+class Momentum(torch.optim.SGD):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Still(torch.optim.SGD):
+    """Changes nothing, and adds up the gradients it has seen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.first, self.sum = torch.zeros(0), torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        grads = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
+        self.first = self.first if len(self.first) else grads
+        self.sum = self.sum + grads
+        super().step()
+
+
+def trained(strategy: str, **changed: Any) -> Any:
+    return quiet(strategy=strategy, **{"batch_size": ROWS, "optimizer": Momentum, "model": wide} | changed)
+
+
+def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
+    """(bytes that this rank sends along dp, messages, operations) by what telemetry notes of `steps` steps."""
+    begin = collectives.ring.end
+    trainer.fit(steps)
+    calls, lost = collectives.ring.between(begin, collectives.ring.end)
+    assert not lost
+    # The numbers of a step, some hundred bytes of float64, are none of it.
+    calls = [call for call in calls if call.bytes > 1000]
+    each = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather": RANKS - 1, "all_to_all": (RANKS - 1) / RANKS}
+    return sum(call.bytes * each[call.op] for call in calls), len(calls), {call.op for call in calls}
+
+
+def exact(world: Any) -> dict[str, Any]:
+    collectives.set_mode("count")
+    found = {}
+    for strategy in ("ddp", "ddp bucket=4K", "zero1 bucket=4K"):
+        trainer = trained(strategy, loss=weighted_loss)
+        found[strategy] = trainer.fit(2), sent(trainer, 2)[1] if "zero" not in strategy else 0
+    return {strategy: ([each["loss"] for each in records], calls) for strategy, (records, calls) in found.items()}
+
+
+def rounded(world: Any) -> dict[str, Any]:
+    """The same gradients many times over."""
+    collectives.set_mode("count")
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "ddp compress=bf16", "ddp compress=int8 bucket=16K"):
+        trainer = trained(strategy, optimizer=Still, data=points(ROWS), shuffle=False)
+        trainer.fit(1)
+        bytes_, _, ops = sent(trainer, 8)
+        inner = trainer.optimizer.inner
+        found[strategy] = bytes_ / 8, ops, inner.first, inner.sum / 9, trainer.job.sharded_model.notes
+    return found
+
+
+def apart(folder: Path, world: Any) -> dict[str, Any]:
+    collectives.set_mode("count")
+    trainer = trained("ddp sync_every=4", shuffle=False, clip_norm=1e9)
+    trainer.fit(1)  # ends with an average
+    one = flat(trainer.model)
+    found: dict[str, Any] = {"one": one, "norm": trainer.history[0]["grad_norm"]}
+    found["bytes"], _, found["ops"] = sent(trainer, 8)
+    trainer.switch("ddp")
+    state = torch.cat([each["momentum_buffer"].flatten() for each in trainer.optimizer.inner.state.values()])
+    found["switched"] = flat(trainer.model), state
+    trainer.fit(2)
+    trainer.switch("ddp compress=int8")
+    trainer.fit(2)
+    trainer.switch("ddp sync_every=4")
+    seen: list[Tensor] = []
+    trainer._callbacks = (lambda trainer, _: seen.append(flat(trainer.model)),)
+    trainer.fit(3)
+    found["seen"], found["end"] = seen[-1], flat(trainer.model)
+    found["evaluated"] = trainer.evaluate(points(), batch_size=8)
+    found["losses"] = [record["loss"] for record in trainer.history]
+    trainer = trained("ddp sync_every=4", save_every=1, save_path=folder)
+    trainer.fit(1)
+    found["saved"] = flat(trainer.model)
+    trainer.fit(1)
+    trainer.load(folder)
+    found["loaded"] = flat(trainer.model), *(each["momentum_buffer"] for each in trainer.optimizer.inner.state.values())
+    return found
+
+
+def test_buckets_of_another_size_give_the_same_sums() -> None:
+    for found in run_ranks(exact, RANKS):
+        losses, calls = found["ddp"]
+        assert found["ddp bucket=4K"][0] == pytest.approx(losses, rel=1e-6)
+        assert found["zero1 bucket=4K"][0] == pytest.approx(losses, rel=1e-6)
+        assert found["ddp bucket=4K"][1] > calls
+
+
+def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_later() -> None:
+    for found in run_ranks(rounded, RANKS):
+        bytes_, _, first, mean, _ = found["ddp"]
+        largest = float(first.abs().max())
+
+        for strategy, share, bound in (("bf16", 0.5, 2 / 256), ("int8 bucket=16K", 0.25, 2 / 254)):
+            sent_, ops, rounded_, mean_, _ = found[f"ddp compress={strategy}"]
+            assert ops == {"all_to_all", "all_gather"}
+            assert share * bytes_ < sent_ <= 1.03 * share * bytes_
+            # A rank's own gradients may be larger than their sum.
+            assert 0 < (rounded_ - first).abs().max() <= 3 * bound * largest
+        # Without it each step would be off alike, and the mean of nine as far as each.
+        assert (mean_ - mean).norm() < 0.3 * (rounded_ - first).norm()
+
+
+def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
+    data = points(ROWS * 3)
+    ranks = run_ranks(partial(apart, tmp_path / "saved"), RANKS)
+    torch.manual_seed(SEED)
+    begin = wide().state_dict()
+    own = []
+    for rank in range(RANKS):
+        model = wide()
+        model.load_state_dict(begin)
+        rows = data[rank * ROWS // RANKS : (rank + 1) * ROWS // RANKS]
+        mean_loss(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])).backward()
+        own.append(torch.cat([(p.detach() - 0.1 * p.grad).flatten() for p in model.parameters()]))
+    size = 4 * sum(p.numel() for p in wide().parameters())
+
+    for found in ranks:
+        torch.testing.assert_close(found["one"], torch.stack(own).mean(0))
+        assert found["ops"] == {"all_reduce"}
+        # Two averages in eight steps.
+        assert found["bytes"] == pytest.approx(2 * (2 * (RANKS - 1) / RANKS) * size, rel=1e-6)
+        for key in ("switched", "end", "losses", "evaluated", "norm", "loaded"):
+            torch.testing.assert_close(found[key], ranks[0][key], rtol=0, atol=0)
+        assert found["losses"][-1] < found["losses"][0]
+    assert not torch.equal(ranks[0]["seen"], ranks[1]["seen"])
