@@ -27,6 +27,7 @@ GROUPS = {
     "steps": ("training", "memory", "wire", "steps"),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
+    "checkpoint": ("checkpoint_pause",),
     "telemetry": ("telemetry", "telemetry_truth", "telemetry_long"),
 }
 """Folder -> the benchmarks in it, a module each."""

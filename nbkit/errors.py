@@ -12,7 +12,8 @@
     ├── StrategyError         a strategy that does not fit                   (also a ValueError)
     ├── TrainingError         a job that cannot train as asked               (also a ValueError)
     │   ├── NotFinite         the loss became NaN or infinite: .step, .rank
-    │   └── SwitchError       a change of strategy that failed; the old one goes on
+    │   ├── SwitchError       a change of strategy that failed; the old one goes on
+    │   └── TornCheckpoint    a checkpoint that is not whole, or not readable
     └── BoardError            TensorBoard could not be started
 
     Stopped                   a KeyboardInterrupt: the user asked a training to stop, at a step boundary
@@ -38,6 +39,7 @@ __all__ = [
     "Stopped",
     "StrategyError",
     "SwitchError",
+    "TornCheckpoint",
     "TrainingError",
     "TransferError",
     "UsageError",
@@ -142,6 +144,10 @@ class NotFinite(TrainingError):
 
 class SwitchError(TrainingError):
     """The strategy could not be changed; the old one is in force, and nothing has changed."""
+
+
+class TornCheckpoint(TrainingError):
+    """A checkpoint that is not whole, is damaged or cannot be read; nothing has changed."""
 
 
 class BoardError(NbkitError):

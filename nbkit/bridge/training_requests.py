@@ -23,7 +23,6 @@ from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.estimate.time_model import measured_step
 from nbkit.rank.train.switch import prefetch
-from nbkit.records.events import Switched
 
 RESULTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
@@ -77,13 +76,16 @@ class Controls:
         goes_on = step_boundary.training() is not None and not pause.is_held()
         if control.do in ("switch", "undo") and goes_on and job.pending is not None and not job.pending.done():
             # The first step under the new strategy says what came of it: nothing else acts before that.
-            job.pending.add_done_callback(lambda pending: self._proven(control, owner, pending))
+            job.pending.add_done_callback(lambda pending: self._ended(control, owner, pending))
+            return
+        if control.do == "save" and (saving := owner.saves.pending) is not None:
+            saving.add_done_callback(lambda pending: self._ended(control, owner, pending))
             return
         self._tell(control, owner, result=result)
         if control.do == "pause":
             pause.hold(job.device)
 
-    def _proven(self, control: Control, owner: Any, pending: Future[Switched]) -> None:
+    def _ended(self, control: Control, owner: Any, pending: Future[Any]) -> None:
         error = pending.exception()
         self._tell(control, owner, result=asdict(pending.result()) if error is None else None, error=error)
 
@@ -217,9 +219,9 @@ def _resume(owner: Any) -> dict[str, Any]:
 def _save(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
         raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
-    to = Path(path) if path else (owner.run_dir or Path()) / "checkpoint"
-    owner.save(to)
-    return {"path": str(to.absolute())}
+    to = (Path(path) if path else (owner.run_dir or Path()) / "checkpoint").absolute()
+    owner.save(to, beside=step_boundary.training() is not None and not pause.is_held())
+    return {"path": str(to)}
 
 
 def _trace(owner: Any, steps: int) -> dict[str, Any]:

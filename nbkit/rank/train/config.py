@@ -23,6 +23,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.train import argument_checks
+from nbkit.rank.train.checkpoint.kept import Asked
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
@@ -81,18 +82,19 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The last checkpoint that was written or read; path: None before the first. unsaved_s: of training since."""
+    """The last checkpoint that was written or read; path: None before the first. tried: when a save was begun last."""
 
     path: Path | None = None
     step: int = 0
-    unsaved_s: float = 0.0
+    tried: int = 0
 
 
 @dataclass(frozen=True)
 class LoopSettings:
     """See Trainer for what each means.
 
-    save_steps, save_seconds: of save_every, which is one of them. saves_if_detached: nobody has said how often.
+    save_steps, save_seconds: of save_every, which is one of them. saves_if_detached: nobody has said how often. name:
+    the run's.
     """
 
     data: Any
@@ -108,6 +110,8 @@ class LoopSettings:
     save_seconds: float | None
     save_path: str | Path | None
     saves_if_detached: bool
+    keep: Asked
+    name: str | None
     callbacks: tuple[Callable[[Any, dict[str, Any]], None], ...]
     log_every: int
     backup_every: int | None
@@ -137,17 +141,19 @@ def warn_without_effect(
     eval_every: int | None,
     save_every: int | str | bool | None,
     save_path: Any,
+    keep: Asked,
 ) -> None:
     """Name every setting of a Trainer that means nothing beside the others."""
+    never = not (save_every or (save_every is None and DETACHED.get()))
     without = [
         (
             shuffle is not None and not is_map_style(data),
             "shuffle= has no effect on data that can only be iterated: it comes in its own order",
         ),
         (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
-        (
-            save_path is not None and not (save_every or (save_every is None and DETACHED.get())),
-            "save_path= has no effect without save_every=, except in a detached cell",
+        *(
+            (given is not None and never, f"{name}= has no effect without save_every=, except in a detached cell")
+            for name, given in (("save_path", save_path), ("keep", keep))
         ),
     ]
     for applies, message in without:

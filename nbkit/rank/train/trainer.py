@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
-from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
+from nbkit.errors import NotFinite, Stopped, TrainingError
 from nbkit.rank.data.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
@@ -28,9 +27,10 @@ from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places
 from nbkit.rank.train.builder import Model, Optimizer
+from nbkit.rank.train.checkpoint.kept import Asked
+from nbkit.rank.train.checkpoint.own_saves import OwnSaves
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
-from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
@@ -42,8 +42,6 @@ from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
-
-DETACHED_SAVE_EVERY = "10min"
 
 
 class Trainer:
@@ -59,8 +57,9 @@ class Trainer:
     data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
     eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so
     many steps, or "10min" of training (the default in a detached cell; False: never), into checkpoint in the run's
-    directory, or save_path. callbacks: called as f(trainer,
-    record) with each finished record, on every rank. log_every: steps between gradient norms when nothing clips.
+    directory, or save_path, written beside the training. keep: not one checkpoint, but the newest 3, those of "2h", or
+    (3, "2h"), at most so many, none older; each in a directory step-N. callbacks: called as f(trainer, record) with
+    each finished record, on every rank. log_every: steps between gradient norms when nothing clips.
     log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the run's.
     progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan:
     module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
@@ -101,6 +100,7 @@ class Trainer:
         eval_every: int | None = None,
         save_every: int | str | bool | None = None,
         save_path: str | Path | None = None,
+        keep: Asked = None,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
         log_every: int = 10,
         log_dir: str | None = runs_dir.DEFAULT,
@@ -123,7 +123,7 @@ class Trainer:
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         check_counts(backup_every=backup_every or None)
-        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path)
+        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep)
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
@@ -146,6 +146,8 @@ class Trainer:
             save_seconds=save_seconds,
             save_path=save_path,
             saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
+            keep=keep,
+            name=name,
             callbacks=tuple(callbacks),
             log_every=log_every,
             backup_every=backup_every,
@@ -167,12 +169,14 @@ class Trainer:
         self._begin(job, loop)
         job.record_on(run_dir)
         self._listen()
-        self.saved = saved
+        self.saves.last = saved
         return self
 
     def reopen(self) -> None:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
+        self.saves.collect(wait=True)
+        self.job.writing.form_again()
         stream.seek(self._stream.epoch, self._stream.offset)
         self._stream = stream
         self._rebalancing.forget()
@@ -182,13 +186,11 @@ class Trainer:
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop = job, loop
         self.arithmetic = self._cut_for(self.strategy)
-        self._save_seconds = loop.save_seconds
         self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
-        self._told_of_saving = False
-        self.saved = LastCheckpoint()
+        self.saves = OwnSaves(job, loop)
         self._joined: Span | None = None
 
     def _listen(self) -> None:
@@ -235,27 +237,30 @@ class Trainer:
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 
-    def fit(self, steps: int | None = None, *, until: int | None = None) -> list[dict[str, Any]]:
+    def fit(
+        self, steps: int | None = None, *, until: int | None = None, resume: str | None = None
+    ) -> list[dict[str, Any]]:
         """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
 
-        `until` suits a script that is run again after `load`: it makes the steps that are left, or none.
+        `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
+        before the first step, load the newest whole checkpoint in save_path, or of the runs with this `name`.
 
         Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
         rank alike, and `fit` may be called again.
         """
         joined, self._joined = self._joined, None
+        if resume is not None and joined is None and not self.step:
+            self.saves.resume(resume, self.load)
         span = joined or self._span(steps, until)
         left = span.goal - self.step
         if not left and joined is None:
             return Records()
-        if self.loop.saves_if_detached:
-            self._save_seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         with (
             seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
             self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
             self._rebalancing.listening() if self.loop.balance else nullcontext(),
         ):
-            self._count_unsaved()
+            self.saves.begin()
             if joined is None:  # else the ranks have begun already
                 every = self.loop.backup_every
                 self.job.backups.begin(0 if every is None and not replaceable else every, self._say)
@@ -269,14 +274,16 @@ class Trainer:
                         self._rebalancing.act(self.job, self.arithmetic.total)
                     left -= 1
                 except (NotFinite, Stopped):
+                    self.saves.collect(wait=True)
                     raise
                 except Exception as error:
                     if not replaceable:
                         raise
                     go_on(self, Span(span.first, goal), error)
-                    self._count_unsaved()
                     self.job.follow_plan()
+                    self.saves.begin()
                     left = goal - self.step
+            self.saves.collect(wait=True)
         return Records(record for record in self.history if record["step"] > span.first)
 
     def join(self, span: Span) -> None:
@@ -338,20 +345,18 @@ class Trainer:
                 device=self.job.device,
             )
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands.
+        Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands. beside: go
+        on once it has been copied to host memory; a thread writes it, and what fails there is said. `fit` and the next
+        save wait for it.
         """
-        with self.job.ledger.clock.stopped():
-            self.job.level()
-            self.job.ledger.settle()
-            self.job.save(path)
-        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
-        self.job.ledger.emit(Checkpointed(self.step, path=str(path)))
+        self.saves.save(path, beside=beside)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
+        self.saves.collect(wait=True)
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.
         saved, before = self.job.opened(path), self.step
@@ -360,43 +365,23 @@ class Trainer:
         self.job.load(saved)
         self._stream.seed = self.job.seed
         self._go_to(position)
-        self.saved = LastCheckpoint(Path(path).absolute(), self.step)
+        self.saves.loaded(path)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         return self.job.full_state_dict()
 
-    def _count_unsaved(self) -> None:
-        if self._save_seconds is not None:
-            unsaved_s = sum(one["seconds"] for one in self.history if one["step"] > self.saved.step)
-            self.saved = replace(self.saved, unsaved_s=unsaved_s)
-
     def _make_step(self) -> None:
         self._update()
         job = self.job
         if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
-        # The seconds in the records are the same on every rank, and so is what is done by them.
-        late = self._save_seconds is not None and self.saved.unsaved_s >= self._save_seconds
-        if late or (self.loop.save_steps and job.step % self.loop.save_steps == 0):
-            self._save_now()
+        self.saves.after_step()
 
     def _say(self, text: str) -> None:
         if self.job.rank == 0 and self.loop.progress:
             print(f"\r{text:<80}", flush=True)
-
-    def _save_now(self) -> None:
-        path = self.loop.save_path or (self.run_dir or Path()) / "checkpoint"
-        try:
-            self.save(path)
-            said = f"saved to {path}, as every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
-            told, self._told_of_saving = self._told_of_saving or not self.loop.saves_if_detached, True
-        except NbkitError as error:  # on every rank alike; what is trained is worth more than that it is saved
-            self.saved, told = replace(self.saved, unsaved_s=0.0), False
-            said = f"not saved at step {self.step}, training goes on: {error.what} {error.numbers}"
-        if not told and self.job.rank == 0:
-            print(f"\r{said:<80}", flush=True)
 
     def _update(self) -> None:
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
@@ -444,7 +429,7 @@ class Trainer:
     def _call_back(self, event: Event) -> None:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
-            self.saved = replace(self.saved, unsaved_s=self.saved.unsaved_s + event.record["seconds"])
+            self.saves.trained(event.record["seconds"])
             for callback in self._callbacks:
                 callback(self, event.record)
 

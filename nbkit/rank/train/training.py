@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.checkpoint.writing import Writing
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
@@ -70,6 +72,7 @@ class Training:
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
+        self.writing = Writing(rank=self.rank, world_size=self.world_size, device=self.device)
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
@@ -224,16 +227,18 @@ class Training:
         self.integrity.restored(ranks_agree=True)
         self.training_step.begin_again()
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
         Raises TrainingError on every rank when one could not write, or max_disk is reached: what was at `path` stands.
+        beside: a thread writes it, once it has been copied to host memory: see `writing`. then: what rank 0 does when
+        it is whole.
         """
         if self.run_dir is not None:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
         self.unite()
         about = {"history": list(self.ledger.records), "seed": self.seed}
-        checkpoint.save(path, self.state, self.builder, about)
+        self.writing.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""

@@ -188,14 +188,14 @@ def warned(world: Any) -> list[str]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet(data=iter(points()), shuffle=False, eval_every=3, save_path="x")
+        quiet(data=iter(points()), shuffle=False, eval_every=3, save_path="x", keep=2)
     return [str(warning.message) for warning in caught]
 
 
 def test_settings_without_effect_are_named() -> None:
     (found,) = run_ranks(warned, 1)
 
-    assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "save_path="]
+    assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "save_path=", "keep="]
 
 
 def test_the_arithmetic_is_said_in_one_line() -> None:

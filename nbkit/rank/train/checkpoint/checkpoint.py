@@ -8,7 +8,7 @@ it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nbkit.errors import TornCheckpoint, TrainingError
 from nbkit.planner.reshard.exchange import Plan
 from nbkit.rank.comm.agree import agree, failed_on
 from nbkit.rank.parallel.reshard.redistribute import Exchange
@@ -26,7 +27,7 @@ from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
 from nbkit.rank.train.training_state import TrainingState
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Box, Layout
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
@@ -35,6 +36,20 @@ _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 # How an optimizer computes is this run's business; what it computes is the checkpoint's.
 _OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What this rank is to write: `shares` (key -> boxes of the global tensor) of what it holds, as of `step`.
+
+    about: all that is no tensor; rank 0 writes it.
+    """
+
+    path: Path
+    step: int
+    held: job_state.JobState
+    shares: Mapping[str, Sequence[Box]]
+    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,52 +64,63 @@ class Saved:
         return self.reader.about
 
 
-def save(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> None:
-    """Write `state`, and `about`, what else is to be kept, to the directory `path`. Collective.
+def take(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> Taken:
+    """What `write` is to write of `state`, and `about`, what else is to be kept, to the directory `path`. Collective.
 
-    Raises TrainingError on every rank when one could not write: what was at `path` before stands.
+    It holds the tensors themselves: to be written before they change, or to be copied.
     """
-    # Its import takes a while, which only those who save wait for.
-    from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
-
-    sharded_model, optimizer, rank = state.sharded_model, state.optimizer, builder.rank
+    sharded_model, optimizer = state.sharded_model, state.optimizer
     held = job_state.state(sharded_model, optimizer)
     every = everyone(held, job_state.scalars(sharded_model, optimizer), builder.world_size, builder.device)
-    written = [""]
+    kept: dict[str, Any] = {
+        "names": _names_of(builder.skeleton),
+        "groups": builder.template.groups_of(optimizer, sharded_model.held),
+        "settings": settings_of(optimizer),
+        "numbers": dict(every.numbers),
+        "step": state.step,
+        "position": state.position,
+        "precision": state.precision,
+        "strategy": str(sharded_model.strategy),
+        **about,
+    }
+    return Taken(Path(path), state.step, held, shares(every, builder.rank), kept)
 
-    def describe() -> None:
-        written[0] = encoded(
-            {
-                "names": _names_of(builder.skeleton),
-                "groups": builder.template.groups_of(optimizer, sharded_model.held),
-                "settings": settings_of(optimizer),
-                "numbers": dict(every.numbers),
-                "step": state.step,
-                "position": state.position,
-                "precision": state.precision,
-                "strategy": str(sharded_model.strategy),
-                **about,
-            }
-        )
 
-    what = f"The checkpoint {str(path)!r} could not be written."
-    agree(describe if rank == 0 else lambda: None, what=what)
-    writer = Writer(Path(path), written[0])
-    try:
-        state_dict_saver.save({}, storage_writer=writer, planner=Saving(held, shares(every, rank)))
-    except BaseException as error:
+def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
+    """Write it. Collective, in any thread: `gather` gives every rank what each gave it.
+
+    Raises TrainingError on every rank when one could not write: what was at the path before stands.
+    """
+    # Its import takes a while, which only those who save wait for.
+    from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
+
+    writer = Writer(taken.path, rank)
+    parts, failure = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
+    if not failure:
+        act = (lambda: writer.put_in_place(parts, encoded(taken.about))) if rank == 0 else bool
+        _, failure = _everywhere(act, taken.path, gather)
+    if failure:
         writer.discard()
-        if not isinstance(error, CheckpointException):
-            raise
-        failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
-        if isinstance(own := failures.get(rank), KeyboardInterrupt):
-            raise own from None
-        # Torch says "unexpected pos 704 vs 598" of a disk that is full.
-        room = f"   ({_free_bytes(Path(path)) / 1e6:,.0f} MB are free there)"
-        raise failed_on(what, [(rank, f"{type(e).__name__}: {e}{room}") for rank, e in failures.items()]) from None
+        raise failure[0]
+
+
+def _everywhere(
+    act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]
+) -> tuple[list[Any], list[BaseException]]:
+    """(what `act` returned on each rank, what is to be raised where it failed on one)."""
+    found, own = None, None
+    try:
+        found = act()
+    except BaseException as error:
+        own = error
+    # Torch says "unexpected pos 704 vs 598" of a disk that is full.
+    room = f"   ({_free_bytes(path) / 1e6:,.0f} MB are free there)" if own is not None else ""
+    told = gather((found, "" if own is None else f"{type(own).__name__}: {own}{room}"))
+    if isinstance(own, KeyboardInterrupt):
+        return [], [own]
+    if failed := [(rank, text) for rank, (_, text) in enumerate(told) if text]:
+        return [], [failed_on(f"The checkpoint {str(path)!r} could not be written.", failed)]
+    return [each for each, _ in told], []
 
 
 def _free_bytes(path: Path) -> int:
@@ -105,8 +131,8 @@ def _free_bytes(path: Path) -> int:
 def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:
     """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
-    Raises TrainingError on every rank when it cannot be read, is not whole, or does not fit. Each rank reads what it
-    will need, and lets go of it: what is damaged is known before anything is changed.
+    Raises TornCheckpoint on every rank when it cannot be read or is not whole, and TrainingError when it does not fit.
+    Each rank reads what it will need, and lets go of it: what is damaged is known before anything is changed.
     """
     found: list[Saved] = []
 
@@ -118,18 +144,25 @@ def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:
         return reader.digest
 
     what = f"The checkpoint {str(path)!r} could not be read."
-    agree(open_it, what=what, hint=_WHOLE)
+    _agree_whole(open_it, what)
     saved = found[0]
     own, held = settings_of(state.optimizer), state.sharded_model.held
     settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
 
-    def look_through() -> None:
+    def compare() -> None:
         groups = builder.template.groups_of(state.optimizer, held)
         check_fits(saved.about, names=_names_of(builder.skeleton), groups=groups, settings=settings)
-        check_tensors(saved.reader, state.sharded_model)
 
-    agree(look_through, what=what, hint=_WHOLE)
+    agree(compare, what=what, hint=_WHOLE)
+    _agree_whole(lambda: check_tensors(saved.reader, state.sharded_model), what)
     return saved
+
+
+def _agree_whole(act: Callable[[], str | None], what: str) -> None:
+    try:
+        agree(act, what=what, hint=_WHOLE)
+    except TrainingError as error:
+        raise TornCheckpoint(error.what, numbers=error.numbers, hint=error.hint) from error.__cause__
 
 
 def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

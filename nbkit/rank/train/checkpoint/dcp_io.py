@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from nbkit.planner.reshard.boxes import within
@@ -89,39 +87,38 @@ class _Placed(_StorageInfo):
     crc: int = 0
 
 
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written: torch's plan of it, and where each part lies."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+
+
 class Writer(FileSystemWriter):
-    """Writes beside what is there, and replaces it at the end. about: what is no tensor, `encoded`; from rank 0."""
+    """Writes beside what is there, and replaces it at the end."""
 
-    def __init__(self, path: Path, about: str) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
-        self._about, self._prefix = about, ""
+        self._prefix = f"{secrets.token_hex(6)}_{rank}_"
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Torch's own would warn that it overwrites.
+    def write(self, planner: Saving) -> Written:
+        """Write this rank's data files. Without a message, from any thread."""
         self.fs.mkdir(self.path)
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save = secrets.token_hex(6)
-        return [replace(plan, storage_data=_Files(f"{save}_{rank}_")) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        self._prefix = plan.storage_data.prefix
+        plan = replace(planner.create_local_plan(), storage_data=_Files(self._prefix))
         before = get_crc32_options()
         set_crc32_options(True)
         try:
-            results = super().write_data(plan, planner).wait()
+            results = self.write_data(plan, planner).wait()
         finally:
             set_crc32_options(before)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(_placed(Path(self.path), results))
-        return done
+        return Written(SavePlan(plan.items), _placed(Path(self.path), results))
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all data is on the disk. Torch's own removes the old metadata before the new one is there."""
+    def put_in_place(self, parts: Sequence[Written], about: str) -> None:
+        """On one rank, when all data is on the disk. about: what is no tensor, `encoded`."""
         folder = Path(self.path)
-        every = [result for each in results for result in each]
-        places = {result.index: result.storage_data for result in every}
+        _, metadata = create_default_global_save_plan([part.plan for part in parts])
+        places = {result.index: result.storage_data for part in parts for result in part.results}
         metadata.storage_data = {
             index: _StorageInfo(info.relative_path, info.offset, info.length) for index, info in places.items()
         }
@@ -129,7 +126,7 @@ class Writer(FileSystemWriter):
         sizes: dict[str, int] = {}
         for info in places.values():
             sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, self._about)
+        content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, about)
         beside = folder / ".metadata.tmp"
         beside.unlink(missing_ok=True)
         with beside.open("xb") as file:  # never through a link that somebody left there
@@ -138,15 +135,16 @@ class Writer(FileSystemWriter):
             os.fsync(file.fileno())
         beside.replace(folder / ".metadata")
         _sync(folder)
-        for file_path in folder.iterdir():
-            if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
-                file_path.unlink(missing_ok=True)
+        with suppress(OSError):  # the checkpoint is whole
+            for file_path in folder.iterdir():
+                if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
+                    file_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove what this rank wrote in a save that did not come to its end."""
         folder = Path(self.path)
         with suppress(OSError):
-            for file_path in folder.glob(f"{self._prefix}*.distcp") if self._prefix else ():
+            for file_path in folder.glob(f"{self._prefix}*.distcp"):
                 file_path.unlink(missing_ok=True)
             (folder / ".metadata.tmp").unlink(missing_ok=True)
             folder.rmdir()  # only if nothing else is in it

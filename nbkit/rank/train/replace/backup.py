@@ -24,14 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.rank.comm.agree import largest
-from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.shares import Shares, shares_of
-from nbkit.rank.train.replace.snapshot import Contents, copy_into
+from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
 from nbkit.rank.train.switch.rank_reports import memory_of
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
@@ -222,9 +221,7 @@ class Backups:
         old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
         if old is not None and old.numel() == num_bytes:
             return old
-        if accelerator().holds(self.device):
-            return accelerator().pinned((num_bytes,), torch.uint8)
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return host_memory(num_bytes, self.device)
 
     def _send(self, own: Generation) -> None:
         """To the buddy, and from the ward. What is of unknown size goes first, and is waited for."""

@@ -88,7 +88,7 @@ def _packed(trainer: Trainer) -> bytes:
         )
     blueprint = job.builder.blueprint
     handed = Handed(
-        blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, trainer.saved
+        blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, trainer.saves.last
     )
     try:
         return dumps(handed)

@@ -54,7 +54,9 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     held = _Held() if trainer is None else _Held.by(trainer)
     everyone = all_gather_objects(held.told, world_size=world_size, device=device)
     source = next(rank for rank in range(world_size) if rank not in newcomers)
-    strategy, saved = _common(everyone), everyone[source].saved
+    strategy = _common(everyone)
+    # Of the newest some may not have heard yet.
+    saved = max((each.saved for each in everyone if each.saved is not None), key=lambda one: one.step)
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
     handed = hand_over(trainer, source, newcomers, rank=rank, device=device)
@@ -141,7 +143,7 @@ class _Held:
         wards = {each.step: each for each in backups.wards}
         kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
-        told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saved)
+        told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saves.last)
         return cls(told, states, points, wards)
 
     def take_back(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nbkit.planner.reshard.boxes import within
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.replace.shares import Shares, beside
 from nbkit.tensor_layout import Box, Layout
@@ -26,12 +27,17 @@ class Contents:
     @classmethod
     def of(cls, state: JobState, shares: Shares) -> Contents:
         """What `shares` name of `state`."""
+        named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
+        return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
+
+    @classmethod
+    def by_key(cls, state: JobState, boxes: Mapping[str, Sequence[Box]]) -> Contents:
+        """These boxes of `state`."""
         kinds, layouts = dict[str, torch.dtype](), dict[str, Layout]()
         known: dict[Layout, Layout] = {}
         for key, (tensor, layout) in state.items():
-            name = key if key.startswith("buffer/") else key.partition("/")[2]
-            if boxes := shares.get(name):
-                made = beside(layout.shape, boxes)
+            if wanted := boxes.get(key):
+                made = beside(layout.shape, wanted)
                 kinds[key], layouts[key] = tensor.dtype, known.setdefault(made, made)
         return cls(kinds, layouts)
 
@@ -49,6 +55,13 @@ class Contents:
             found[key] = part, layout
             at += _room(layout, kind)
         return found
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Of the host, for what is copied out of `device`."""
+    if accelerator().holds(device):
+        return accelerator().pinned((num_bytes,), torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _room(layout: Layout, kind: torch.dtype) -> int:

@@ -1,0 +1,1 @@
+"""What a checkpoint costs the training that it is taken of."""

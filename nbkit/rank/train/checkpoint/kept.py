@@ -1,0 +1,81 @@
+"""The checkpoints in a directory: how they are called, which stay, and which of them is the newest."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbkit.durations import seconds_of
+from nbkit.rank.train.argument_checks import check_counts
+
+_NAMED = re.compile(r"step-\d+")
+_MANIFEST = ".metadata"
+
+Asked = int | str | tuple[int, str] | None
+"""What a user gives as keep=: how many, how old at most, or both."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """number, seconds: how many checkpoints stay, and how old they get; None: no limit. The newest always stays."""
+
+    number: int | None
+    seconds: float | None
+
+    @classmethod
+    def of(cls, asked: Asked) -> Keep | None:
+        """None where there is one checkpoint, which each save replaces. Raises TrainingError or UsageError."""
+        if asked is None:
+            return None
+        number, age = asked if isinstance(asked, tuple) else (None, asked) if isinstance(asked, str) else (asked, None)
+        check_counts(keep=number)
+        return cls(number, None if age is None else seconds_of(age))
+
+    def prune(self, folder: Path, newest: Path) -> None:
+        """Delete the checkpoints of `folder` that do not stay, and what saves that were broken off have left there."""
+        number = 1
+        for path in found([folder]):
+            if path == newest or not _NAMED.fullmatch(path.name):
+                continue
+            whole = (path / _MANIFEST).exists()
+            number += whole
+            old = self.seconds is not None and time.time() - _written(path) > self.seconds
+            if old or not whole or (self.number is not None and number > self.number):
+                with suppress(OSError):
+                    (path / _MANIFEST).unlink(missing_ok=True)  # first: nobody takes it for whole meanwhile
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies among several in `folder`."""
+    return folder / f"step-{step}"
+
+
+def found(folders: Iterable[Path]) -> list[Path]:
+    """All that might be checkpoints: `folders` themselves, and those in them; whole or not, the newest first."""
+    paths = [
+        path
+        for folder in folders
+        for path in (folder, *(folder.glob("step-*") if folder.is_dir() else ()))
+        if (path / _MANIFEST).exists() or (_NAMED.fullmatch(path.name) and path.is_dir())
+    ]
+    return sorted(paths, key=_written, reverse=True)
+
+
+def of_runs(log_dir: Path, name: str) -> list[Path]:
+    """Where the runs called `name` keep their checkpoints."""
+    # A run is called "<name>-<strategy>-b<batch>": see record_run.
+    ours = re.compile(re.escape(name) + r"-(ddp|fsdp|hsdp|(dp|zero|tp|pp|cp|shard)\d*)(-.*)?")
+    return [path / "checkpoint" for path in log_dir.glob(f"{name}-*") if ours.fullmatch(path.name)]
+
+
+def _written(path: Path) -> float:
+    for one in (path / _MANIFEST, path):
+        with suppress(OSError):
+            return one.stat().st_mtime
+    return 0.0

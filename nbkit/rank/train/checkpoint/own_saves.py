@@ -1,0 +1,142 @@
+"""The checkpoints of a Trainer: when one is due, where it goes, what is said of it, and which one it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nbkit.durations import seconds_of
+from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
+from nbkit.rank.comm.agree import largest
+from nbkit.rank.train.checkpoint import kept
+from nbkit.rank.train.config import LastCheckpoint, LoopSettings
+from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.job import Job
+from nbkit.records.events import Checkpointed
+
+DETACHED_SAVE_EVERY = "10min"
+
+
+class OwnSaves:
+    """last: the newest that is whole. pending: what comes of the one that a thread writes."""
+
+    def __init__(self, job: Job, loop: LoopSettings) -> None:
+        self._job, self._loop = job, loop
+        self._keep = kept.Keep.of(loop.keep)
+        self._seconds = loop.save_seconds
+        self._told, self._unsaved_s = False, 0.0
+        self.last = LastCheckpoint()
+        self.pending: Future[Checkpointed] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where it saves by itself."""
+        return Path(self._loop.save_path or (self._job.run_dir or Path()) / "checkpoint")
+
+    def begin(self) -> None:
+        """A `fit` begins, or goes on after ranks were replaced. Collective where time decides when one is due."""
+        self.collect()
+        if self._loop.saves_if_detached:
+            self._seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
+        if self._seconds is not None:
+            # Of a save that was broken off, some ranks may know more than others.
+            (tried,) = largest([self.last.tried], device=self._job.device)
+            self._unsaved_s = sum(one["seconds"] for one in self._job.history if one["step"] > tried)
+
+    def trained(self, seconds: float) -> None:
+        """A step took so long; the same on every rank, and so is what is done by it."""
+        self._unsaved_s += seconds
+
+    def after_step(self) -> None:
+        """Save, if it is time to. Collective."""
+        self.collect()
+        step, every = self._job.step, self._loop.save_steps
+        if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
+            try:
+                self.save(self.folder if self._keep is None else kept.place(self.folder, step), beside=True)
+            except NbkitError as error:  # on every rank alike
+                self._not_saved(step, error)
+
+    def save(self, path: str | Path, *, beside: bool) -> None:
+        """Collective. See Trainer.save."""
+        job = self._job
+        with job.ledger.clock.stopped():
+            job.level()
+            job.ledger.settle()
+            self.collect(wait=True)
+            self.last, self._unsaved_s = replace(self.last, tried=job.step), 0.0
+            prune = None
+            if self._keep is not None and Path(path).parent == self.folder:
+                prune = partial(self._keep.prune, self.folder, Path(path))
+            job.save(path, beside=beside, then=prune)
+        self.pending = Future()
+        self.collect()
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Tell what came of a save, if that is known by now. A step boundary, or no training."""
+        outcome = self._job.writing.outcome(wait=wait)
+        if outcome is None:
+            return
+        pending, self.pending = self.pending, None
+        if outcome.error is not None:
+            self._not_saved(outcome.step, outcome.error)
+            if pending is not None:
+                pending.set_exception(outcome.error)
+            return
+        self.last = replace(self.last, path=outcome.path.absolute(), step=outcome.step)
+        event = Checkpointed(outcome.step, path=str(outcome.path))
+        self._job.ledger.emit(event)
+        if pending is not None:
+            pending.set_result(event)
+        own = self.folder in (outcome.path, outcome.path.parent)
+        if own and self._loop.saves_if_detached and self._seconds is not None and not self._told:
+            self._told = True
+            every = f"every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
+            self._print(f"saved to {outcome.path}, as {every}")
+
+    def loaded(self, path: str | Path) -> None:
+        """The training stands where the checkpoint at `path` left it."""
+        step = self._job.step
+        self.last = LastCheckpoint(Path(path).absolute(), step, step)
+
+    def resume(self, asked: str, load: Callable[[Path], None]) -> None:
+        """`load` the newest checkpoint that is whole, of this Trainer or of one before it. Collective.
+
+        Raises TrainingError where nobody can know where that is, or when it is of another model.
+        """
+        job, loop = self._job, self._loop
+        if asked != "auto":
+            raise TrainingError(f"There is no resume {asked!r}.", numbers="'auto', None", hint="trainer.load(path)")
+        if loop.save_path is None and (loop.name is None or job.run_dir is None):
+            raise TrainingError(
+                "Nobody can say which checkpoints are of this training: its directory is another one each time.",
+                numbers=f"save_path=None, name={loop.name!r}",
+                hint="save_path='checkpoints'   or   name='gpt'",
+            )
+        paths: list[list[Path]] = [[]]
+        if job.rank == 0:
+            named = [] if loop.name is None or job.run_dir is None else kept.of_runs(job.run_dir.parent, loop.name)
+            paths = [kept.found(named if loop.save_path is None else [Path(loop.save_path)])]
+        if job.world_size > 1:
+            dist.broadcast_object_list(paths, src=0, device=job.device)
+        for path in paths[0]:
+            try:
+                load(path)
+            except TornCheckpoint as error:
+                self._print(f"{path} is passed over: {error.numbers}")
+            else:
+                self._print(f"goes on from step {job.step}: {path}")
+                return
+        self._print("no checkpoint yet to go on from: begins at step 0")
+
+    def _not_saved(self, step: int, error: NbkitError) -> None:
+        self._print(f"not saved at step {step}, training goes on: {error.what} {error.numbers}")
+
+    def _print(self, said: str) -> None:
+        if self._job.rank == 0:
+            print(f"\r{said:<80}", flush=True)
