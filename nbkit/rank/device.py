@@ -16,6 +16,9 @@ from torch import Tensor
 BACKENDS = {"cuda": "nccl"}
 """Kind of device -> the backend between devices of that kind. What is not here trains on the CPU."""
 
+_NO_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate")
+"""In an error of torch's allocator on the CPU, which has no type of its own."""
+
 _CONTEXT_LOST = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
 """In an error of CUDA: every later call in this process gives the same one."""
 
@@ -134,6 +137,12 @@ class Accelerator:
         """What the device says when nothing can be computed on it any more by this process; "" of other errors."""
         said = str(error).partition("\n")[0]
         return said if any(sign in said for sign in _CONTEXT_LOST) else ""
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether `error` says that memory could not be allocated, of a device or of the host."""
+        return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
+        )
 
     def seed(self, value: int) -> None:
         """Seed the generator of the chosen device, if this process has used one."""

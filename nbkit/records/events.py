@@ -119,6 +119,34 @@ class Replaced(Event):
 
 
 @dataclass(frozen=True)
+class OutOfMemory(Event):
+    """A step ran out of memory and was taken back; the training goes on with another setting.
+
+    rank: the one that ran out; None: several. what: its first line, and what else the numbers tell. changes: of the
+    setting: "microbatch_size=4". old_peak, peak: bytes of the fullest rank in a step before and now, predicted; room:
+    what it can hold. 0: not known. seconds: until steps could be made again.
+    """
+
+    kind: ClassVar[str] = "out_of_memory"
+    rank: int | None = None
+    what: str = ""
+    changes: str = ""
+    old_peak: int = 0
+    peak: int = 0
+    room: int = 0
+    seconds: float = 0.0
+
+    @property
+    def said(self) -> str:
+        """One sentence about it."""
+        sizes = ""
+        if self.peak and self.room:
+            before = f", {self.old_peak / 1e6:,.4g} MB before" if self.old_peak else ""
+            sizes = f" ({self.peak / 1e6:,.4g} MB at the peak{before}; {self.room / 1e6:,.4g} MB are there)"
+        return f"Out of memory in step {self.step + 1}, which is made again with {self.changes}{sizes}: {self.what}"
+
+
+@dataclass(frozen=True)
 class Failed(Event):
     """An error ended a run, or a switch failed and the old strategy went on.
 

@@ -50,6 +50,10 @@ class FirstBatches:
         self.begun: int | None = None
         self._varied: frozenset[int] = frozenset()
 
+    def part(self) -> None:
+        """From now on a rank cuts its rows: the next batches are looked at."""
+        self._parted, self.begun = True, None
+
     def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
         """What is found out about the batch of `step`, the same on every rank; None where it is not looked at.
 

@@ -130,7 +130,7 @@ def cut(
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
-    blocks = [name for name in every if _holds(module, name)]
+    blocks = blocks_held(module, options, module)
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
@@ -155,6 +155,12 @@ def cut(
     units = [module.get_submodule(name) for name in blocks]
     split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
     return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
+
+
+def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:
+    """Names of the blocks of `whole` that `module`, a part of it, holds: those that can be recomputed."""
+    every = options.chain.units if options.chain is not None else structural_blocks(whole)
+    return [name for name in every if _holds(module, name)]
 
 
 def _holds(module: nn.Module, name: str) -> bool:

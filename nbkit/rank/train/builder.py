@@ -349,11 +349,7 @@ class Builder:
 
         draws = found["draws"] = self._draws(example, config)
         if self.world_size > 1 or config.microbatch_size is not None:
-            with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
-                sample = config.sample() if config.sample is not None else Sample(config.example)
-                if sample is not None:
-                    seen = examine(self.module, run, config.loss, sample, config.inputs, draws=draws)
-                    found |= {"coupled": seen.coupled, "counted": seen.counted}
+            found |= self._rows(config, run, draws)
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
             found["proof"] = prove(self.module, run, sizes, config.tp_plan)
             with suppress(Exception):
@@ -374,6 +370,28 @@ class Builder:
                 found["positionwise"] = try_in_parts(
                     self.module, chain.units, lambda: drawing(run), lambda output: _loss(output, example, config)
                 )
+
+    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], draws: DrawPlan | None) -> dict[str, Any]:
+        """What couples the rows of a batch, and what weighs them: attributes of Options."""
+        with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
+            sample = config.sample() if config.sample is not None else Sample(config.example)
+            if sample is not None:
+                seen = examine(self.module, run, config.loss, sample, config.inputs, draws=draws)
+                return {"coupled": seen.coupled, "counted": seen.counted}
+        return {}
+
+    def may_cut(self) -> None:
+        """One process is to cut its rows, which it did not: look at them, now and in the next batches."""
+        if self.world_size > 1 or self.options.cut:
+            return
+        self._first_batches.part()
+        if self.config.example is not None:
+            self.choose(**self._rows(self.config, lambda value: call(self.module, value), self.options.draws))
+
+    def choose(self, **options: Any) -> None:
+        """Attributes of Options that change in a job. The sharded models that are made from now on have them."""
+        self.options = self.shard_layouts.options = replace(self.options, **options)
+        self._ready, self._changes = None, self._changes + 1
 
     def _draws(self, example: Any, config: TrainConfig) -> DrawPlan | None:
         def run(rows: int) -> None:

@@ -117,6 +117,7 @@ class LoopSettings:
     backup_every: int | None
     progress: bool
     on_failure: str
+    on_oom: str
     balance: bool
 
     def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:

@@ -35,8 +35,9 @@ from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.out_of_memory.rescue import check_on_oom, rescue
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat
+from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat, span_of
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
@@ -70,6 +71,7 @@ class Trainer:
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
     on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
+    on_oom: a step that runs out of memory is taken back and made again with what "fit"s (docs/memory.md); or "raise".
     backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
     cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 
@@ -116,9 +118,11 @@ class Trainer:
         switches: Given = None,
         balance: bool = False,
         on_failure: str = "replace",
+        on_oom: str = "raise",
         backup_every: int | None = None,
     ) -> None:
         check_policy(on_failure)
+        check_on_oom(on_oom)
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
@@ -153,6 +157,7 @@ class Trainer:
             backup_every=backup_every,
             progress=progress,
             on_failure=on_failure,
+            on_oom=on_oom,
             balance=balance,
         )
         job = Job(model, optimizer, config, strategy=strategy, switches=switches)
@@ -251,7 +256,7 @@ class Trainer:
         joined, self._joined = self._joined, None
         if resume is not None and joined is None and not self.step:
             self.saves.resume(resume, self.load)
-        span = joined or self._span(steps, until)
+        span = joined or span_of(self, steps, until)
         left = span.goal - self.step
         if not left and joined is None:
             return Records()
@@ -259,6 +264,7 @@ class Trainer:
             seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
             self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
             self._rebalancing.listening() if self.loop.balance else nullcontext(),
+            rescue(self, self.loop.on_oom) as memory,
         ):
             self.saves.begin()
             if joined is None:  # else the ranks have begun already
@@ -268,18 +274,20 @@ class Trainer:
             while left:
                 goal = self.step + left
                 try:
-                    self._make_step()
-                    self.job.at_boundary()
-                    if self.loop.balance:
-                        self._rebalancing.act(self.job, self.arithmetic.total)
+                    with memory.step():
+                        self._make_step()
+                        self.job.at_boundary()
+                        if self.loop.balance:
+                            self._rebalancing.act(self.job, self.arithmetic.total)
                     left -= 1
                 except (NotFinite, Stopped):
                     self.saves.collect(wait=True)
                     raise
                 except Exception as error:
-                    if not replaceable:
-                        raise
-                    go_on(self, Span(span.first, goal), error)
+                    if not memory.went_back(error):
+                        if not replaceable:
+                            raise
+                        go_on(self, Span(span.first, goal), error)
                     self.job.follow_plan()
                     self.saves.begin()
                     left = goal - self.step
@@ -289,18 +297,6 @@ class Trainer:
     def join(self, span: Span) -> None:
         """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
         self._joined = span
-
-    def _span(self, steps: int | None, until: int | None) -> Span:
-        check_counts(steps=steps, until=until)
-        if (steps is None) == (until is None):
-            raise TrainingError(
-                "fit() takes either steps or until.",
-                numbers=f"steps={steps}, until={until}",
-                hint="trainer.fit(500)   or   trainer.fit(until=2000)",
-            )
-        if until is not None:
-            self.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
-        return Span(self.step, self.step + (steps or max((until or 0) - self.step, 0)))
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy: see Job.switch. Collective, between two steps."""

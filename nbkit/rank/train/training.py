@@ -152,12 +152,13 @@ class Training:
         are under different strategies.
         """
         if not self._running:
-            self._level()
+            self.level_now()
         if self.sharded_model.data.apart > 1:
             with self.integrity.changing():
                 self.sharded_model.data.unite()
 
-    def _level(self) -> None:
+    def level_now(self) -> None:
+        """As `level`, also while steps are being made, and without averaging replicas. Collective."""
         kind, leads_back = zlib.crc32(str(self.strategy).encode()), self.pending is not None
         own = recovery.Standing(self.step, self.integrity.broken_off, self.integrity.half_way, kind, leads_back)
         everyone = recovery.compare(own, world_size=self.world_size, device=self.device)
@@ -273,6 +274,10 @@ class Training:
         if seen is None or not seen.holds(kinds):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
+
+    def forget_estimates(self) -> None:
+        """What a step takes has changed, though the strategy has not."""
+        self._cost_model = None
 
     def _update(self) -> None:
         self.training_step.update()

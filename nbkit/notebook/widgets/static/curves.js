@@ -4,7 +4,7 @@ import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } fro
 
 const LEFT = 58;
 const RIGHT = 12;
-const SIGNS = { checkpoint: "▾", failure: "✕", replaced: "✚", rebalanced: "÷", lr_changed: "lr" };
+const SIGNS = { checkpoint: "▾", failure: "✕", replaced: "✚", rebalanced: "÷", out_of_memory: "▤", lr_changed: "lr" };
 
 // Columns of a point, as nbkit.notebook.widgets.loss_curve has them.
 export const STEP = 0;
@@ -239,6 +239,7 @@ function wordsOf(event) {
   if (event.kind === "failure") return [rank, event.error, event.what].filter(Boolean).join(": ");
   if (event.kind === "replaced") return `${event.why}: ${event.steps_lost} steps and ${seconds(event.seconds)} lost`;
   if (event.kind === "rebalanced") return `speeds ${event.speeds}: ${Math.round(100 * event.gain)} % less computing`;
+  if (event.kind === "out_of_memory") return `now ${event.changes}\n${event.what}`;
   return event.path || (event.new ?? "");
 }
 

@@ -73,7 +73,7 @@ class Guard:
         """
         if self._ended or not isinstance(error, Exception) or isinstance(error, NotFinite) or self.alarm.world.dirty:
             return False
-        return not _waited(error) or self.alarm.rung()
+        return not waited(error) or self.alarm.rung()
 
     def failures(self, error: Exception) -> Failures:
         """What all ranks have failed with, `error` on this one; they stand between two collectives then. Collective.
@@ -84,7 +84,7 @@ class Guard:
         alarm = self.alarm
         self.end()
         try:
-            if not _waited(error):
+            if not waited(error):
                 alarm.ring()
             said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._device)]))]
             alarm.mend()
@@ -103,17 +103,17 @@ def let_go(failed: BaseException) -> None:
     link: BaseException | None = failed
     while link is not None:
         clear_frames(link.__traceback__)
-        link = link.__cause__
+        link = link.__cause__ or link.__context__
     gc.collect()
 
 
-def _waited(error: BaseException) -> bool:
+def waited(error: BaseException) -> bool:
     """Whether this rank failed because it waited for one that had failed, or was broken out."""
     return isinstance(error, Heard) or any(sign in str(error) for sign in PEER_GONE)
 
 
 def _spoken(error: BaseException) -> str:
-    return "" if _waited(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if waited(error) else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _unfit(device: torch.device) -> str:

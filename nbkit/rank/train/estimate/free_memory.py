@@ -2,7 +2,8 @@
 
 On a GPU, what the driver has free and what torch's allocator has in reserve. On CPU ranks, what the kernel says is
 available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a limit
-of a rank's own, below those: for a machine that one shares, for tests and for benchmarks.
+of a rank's own, below those: for a machine that one shares, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see
+tensor_limit.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 
@@ -87,6 +89,8 @@ def left(device: torch.device, *, ranks: int) -> int | None:
     else:
         shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
         found += [free // max(ranks, 1) for free in shared]
+        if (limit := tensor_limit.in_force()) is not None:
+            found.append(limit.left)
     return min((max(free, 0) for free in found if free is not None), default=None)
 
 

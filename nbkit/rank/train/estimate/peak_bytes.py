@@ -6,6 +6,7 @@ A model is measured once for each pair of tensor and context axes; see trace.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from nbkit.errors import NbkitError
 from nbkit.planner.peak.activations import Updating
@@ -29,17 +30,24 @@ class PeakBytes:
     """
 
     def __init__(
-        self, builder: Builder, census: Census, *, real: bool = False, before: PeakBytes | None = None
+        self,
+        builder: Builder,
+        census: Census,
+        *,
+        real: bool = False,
+        before: PeakBytes | None = None,
+        recompute: bool | None = None,
     ) -> None:
-        """before: of the same model, whose measurements are taken over."""
-        self.builder, self.census, self.real = builder, census, real
+        """before: of the same model, whose measurements are taken over. recompute: blocks; None: as the job does."""
+        self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
         self._traced: dict[tuple[int, int], Traced | None] = before._traced if before is not None else {}
         self._updating: Updating | None = before._updating if before is not None else None
 
-    def of(self, strategy: Strategy, batch: int) -> list[Peak]:
+    def of(self, strategy: Strategy, batch: int, *, microbatch_size: int | None = None) -> list[Peak]:
         """For each place along pp, the fullest rank's; [] where the model could not be measured.
 
-        batch: rows of the global batch. Raises StrategyError for what cannot be split.
+        batch: rows of the global batch. microbatch_size: of a forward; default: as the job has it.
+        Raises StrategyError for what cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
         # What waits between the two halves of a split backward is not measured.
@@ -50,7 +58,8 @@ class PeakBytes:
         costs = self.builder.options.costs or (1.0,) * len(pieces)
         ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
         rows = max(stop - start for start, stop in strategy.rows(batch))
-        micros = min(strategy.microbatches or -(-rows // (self.builder.config.microbatch_size or rows)), rows)
+        size = microbatch_size or self.builder.config.microbatch_size
+        micros = min(strategy.microbatches or -(-rows // (size or rows)), rows)
         rest = self.census.at_rest(strategy)
         ranks = strategy.mesh.ranks("pp", 0)
         return [
@@ -72,11 +81,13 @@ class PeakBytes:
     def traced(self, tp: int, cp: int) -> Traced | None:
         """As measured; None where the model did not run."""
         if (tp, cp) not in self._traced:
-            builder = self.builder
+            builder, options = self.builder, self.builder.options
+            if self.recompute is not None:
+                options = replace(options, recompute=self.recompute)
             found = None
             for real in (True, False) if self.real and self._size <= _LARGEST_REAL else (False,):
                 try:
-                    found = trace(builder.skeleton, builder.options, builder.config, tp=tp, cp=cp, real=real)
+                    found = trace(builder.skeleton, options, builder.config, tp=tp, cp=cp, real=real)
                 except NbkitError:
                     raise
                 except Exception:  # whatever a model does that shapes alone cannot answer

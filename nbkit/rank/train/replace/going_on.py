@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Replaced
 
@@ -37,6 +38,20 @@ class Span:
 
     first: int
     goal: int
+
+
+def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
+    """The steps that `fit(steps, until=until)` makes. Collective with `until`. Raises TrainingError for both."""
+    check_counts(steps=steps, until=until)
+    if (steps is None) == (until is None):
+        raise TrainingError(
+            "fit() takes either steps or until.",
+            numbers=f"steps={steps}, until={until}",
+            hint="trainer.fit(500)   or   trainer.fit(until=2000)",
+        )
+    if until is not None:
+        trainer.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
+    return Span(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__dict__.update(settings)
 
 
+def to_host(optimizer: torch.optim.Optimizer) -> None:
+    """Move there what `optimizer` keeps on a device already."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _put_back(optimizer, p, {})
+
+
 def _in_parts(optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]

@@ -1,0 +1,220 @@
+"""What a training that ran out of memory can do: other settings of the same global batch, and what each takes.
+
+From the cheapest to the dearest: fewer rows in a forward pass, more forward passes; blocks computed again in the
+backward pass; gradients, then parameters too, sharded over the data axis; the optimizer's state in host memory; layers
+split over all ranks. A row that does not fit alone is shown with fewer rows in a forward pass where it fits so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbkit.errors import NbkitError
+from nbkit.planner.peak.peak import Peak
+from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.options import need_rows
+from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.job import Job
+from nbkit.strategy import Strategy, divisors
+
+_LESS = 0.97
+"""Of what the setting in force is foretold to take, where that is less than there is: it did not fit all the same."""
+
+_SMALL = 64 << 20
+"""Bytes of parameters."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides how much a step takes. microbatch_size: rows of a forward; under pp the strategy has it."""
+
+    strategy: Strategy
+    microbatch_size: int
+    recompute: bool = False
+    offload: bool = False
+
+    @classmethod
+    def of(cls, job: Job, batch: int) -> Setting:
+        """What is in force."""
+        micro = Arithmetic.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
+        return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
+
+    def changes(self, before: Setting) -> str:
+        """What it changes of `before`, as one writes it: "zero3, microbatch_size=4"."""
+        words = []
+        if self.strategy != before.strategy:
+            words.append(str(self.strategy))
+        if self.strategy.pp == 1 and self.microbatch_size < before.microbatch_size:
+            words.append(f"microbatch_size={self.microbatch_size}")
+        words += ["recompute=True"] * (self.recompute and not before.recompute)
+        words += ["offload='cpu'"] * (self.offload and not before.offload)
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """changes: see Setting. peak: bytes of the fullest rank in a step, predicted; None where nothing can tell.
+
+    fits: whether that is less than there is; None where nothing can tell.
+    """
+
+    setting: Setting
+    changes: str
+    peak: int | None
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """room: bytes that the fullest rank can hold; peak: what the setting in force takes, predicted; None: unknown."""
+
+    room: int | None
+    peak: int | None
+    rows: Sequence[Remedy]
+
+    @property
+    def first(self) -> Remedy | None:
+        """The first that fits, else the first of which nothing can tell."""
+        ranked = sorted(self.rows, key=lambda row: not row.fits)
+        return next((row for row in ranked if row.fits is not False), None)
+
+
+def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting]) -> Remedies:
+    """Every setting that takes less than the one in force, but those that were tried. Sends nothing.
+
+    batch: rows of the global batch.
+    """
+    search = _Search(job, batch, room)
+    found: dict[Setting, Remedy] = {}
+    for wanted in search.wanted():
+        row = search.row(wanted, tried)
+        if row is not None and row.setting not in tried:
+            found.setdefault(row.setting, row)
+    return Remedies(room, search.now_peak, tuple(found.values()))
+
+
+class _Search:
+    def __init__(self, job: Job, batch: int, room: int | None) -> None:
+        self.job, self.batch, self.now = job, batch, Setting.of(job, batch)
+        builder = job.builder
+        # As the optimizer's first step will leave it, which may not have been made.
+        model = CostModel(builder, builder.template.kinds(builder.skeleton), job.feed.fits)
+        now = job.builder.options.recompute
+        before = job.cost_model().peaks
+        size = sum(p.nbytes for p in builder.skeleton.parameters())
+        self._peaks = {
+            again: PeakBytes(
+                builder,
+                model.census,
+                real=size <= _SMALL,  # running it takes less than running it on shapes
+                recompute=again,
+                before=before if again == now else None,
+            )
+            for again in (False, True)
+        }
+        self.now_peak = self.peak(self.now)
+        self._room = room
+        if room is not None and self.now_peak is not None:
+            self._room = min(room, int(_LESS * self.now_peak))
+
+    def peak(self, setting: Setting) -> int | None:
+        """Bytes of the fullest rank at the peak of a step; None where nothing can tell. Raises StrategyError."""
+        peaks = self._peaks[setting.recompute]
+        top: Peak | None = largest(peaks.of(setting.strategy, self.batch, microbatch_size=setting.microbatch_size))
+        if top is None:
+            return None
+        return top.total - top.optimizer * setting.offload
+
+    def wanted(self) -> Iterator[Setting]:
+        """Each kind of remedy by itself, with as many rows in a forward as now."""
+        now = self.now
+        yield now
+        again = self._can_recompute and not now.recompute
+        if again:
+            yield replace(now, recompute=True)
+        strategy = now.strategy
+        for zero in (2, 3):
+            if strategy.dp > 1 and strategy.zero < zero:
+                yield replace(now, strategy=replace(strategy, zero=zero, shard=0))
+        if accelerator().holds(self.job.device) and not now.offload:
+            yield replace(now, offload=True)
+        if self.job.world_size > 1 and strategy.tp < self.job.world_size:
+            yield replace(now, strategy=Strategy(tp=self.job.world_size), microbatch_size=self.batch)
+        if again and strategy.dp > 1 and strategy.zero < 3:
+            yield replace(now, strategy=replace(strategy, zero=3, shard=0), recompute=True)
+
+    @property
+    def _can_recompute(self) -> bool:
+        options, strategy = self.job.builder.options, self.now.strategy
+        chain = options.chain
+        if (
+            options.compile
+            or (chain is not None and chain.recomputes)
+            or strategy.schedule in ("zb", "zbv", "dualpipev")
+        ):
+            return False
+        return bool(chain.units if chain is not None else structural_blocks(self.job.builder.skeleton))
+
+    def row(self, wanted: Setting, tried: Collection[Setting]) -> Remedy | None:
+        """`wanted`, with the most rows in a forward with which it fits; as it is where none does. None: refused."""
+        found: list[Remedy] = []
+        for setting in self._sizes(wanted):
+            if setting in tried or not self._allowed(setting):
+                continue
+            try:
+                peak = self.peak(setting)
+            except NbkitError:
+                return None
+            fits = None if peak is None or self._room is None else peak <= self._room
+            found.append(Remedy(setting, setting.changes(self.now), peak, fits))
+            if fits is not False:
+                return found[-1]
+        if wanted == self.now:
+            return found[-1] if found else None
+        return found[0] if found else None
+
+    def _sizes(self, wanted: Setting) -> Iterator[Setting]:
+        """`wanted` with fewer and fewer rows in a forward."""
+        strategy, rows = wanted.strategy, self.batch // wanted.strategy.dp
+        if self.batch % strategy.dp or strategy.speeds:
+            return
+        sizes = [size for size in reversed(divisors(rows)) if size <= wanted.microbatch_size]
+        for size in sizes:
+            if strategy.pp > 1:
+                yield replace(wanted, strategy=replace(strategy, microbatches=rows // size), microbatch_size=size)
+            elif wanted != self.now or size < wanted.microbatch_size:
+                yield replace(wanted, microbatch_size=size)
+
+    def _allowed(self, setting: Setting) -> bool:
+        """Whether it can train: by the rows that the model or its loss hold together, and as it can be split."""
+        job, strategy = self.job, setting.strategy
+        options = job.builder.options
+        cut = options.cut or setting.microbatch_size < self.batch // strategy.dp
+        try:
+            need_rows(replace(options, cut=cut), strategy)
+            job.builder.shard_layouts.check(strategy)
+            if strategy.zero and strategy != job.strategy:
+                job.builder.template.check_elementwise(str(strategy))
+        except NbkitError:
+            return False
+        return True
+
+
+def described(found: Remedies, command: Any) -> list[str]:
+    """The table of the remedies, a line for each. command: a remedy's number -> what to type for it."""
+    rows = [("", "setting", "peak of a rank", "fits", "to type")]
+    rows.append(("", "as it is", _mb(found.peak), "no", ""))
+    for number, row in enumerate(found.rows, 1):
+        fits = "?" if row.fits is None else "yes" if row.fits else "no"
+        rows.append((str(number), row.changes, _mb(row.peak), fits, command(number)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _mb(size: int | None) -> str:
+    return f"{size / 1e6:,.4g} MB" if size is not None else "not known"

@@ -1,0 +1,229 @@
+"""A step of `fit` that runs out of memory on any rank: all ranks hear of it, take the step back, and go on otherwise.
+
+In the order of this file: an alarm is on while steps are made, which wakes the ranks that wait for one that failed; all
+groups are formed again; weights, optimizer, random state and position in the data are those of before the step; rank 0
+computes what would fit, and all ranks put the same setting in force. The global batch stays, and so does the curve.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.errors import NotFinite, SwitchError, TrainingError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.collective_guard import Failures, Guard, waited
+from nbkit.rank.train.estimate import free_memory
+from nbkit.rank.train.out_of_memory import tensor_limit
+from nbkit.rank.train.out_of_memory.apply import apply
+from nbkit.rank.train.out_of_memory.remedies import Remedies, Setting, described, remedies
+from nbkit.rank.world import world
+from nbkit.rank.world.failure_alarm import Alarm
+from nbkit.records.events import OutOfMemory
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.trainer import Trainer
+
+POLICIES = ("fit", "raise")
+
+
+def check_on_oom(on_oom: str) -> None:
+    """Raise TrainingError where there is no such answer to a lack of memory."""
+    if on_oom not in POLICIES:
+        raise TrainingError(
+            f"There is no on_oom {on_oom!r}.", numbers=", ".join(map(repr, POLICIES)), hint="on_oom='fit'"
+        )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step changes beside weights, optimizer and position in the data. versions: of parameters that an
+    optimizer without state is to update."""
+
+    drawn: Drawn
+    buffers: dict[str, Tensor]
+    versions: tuple[int, ...] | None
+
+
+@contextmanager
+def rescue(trainer: Trainer, on_oom: str) -> Iterator[Rescue]:
+    """`fit` makes its steps inside."""
+    rescuing = Rescue(trainer, on_oom)
+    try:
+        yield rescuing
+    finally:
+        rescuing.end()
+
+
+class Rescue:
+    """Of one `fit`. tried: settings that did not fit."""
+
+    def __init__(self, trainer: Trainer, on_oom: str) -> None:
+        # A step is read again, which not all data can be.
+        self._on = on_oom != "raise" and Alarm.possible() and trainer.job.feed.remakes
+        self._trainer, self._policy = trainer, on_oom
+        self._tried: set[Setting] = set()
+        self._guard: Guard | None = None
+        self._key = ""
+        self._before: _Before | None = None
+
+    def end(self) -> None:
+        """No step is guarded any more."""
+        if self._guard is not None:
+            self._guard.end()
+            self._guard = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step and its boundary."""
+        job = self._trainer.job
+        if self._on:
+            here = world.current()
+            assert here is not None
+            if self._guard is None or self._key != here.key:  # the groups were formed anew meanwhile
+                self.end()
+                self._key = here.key
+                self._guard = Guard("memory", world_size=job.world_size, device=job.device)
+            buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.sharded_model).items()}
+            self._before = _Before(Drawn.so_far(), buffers, None if job.optimizer.state else self._versions())
+        limit = tensor_limit.in_force()
+        held = tensor_limit.held_by(job.sharded_model, job.optimizer.inner)
+        with limit.counting(held) if limit is not None else nullcontext():
+            yield
+
+    def _versions(self) -> tuple[int, ...]:
+        groups = self._trainer.job.optimizer.inner.param_groups
+        return tuple(p._version for group in groups for p in group["params"])
+
+    def went_back(self, error: Exception) -> bool:
+        """Whether `error` is a lack of memory on any rank, after which all ranks stand at a boundary and go on.
+
+        Collective then. Raises TrainingError, on every rank, where nothing fits, or where the step cannot be taken
+        back.
+        """
+        if not self._concerns(error):
+            return False
+        began, guard, job = time.time(), self._guard, self._trainer.job
+        assert guard is not None
+        failures, self._guard = guard.failures(error), None
+        _forget_frames(error)
+        with job.ledger.clock.stopped():
+            self._take_back()
+            self._go_on(error, failures, began)
+        return True
+
+    def _concerns(self, error: Exception) -> bool:
+        guard = self._guard
+        if guard is None or guard.alarm.world.dirty or isinstance(error, NotFinite):
+            return False
+        return accelerator().out_of_memory(error) or (waited(error) and guard.alarm.rung())
+
+    def _take_back(self) -> None:
+        """All ranks stand at the boundary before the step, or behind it where others have made it. Collective."""
+        job, before, self._before = self._trainer.job, self._before, None
+        assert before is not None
+        job.break_off()
+        job.backups.break_off()
+        if job.integrity.half_way and before.versions is not None and before.versions == self._versions():
+            # The optimizer had made its state, and updated nothing.
+            job.optimizer.inner.state.clear()
+            job.integrity.half_way = False
+        if not job.integrity.half_way:
+            with torch.no_grad():
+                for key, (tensor, _) in job_state.buffers(job.sharded_model).items():
+                    tensor.copy_(before.buffers[key])
+        before.drawn.restore()
+        job.integrity.broken_off = True
+        job.level_now()
+        job.pending = None
+        meet(job.sharded_model.connections.edges, job.device)
+        job.meet(job.backups.asked)
+        step_boundary.meet(job.device)
+        job.ledger.begin_again()
+
+    def _go_on(self, error: Exception, failures: Failures, began: float) -> None:
+        trainer, job = self._trainer, self._trainer.job
+        batch = trainer.arithmetic.total
+        self._tried.add(Setting.of(job, batch))
+        while True:
+            found = self._found(batch)
+            chosen = found.first
+            if chosen is None:
+                raise self._hopeless(error, failures, found)
+            try:
+                apply(job, chosen.setting, batch)
+                break
+            except SwitchError:  # of all ranks alike: the next one
+                self._tried.add(chosen.setting)
+        event = OutOfMemory(
+            job.step,
+            rank=failures.rank,
+            what=failures.words,
+            changes=chosen.changes,
+            old_peak=found.peak or 0,
+            peak=chosen.peak or 0,
+            room=found.room or 0,
+            seconds=time.time() - began,
+        )
+        job.ledger.emit(event)
+        if job.rank == 0:
+            print(f"\r{event.said}", flush=True)
+
+    def _found(self, batch: int) -> Remedies:
+        """The same on every rank: rank 0 computes them, for the rank that has least. Collective."""
+        job = self._trainer.job
+        rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)
+        told: list[Any] = [None]
+        if job.rank == 0:
+            known = [room for room in rooms if room is not None]
+            with torch.random.fork_rng(devices=[]):
+                job.builder.may_cut()
+                told[0] = remedies(job, batch, min(known, default=None), self._tried)
+        if job.world_size > 1:
+            dist.broadcast_object_list(told, src=0, device=job.device)
+        found: Remedies = told[0]
+        return found
+
+    def _hopeless(self, error: Exception, failures: Failures, found: Remedies) -> TrainingError:
+        rows = "\n".join(described(found, lambda number: ""))
+        hopeless = TrainingError(
+            f"A step ran out of memory, and nothing that keeps the global batch fits: {failures.words}",
+            numbers=rows,
+            hint="a smaller batch_size, or more ranks; trainer.fit(...) goes on from here",
+        )
+        hopeless.__cause__ = error
+        return hopeless
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Nothing that was computed before `error` is held by it. A cleared frame still has what its function closes over,
+    and torch's modules close over what they are called with."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    gc.collect()
+
+
+def _room(job: Any) -> int | None:
+    """Bytes that tensors of the training can take on this rank; None where nothing says."""
+    free_memory.trim(job.device)
+    here = world.current()
+    left = free_memory.left(job.device, ranks=here.place.local_world_size if here is not None else 1)
+    if left is None:
+        return None
+    return left + storage_bytes(tensor_limit.held_by(job.sharded_model, job.optimizer.inner), set())

@@ -1,0 +1,135 @@
+"""A step runs out of memory and is made again otherwise: the losses are those of a run that had the memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from jobs import quiet
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.out_of_memory import tensor_limit
+from nbkit.rank.train.trainer import Trainer
+from nbkit.records.events import OutOfMemory
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
+STEPS, ROWS = 4, 16
+CONFIG = GPTConfig(vocab=32, block=16, layers=3, heads=2, width=32, dropout=0.1)
+
+
+def model() -> GPT:
+    return GPT(CONFIG).double()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(CONFIG.vocab, (2, CONFIG.block), generator=draw)) for _ in range(3 * ROWS)]
+
+
+def made(strategy: str, **more: Any) -> Trainer:
+    return quiet(
+        model=model,
+        loss=loss,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        data=rows(),
+        batch_size=ROWS,
+        strategy=strategy,
+        clip_norm=1.0,
+        **more,
+    )
+
+
+def limited(num_bytes: int | None) -> None:
+    os.environ.pop(tensor_limit.VARIABLE, None)
+    if num_bytes is not None:
+        os.environ[tensor_limit.VARIABLE] = str(num_bytes)
+
+
+def events_of(trainer: Trainer) -> list[OutOfMemory]:
+    found: list[OutOfMemory] = []
+    trainer.job.ledger.listeners.append(lambda e: found.append(e) if isinstance(e, OutOfMemory) else None)
+    return found
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [record["loss"] for record in trainer.history]
+
+
+def undisturbed(world: Any) -> list[float]:
+    trainer = made("ddp")
+    trainer.fit(STEPS)
+    return losses(trainer)
+
+
+def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
+    """After the first step, `share` of what it took is all there is."""
+    limited(None)
+    assert tensor_limit.in_force() is None  # what an earlier training held is forgotten
+    limited(1 << 40)
+
+    def tighten(_: Trainer, record: dict[str, Any]) -> None:
+        limit = tensor_limit.in_force()
+        if here and limit is not None and record["step"] == 1:
+            limited(int(share * limit.peak))
+
+    trainer._callbacks = (tighten,)
+
+
+def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
+    """By strategy, with less memory on the last rank than it wants."""
+    found = {}
+    for strategy in strategies:
+        trainer = made(strategy, on_oom="fit")
+        heard = events_of(trainer)
+        squeezed(trainer, share, here=world.place.rank == world.place.world_size - 1)
+        trainer.fit(STEPS)
+        found[strategy] = {
+            "losses": losses(trainer),
+            "changes": [event.changes for event in heard],
+            "rank": [event.rank for event in heard],
+            "held": [event.peak <= event.room for event in heard],
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return run_ranks(undisturbed, 1)[0]
+
+
+STRATEGIES = ["ddp", "zero1", "zero3", "tp", "pp"]
+
+
+def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the_same(expected: list[float]) -> None:
+    for found in run_ranks(rescued, 2, STRATEGIES, 0.8, timeout=200):
+        for strategy in STRATEGIES:
+            one = found[strategy]
+            assert one["losses"] == pytest.approx(expected, rel=1e-12), (strategy, one)
+            assert len(one["changes"]) == 1 and one["rank"] == [1] and one["held"] == [True], (strategy, one)
+
+
+def refused(world: Any) -> tuple[str, bool, list[float]]:
+    """`raise`: as if there were no such thing; the same Trainer trains on when there is memory again."""
+    trainer = made("ddp")
+    squeezed(trainer, 0.8, here=True)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(STEPS)
+    limited(None)
+    trainer._callbacks = ()
+    trainer.fit(until=STEPS)
+    return type(caught.value).__name__, trainer.arithmetic.accum == 1, losses(trainer)
+
+
+def test_raise_leaves_the_error_as_it_is(expected: list[float]) -> None:
+    for name, uncut, found in run_ranks(refused, 1, timeout=100):
+        assert name == "OutOfMemoryError" and uncut and found == pytest.approx(expected, rel=1e-12)
