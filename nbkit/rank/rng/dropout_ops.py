@@ -1,6 +1,6 @@
 """torch's dropping functions, once more, with a mask that is given instead of drawn.
 
-`DRAWS[f]` does what f does. It is called with f itself, a `Mask`, then f's own arguments. Attention that drops is
+`DRAWS[f]` does what f does. It is called with f itself, a mask, then f's own arguments. Attention that drops is
 computed as the formula says (the probabilities are in memory), since no fused kernel takes a mask of what to drop;
 unless the kernel may draw its own.
 """
@@ -24,6 +24,10 @@ class Mask(Protocol):
     """`mask(shape, p)`: bool, True where dropped."""
 
     def __call__(self, shape: Sequence[int], p: float, /) -> Tensor: ...
+
+
+class AttentionMask(Mask, Protocol):
+    """A mask that attention may leave to its kernel."""
 
     def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
         """What to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
@@ -90,7 +94,7 @@ def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -
 
 def _attention(
     func: Draw,
-    mask: Mask,
+    mask: AttentionMask,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -121,7 +125,7 @@ def _attention(
     return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
 
 
-def _multi_head(func: FunctionType, mask: Mask, *args: Any, **kwargs: Any) -> Any:
+def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: Any) -> Any:
     """torch's own code, in which `dropout` and `scaled_dot_product_attention` mean these here."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -58,7 +58,10 @@ class _Call:
 
 @dataclass
 class _Pass:
-    """One forward pass of one micro-batch. first: of its rows, for the host. calls: path -> calls so far. stack: the modules that are being called."""
+    """One forward pass of one micro-batch.
+
+    first: of its rows, for the host. calls: path -> calls so far. stack: the modules that are being called.
+    """
 
     key: int
     rows: Tensor
