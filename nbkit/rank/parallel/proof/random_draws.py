@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nbkit.rank.rng.dropout_ops import DRAWS
+from nbkit.rank.rng.dropout_ops import DRAWS, AttentionMask
 from nbkit.rank.watching_mode import WatchingMode
 
 
@@ -37,8 +37,17 @@ class DroppingNothing(TorchFunctionMode):
         if draw is None:
             return func(*args, **(kwargs or {}))
         device = next((x.device for x in args if isinstance(x, Tensor)), None)
+        return draw(func, _Nothing(device), *args, **(kwargs or {}))
 
-        def nothing(shape: Sequence[int], p: float) -> Tensor:
-            return torch.zeros(tuple(shape), dtype=torch.bool, device=device)
 
-        return draw(func, nothing, *args, **(kwargs or {}))
+class _Nothing(AttentionMask):
+    """The mask of what drops nothing, on `device`; attention cannot leave it to its kernel."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+
+    def __call__(self, shape: Sequence[int], p: float, /) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.bool, device=self.device)
+
+    def in_kernel(self, device: torch.device) -> None:
+        return None
