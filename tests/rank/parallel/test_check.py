@@ -46,6 +46,15 @@ def test_a_tied_weight_is_on_the_stages_that_use_it_and_guesses_say_that_they_ar
     assert guessed.ok and "guessed" in guessed.findings[0].what
 
 
+def test_blocks_whose_attention_drops_are_split_like_others() -> None:
+    model = gpt(1, dropout=0.1)
+    tokens = torch.randint(0, 64, (4, 16))
+
+    split = column(nbkit.check(model, "tp=2", tokens), "tensor axis")
+
+    assert split["blocks.*.attention.q"] == "columns: 4 heads over 2" and split["blocks.*.up"].startswith("columns")
+
+
 def frozen() -> nn.Module:
     model = gpt(2)
     model.tokens.requires_grad_(False)
