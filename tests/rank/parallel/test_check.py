@@ -48,9 +48,7 @@ def test_a_tied_weight_is_on_the_stages_that_use_it_and_guesses_say_that_they_ar
 
 def test_blocks_whose_attention_drops_are_split_like_others() -> None:
     model = gpt(1, dropout=0.1)
-    tokens = torch.randint(0, 64, (4, 16))
-
-    split = column(nbkit.check(model, "tp=2", tokens), "tensor axis")
+    split = column(nbkit.check(model, "tp=2", ZOO["gpt"].batch(8), loss=ZOO["gpt"].loss), "tensor axis")
 
     assert split["blocks.*.attention.q"] == "columns: 4 heads over 2" and split["blocks.*.up"].startswith("columns")
 
