@@ -111,6 +111,7 @@ class LoopSettings:
     save_path: str | Path | None
     saves_if_detached: bool
     keep: Asked
+    snapshot_every: int | None
     name: str | None
     callbacks: tuple[Callable[[Any, dict[str, Any]], None], ...]
     log_every: int

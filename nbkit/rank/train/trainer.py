@@ -38,6 +38,7 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom, rescue
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat, span_of
+from nbkit.rank.train.replace.rewind import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.trial import try_out
@@ -58,10 +59,10 @@ class Trainer:
     data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
     eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so
     many steps, or "10min" of training (the default in a detached cell; False: never), into checkpoint in the run's
-    directory, or save_path, written beside the training. keep: not one checkpoint, but the newest 3, those of "2h", or
-    (3, "2h"), at most so many, none older; each in a directory step-N. callbacks: called as f(trainer, record) with
-    each finished record, on every rank. log_every: steps between gradient norms when nothing clips.
-    log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read; name: the run's.
+    directory, or save_path, beside the training. keep: 3, "2h" or (3, "2h") of them, instead of one. snapshot_every:
+    steps from one to the next of what `rewind` goes back to. callbacks: f(trainer, record), with each finished record.
+    log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
+    records), which %dashboard and TensorBoard read; name: the run's.
     progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan:
     module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
     example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
@@ -103,6 +104,7 @@ class Trainer:
         save_every: int | str | bool | None = None,
         save_path: str | Path | None = None,
         keep: Asked = None,
+        snapshot_every: int | None = None,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
         log_every: int = 10,
         log_dir: str | None = runs_dir.DEFAULT,
@@ -126,7 +128,7 @@ class Trainer:
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
-        check_counts(backup_every=backup_every or None)
+        check_counts(backup_every=backup_every or None, snapshot_every=snapshot_every)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep)
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
@@ -151,6 +153,7 @@ class Trainer:
             save_path=save_path,
             saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
             keep=keep,
+            snapshot_every=snapshot_every,
             name=name,
             callbacks=tuple(callbacks),
             log_every=log_every,
@@ -182,6 +185,7 @@ class Trainer:
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
         self.saves.collect(wait=True)
         self.job.writing.form_again()
+        self.snapshots.clear()
         stream.seek(self._stream.epoch, self._stream.offset)
         self._stream = stream
         self._rebalancing.forget()
@@ -196,6 +200,7 @@ class Trainer:
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
         self.saves = OwnSaves(job, loop)
+        self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
         self._joined: Span | None = None
 
     def _listen(self) -> None:
@@ -271,6 +276,7 @@ class Trainer:
                 every = self.loop.backup_every
                 self.job.backups.begin(0 if every is None and not replaceable else every, self._say)
                 self.job.back_up()
+                self.snapshots.take()
             while left:
                 goal = self.step + left
                 try:
@@ -364,6 +370,14 @@ class Trainer:
         self.saves.loaded(path)
         self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
 
+    def rewind(self, step: int) -> int:
+        """Back to the newest snapshot that is not beyond `step`, under the strategy of now; the step of it. Collective.
+
+        Weights, optimizer, learning rate, position in the data and history are those of then: the steps after it are
+        made as they were. Raises TrainingError where there is no such snapshot (snapshot_every=).
+        """
+        return self.snapshots.back_to(step)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
         return self.job.full_state_dict()
@@ -374,6 +388,7 @@ class Trainer:
         if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
         self.saves.after_step()
+        self.snapshots.take()
 
     def _say(self, text: str) -> None:
         if self.job.rank == 0 and self.loop.progress:

@@ -205,6 +205,14 @@ class Training:
         self._stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
+    def rewind(self, progress: recovery.Progress) -> None:
+        """The weights are those of the earlier step of `progress` now, and so is all else. Collective."""
+        self.backups.back_to(progress.step)
+        self.ledger.replace(progress.step, progress.records, loaded=True)
+        self.precision.load_state_dict(progress.precision)
+        self.feed.go_to(progress.position)
+        self._whole_again()
+
     def meet(self, asked: int | None) -> None:
         """All ranks stand at one boundary, and some of them are new. Collective. asked: see Backups."""
         self._whole_again()

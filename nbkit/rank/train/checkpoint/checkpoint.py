@@ -42,13 +42,14 @@ _OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 class Taken:
     """What this rank is to write: `shares` (key -> boxes of the global tensor) of what it holds, as of `step`.
 
-    about: all that is no tensor; rank 0 writes it.
+    kinds: key -> dtype, of all ranks. about: all that is no tensor; rank 0 writes it.
     """
 
     path: Path
     step: int
     held: job_state.JobState
     shares: Mapping[str, Sequence[Box]]
+    kinds: Mapping[str, torch.dtype]
     about: Mapping[str, Any]
 
 
@@ -83,7 +84,7 @@ def take(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
         "strategy": str(sharded_model.strategy),
         **about,
     }
-    return Taken(Path(path), state.step, held, shares(every, builder.rank), kept)
+    return Taken(Path(path), state.step, held, shares(every, builder.rank), every.kinds, kept)
 
 
 def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:

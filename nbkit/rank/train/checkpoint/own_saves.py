@@ -104,6 +104,12 @@ class OwnSaves:
         step = self._job.step
         self.last = LastCheckpoint(Path(path).absolute(), step, step)
 
+    def rewound(self) -> None:
+        """The training stands at an earlier step: what was saved later is not of it."""
+        step = self._job.step
+        self.last = LastCheckpoint() if self.last.step > step else self.last
+        self.last = replace(self.last, tried=min(self.last.tried, step))
+
     def resume(self, asked: str, load: Callable[[Path], None]) -> None:
         """`load` the newest checkpoint that is whole, of this Trainer or of one before it. Collective.
 

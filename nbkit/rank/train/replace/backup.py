@@ -115,6 +115,11 @@ class Backups:
         self._group, self._shares, self.asked, self.every = None, None, asked, asked
         self._keep(step)
 
+    def back_to(self, step: int) -> None:
+        """The steps after `step` have not been made."""
+        self.wait()
+        self._keep(step)
+
     def _keep(self, step: int) -> None:
         self.own = [each for each in self.own if each.step <= step]
         self.wards = [each for each in self.wards if each.step <= step]

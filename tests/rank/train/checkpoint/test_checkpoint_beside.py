@@ -68,6 +68,7 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         told["order"] = order
         torch.distributed.barrier()  # rank 0 has deleted what does not stay
         told["kept"] = sorted(path.name for path in (folder / "kept").iterdir())
+        torch.distributed.barrier()
         told["last"] = str(whole.saves.last.path), whole.saves.last.step
         if rank == 0:
             path = folder / "kept" / "step-10"
