@@ -149,6 +149,17 @@ def strategy_parser() -> MagicParser:
     return parser
 
 
+def compare_parser() -> MagicParser:
+    parser = MagicParser(
+        prog="%compare",
+        description="Measure strategies in turns, from one state on the same batches, beside the one in force; then "
+        "go on as if nothing had been: %%compare tp zero3 'dp=2 tp=2'.",
+    )
+    parser.add_argument("strategies", nargs="+", metavar="strategy", help="a preset, or key=value, several in quotes")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each (20)")
+    return parser
+
+
 def train_parser() -> MagicParser:
     parser = MagicParser(prog="%train", description="Hold, save, await or end the training that runs.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
@@ -233,6 +244,7 @@ PARSERS: dict[str, Callable[[], MagicParser]] = {
     "%pull": pull_parser,
     "%push": push_parser,
     "%strategy": strategy_parser,
+    "%compare": compare_parser,
     "%train": train_parser,
 }
 """Every magic."""

@@ -1,4 +1,4 @@
-"""`%strategy`: the panel, and the same by typing."""
+"""`%strategy`: the panel, and the same by typing; `%compare`: strategies beside each other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, parse, strategy_parser
+from magics.arguments import HelpShown, compare_parser, parse, strategy_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
 
 @magics_class
 class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic."""
+    """Two line magics."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def strategy(self, line: str) -> Any:
@@ -34,5 +35,14 @@ class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return training.try_out(wanted, options.steps)
         return training.switch(wanted) if wanted else StrategyPanel(current())
 
+    @line_magic  # type: ignore[misc, untyped-decorator]
+    def compare(self, line: str) -> ControlResult | None:
+        try:
+            options = parse(compare_parser(), line)
+        except HelpShown:
+            return None
+        return current().training.compare(*options.strategies, steps=options.steps)
 
+
+StrategyMagics.compare.__doc__ = compare_parser().format_help()
 StrategyMagics.strategy.__doc__ = strategy_parser().format_help()

@@ -204,6 +204,15 @@ def _try_out(owner: Any, strategy: str, steps: int) -> dict[str, Any]:
     return dict(owner.try_out(strategy, steps=steps))
 
 
+def _compare(owner: Any, strategies: list[str], steps: int) -> dict[str, Any]:
+    if not hasattr(owner, "compare"):
+        raise UsageError(
+            "Only a Trainer can compare strategies: in a loop of your own nbkit cannot make the steps.",
+            hint=f"%strategy {strategies[0] if strategies else 'zero3'}   and   %strategy --undo",
+        )
+    return dict(owner.compare(*strategies, steps=steps))
+
+
 def _pause(owner: Any) -> dict[str, Any]:
     if step_boundary.training() is None:
         raise UsageError("Nothing makes steps, so there is nothing to pause.", hint="trainer.fit(...)   with --detach")
@@ -237,6 +246,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "switch": _switch,
     "undo": _undo,
     "try": _try_out,
+    "compare": _compare,
     "pause": _pause,
     "resume": _resume,
     "save": _save,

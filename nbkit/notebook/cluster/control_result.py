@@ -18,8 +18,8 @@ class ControlResult:
     """As the ranks return it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
     served: False when the training ended before it came to the control, which then waits for nothing any more.
 
-    result: of a switch or undo the fields of nbkit.records.events.Switched, of a try what Trainer.try_out returns.
-    predicted: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
+    result: of a switch or undo the fields of nbkit.records.events.Switched, of a try and a comparison what the Trainer
+    returns. predicted: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
     """
 
     id: str
@@ -57,6 +57,8 @@ class ControlResult:
             beside = f"{seconds(before)} under {self.strategy}" if before else f"{self.strategy} is not measured yet"
             change = f", {before / tried:.2f} × as fast" if tried and before else ""
             return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
+        if self.do == "compare":
+            return f"compared for {self.result['steps']} steps each at step {self.step}, under {self.strategy} again"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "save" else ""
@@ -73,10 +75,21 @@ class ControlResult:
         ]
 
     def __repr__(self) -> str:
+        if self.ok and self.do == "compare":
+            return "\n".join([self.line, *_lined_up(self.compared)])
         rows = [f"  {what:<12} predicted {predicted:<10} measured {found}" for what, predicted, found in self.figures]
         return "\n".join([self.line, *rows, *([f"  {proof(self.result)}"] if rows else [])])
 
+    @property
+    def compared(self) -> list[tuple[str, ...]]:
+        """The rows of a comparison, the first of them its head."""
+        head = "strategy", "a step", "95 % of the median", "memory beyond before", "sent a step"
+        return [head, *(_compared(row) for row in self.result["strategies"])]
+
     def _repr_html_(self) -> str:
+        if self.ok and self.do == "compare":
+            cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.compared]
+            return f"<b>{html.escape(self.line)}</b><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
         if not self.figures:
             return f"<span>{html.escape(self.line)}</span>"
         rows = "".join(
@@ -85,6 +98,21 @@ class ControlResult:
         )
         head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
         return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{proof(self.result)}</small>"
+
+
+def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if row["error"]:
+        return row["strategy"], row["error"], "", "", ""
+    between = f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
+    return row["strategy"], seconds(row["step_s"]), between, size(row["memory_bytes"]), size(row["sent_bytes"])
+
+
+def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:
+    # What refuses a strategy is as long as it likes, and stands alone.
+    widths = [max(len(row[at]) for row in rows if row[-1]) for at in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def stopped(step: int) -> ControlResult:

@@ -55,6 +55,10 @@ class Training:
         """Measure a strategy for so many steps on the live job, then go back to where it was."""
         return self.ask("try", strategy=strategy, steps=steps)
 
+    def compare(self, *strategies: str, steps: int = 20) -> ControlResult:
+        """Measure strategies in turns, from one state on the same batches, then go back to where it was."""
+        return self.ask("compare", strategies=list(strategies), steps=steps)
+
     def pause(self) -> ControlResult:
         """Hold the training at its next step boundary, until `resume` or Stop; switches act meanwhile."""
         return self.ask("pause")

@@ -41,6 +41,7 @@ from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat, s
 from nbkit.rank.train.replace.rewind import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
+from nbkit.rank.train.switch.compare import compare
 from nbkit.rank.train.switch.trial import try_out
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
@@ -247,9 +248,7 @@ class Trainer:
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 
-    def fit(
-        self, steps: int | None = None, *, until: int | None = None, resume: str | None = None
-    ) -> list[dict[str, Any]]:
+    def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
         """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
 
         `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
@@ -317,9 +316,12 @@ class Trainer:
 
         No evaluation, checkpoint, callback or record of them. Raises TrainingError for data that cannot go back.
         """
-        check_counts(steps=steps)
-        with self.job.ledger.clock.stopped():
-            return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
+        return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
+
+    def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
+        """Measure strategies beside each other and the one in force, then go on as if nothing had been: see `compare`
+        in nbkit.rank.train.switch.compare. Collective."""
+        return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
         """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
@@ -373,8 +375,7 @@ class Trainer:
     def rewind(self, step: int) -> int:
         """Back to the newest snapshot that is not beyond `step`, under the strategy of now; the step of it. Collective.
 
-        Weights, optimizer, learning rate, position in the data and history are those of then: the steps after it are
-        made as they were. Raises TrainingError where there is no such snapshot (snapshot_every=).
+        Everything is as it was then, and the next steps are made as they were. Raises TrainingError where there is none.
         """
         return self.snapshots.back_to(step)
 

@@ -9,9 +9,11 @@ from typing import Any
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.data_rng import own_draws
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control.collective_guard import Guard
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.train.training_state import TrainingState
+from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
 
@@ -24,22 +26,12 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
     before. Raises TrainingError for data that cannot be read again, and SwitchError, on every rank alike, when the
     first step fails on any.
     """
-    if not again:
-        raise TrainingError(
-            "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
-            hint="an IterableDataset, or any object whose __iter__ begins anew",
-        )
+    check_counts(steps=steps)
+    check_again(again)
     old, new = job.strategy, Strategy.parse(text, job.world_size)
-    with own_draws(), job.on_trial(new) as (state, event):
-        records = job.ledger.records
-        before = [record["seconds"] for record in records[-steps:] if record["strategy"] == str(old)]
-        made = len(records)
-        job.ledger.clock.restart()
-        _first(job, state, make_step)
-        for _ in range(steps - 1):
-            make_step()
-        job.ledger.settle()
-        seconds = [record["seconds"] for record in records[made:]]
+    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(old)]
+    with job.ledger.clock.stopped():
+        event, seconds = measure(job, new, steps, make_step)
     return {
         "strategy": event.new,
         "steps": steps,
@@ -47,6 +39,39 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
         "before_step_s": statistics.median(before) if before else None,
         "switch_s": event.pause_s,
     }
+
+
+def check_again(again: bool) -> None:
+    """Raises TrainingError for data that cannot be read again."""
+    if not again:
+        raise TrainingError(
+            "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
+            hint="an IterableDataset, or any object whose __iter__ begins anew",
+        )
+
+
+def measure(
+    job: Switchable,
+    new: Strategy,
+    steps: int,
+    make_step: Callable[[], None],
+    *,
+    warm: Callable[[], None] = lambda: None,
+) -> tuple[Switched, list[float]]:
+    """The switch to `new`, and the seconds of `steps` steps under it; then all is as before. Collective.
+
+    warm: called when the first of them, which makes what later ones reuse, has been made.
+    """
+    with own_draws(), job.on_trial(new) as (state, event):
+        records = job.ledger.records
+        made = len(records)
+        job.ledger.clock.restart()
+        _first(job, state, make_step)
+        warm()
+        for _ in range(steps - 1):
+            make_step()
+        job.ledger.settle()
+        return event, [record["seconds"] for record in records[made:]]
 
 
 def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) -> None:
