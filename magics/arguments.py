@@ -165,6 +165,8 @@ def train_parser() -> MagicParser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     verbs.add_parser("pause", help="hold it at its next step boundary")
     verbs.add_parser("resume", help="go on after pause")
+    fit = verbs.add_parser("fit", help="after a step ran out of memory: go on with what fits")
+    fit.add_argument("number", nargs="?", type=int, default=0, help="of a row that was offered (the first that fits)")
     save = verbs.add_parser("save", help="write a checkpoint at its next step boundary")
     save.add_argument("path", nargs="?", default="", help="where to (checkpoint, in the run's directory)")
     verbs.add_parser("wait", help="wait for the detached cell, so that Run All does")

@@ -22,6 +22,7 @@ from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.estimate.time_model import measured_step
+from nbkit.rank.train.out_of_memory import question
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
@@ -225,6 +226,11 @@ def _resume(owner: Any) -> dict[str, Any]:
     return {}
 
 
+def _fit(owner: Any, number: int = 0) -> dict[str, Any]:
+    taken = question.answer(getattr(owner, "job", owner), number)
+    return {**taken, "goes_on": pause.let_go()}
+
+
 def _save(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
         raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
@@ -249,6 +255,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "compare": _compare,
     "pause": _pause,
     "resume": _resume,
+    "fit": _fit,
     "save": _save,
     "trace": _trace,
 }

@@ -120,11 +120,11 @@ class Replaced(Event):
 
 @dataclass(frozen=True)
 class OutOfMemory(Event):
-    """A step ran out of memory and was taken back; the training goes on with another setting.
+    """A step ran out of memory and was taken back; then another one: the training goes on with another setting.
 
     rank: the one that ran out; None: several. what: its first line, and what else the numbers tell. changes: of the
-    setting: "microbatch_size=4". old_peak, peak: bytes of the fullest rank in a step before and now, predicted; room:
-    what it can hold. 0: not known. seconds: until steps could be made again.
+    setting: "microbatch_size=4"; "" in the first of the two. old_peak, peak: bytes of the fullest rank in a step before
+    and now, predicted; room: what it can hold. 0: not known. seconds: until the step is made again.
     """
 
     kind: ClassVar[str] = "out_of_memory"

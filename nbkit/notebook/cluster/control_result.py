@@ -59,6 +59,9 @@ class ControlResult:
             return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
         if self.do == "compare":
             return f"compared for {self.result['steps']} steps each at step {self.step}, under {self.strategy} again"
+        if self.do == "fit":
+            then = "going on" if self.result["goes_on"] else "trainer.fit(...) goes on"
+            return f"{self.result['changes']} after step {self.step}: {then}"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "save" else ""

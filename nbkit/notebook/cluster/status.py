@@ -126,7 +126,8 @@ def rank_rows(entry: Entry, answers: Mapping[int, dict[str, Any]], deaths: Mappi
 
 def _state(answer: dict[str, Any]) -> str:
     if answer["training"]:
-        return f"training, step {answer['progress'].get('step', 0)}"
+        progress = answer["progress"]
+        return f"training, step {progress.get('step', 0)}" + f", {progress.get('waits')}" * bool(progress.get("waits"))
     if answer["cell"]:
         return f"running ({answer['where']})" if answer["where"] else "running"
     return "idle, world spoilt" if answer["dirty"] else "idle"

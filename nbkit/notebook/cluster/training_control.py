@@ -67,6 +67,10 @@ class Training:
         """Continue after `pause`."""
         return self.ask("resume")
 
+    def fit(self, number: int = 0) -> ControlResult:
+        """After a step ran out of memory: go on with row `number` of what was offered; 0: the first that fits."""
+        return self.ask("fit", number=number)
+
     def save(self, path: str = "") -> ControlResult:
         """Write a checkpoint at the next step boundary; default: checkpoint in the run's directory."""
         return self.ask("save", path=path)

@@ -184,6 +184,9 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
     # A switch that failed, or was taken back, has ended nothing.
     if ended and failed and how not in ("done", "stopped"):
         reading = f"ended by an error: {failure(failed[-1])}"
+    newest = snapshot["events"][-1] if snapshot["events"] else {}
+    if not ended and newest.get("kind") == "out_of_memory" and not newest.get("changes"):
+        reading = f"waits, out of memory: {newest.get('what')}; %train fit goes on with what fits"
     return strategy, " · ".join(word for word in figures if word), reading
 
 

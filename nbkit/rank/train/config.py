@@ -118,7 +118,7 @@ class LoopSettings:
     backup_every: int | None
     progress: bool
     on_failure: str
-    on_oom: str
+    on_oom: str | None
     balance: bool
 
     def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:

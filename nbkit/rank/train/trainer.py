@@ -73,7 +73,8 @@ class Trainer:
     switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
     balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
     on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
-    on_oom: a step that runs out of memory is taken back and made again with what "fit"s (docs/memory.md); or "raise".
+    on_oom: a step that runs out of memory is taken back (docs/memory.md) and made again with what "fit"s, or as you
+    say when it "ask"s (the default in a notebook); "raise": the error ends `fit` (the default elsewhere).
     backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
     cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 
@@ -121,7 +122,7 @@ class Trainer:
         switches: Given = None,
         balance: bool = False,
         on_failure: str = "replace",
-        on_oom: str = "raise",
+        on_oom: str | None = None,
         backup_every: int | None = None,
     ) -> None:
         check_policy(on_failure)

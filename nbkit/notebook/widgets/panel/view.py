@@ -148,6 +148,8 @@ def _headline(state: State) -> str:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":
         parts.append(f"{_count(progress['tokens_per_s'])} tokens/s")
+    if progress.get("waits"):
+        parts.append(progress["waits"])
     return " · ".join(parts)
 
 

@@ -239,7 +239,7 @@ function wordsOf(event) {
   if (event.kind === "failure") return [rank, event.error, event.what].filter(Boolean).join(": ");
   if (event.kind === "replaced") return `${event.why}: ${event.steps_lost} steps and ${seconds(event.seconds)} lost`;
   if (event.kind === "rebalanced") return `speeds ${event.speeds}: ${Math.round(100 * event.gain)} % less computing`;
-  if (event.kind === "out_of_memory") return `now ${event.changes}\n${event.what}`;
+  if (event.kind === "out_of_memory") return [event.changes && `now ${event.changes}`, event.what].filter(Boolean).join("\n");
   return event.path || (event.new ?? "");
 }
 

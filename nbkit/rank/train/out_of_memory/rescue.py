@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.rng.seeding import Drawn
 from nbkit.rank.telemetry.memory import storage_bytes
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.collective_guard import Failures, Guard, waited
+from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.out_of_memory import tensor_limit
+from nbkit.rank.train.out_of_memory import question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply
-from nbkit.rank.train.out_of_memory.remedies import Remedies, Setting, described, remedies
+from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, described, remedies
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
@@ -38,12 +40,12 @@ from nbkit.records.events import OutOfMemory
 if TYPE_CHECKING:
     from nbkit.rank.train.trainer import Trainer
 
-POLICIES = ("fit", "raise")
+POLICIES = ("ask", "fit", "raise")
 
 
-def check_on_oom(on_oom: str) -> None:
+def check_on_oom(on_oom: str | None) -> None:
     """Raise TrainingError where there is no such answer to a lack of memory."""
-    if on_oom not in POLICIES:
+    if on_oom not in (None, *POLICIES):
         raise TrainingError(
             f"There is no on_oom {on_oom!r}.", numbers=", ".join(map(repr, POLICIES)), hint="on_oom='fit'"
         )
@@ -60,9 +62,9 @@ class _Before:
 
 
 @contextmanager
-def rescue(trainer: Trainer, on_oom: str) -> Iterator[Rescue]:
-    """`fit` makes its steps inside."""
-    rescuing = Rescue(trainer, on_oom)
+def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[Rescue]:
+    """`fit` makes its steps inside. on_oom: None: "ask" where a notebook can answer."""
+    rescuing = Rescue(trainer, on_oom or ("ask" if "control" in step_boundary.handlers else "raise"))
     try:
         yield rescuing
     finally:
@@ -130,7 +132,12 @@ class Rescue:
         guard = self._guard
         if guard is None or guard.alarm.world.dirty or isinstance(error, NotFinite):
             return False
-        return accelerator().out_of_memory(error) or (waited(error) and guard.alarm.rung())
+        if accelerator().out_of_memory(error):
+            return True
+        try:
+            return waited(error) and guard.alarm.rung()
+        except Exception:  # the store is gone, and rank 0 with it: no lack of memory
+            return False
 
     def _take_back(self) -> None:
         """All ranks stand at the boundary before the step, or behind it where others have made it. Collective."""
@@ -156,31 +163,68 @@ class Rescue:
         job.ledger.begin_again()
 
     def _go_on(self, error: Exception, failures: Failures, began: float) -> None:
-        trainer, job = self._trainer, self._trainer.job
-        batch = trainer.arithmetic.total
-        self._tried.add(Setting.of(job, batch))
+        job, batch = self._trainer.job, self._trainer.arithmetic.total
+        before = Setting.of(job, batch)
+        self._tried.add(before)
+        found = self._found(batch)
+        self._tell(failures, found, None, began)
+        if self._policy == "ask":
+            self._ask(error, failures, found, batch)
+        else:
+            self._take_first(error, failures, found, batch)
+        now = Setting.of(job, batch)
+        peak = next((row.peak for row in found.rows if row.setting == now), None)
+        self._tell(failures, found, Remedy(now, now.changes(before) or "the same setting", peak, None), began)
+
+    def _take_first(self, error: Exception, failures: Failures, found: Remedies, batch: int) -> None:
         while True:
-            found = self._found(batch)
-            chosen = found.first
-            if chosen is None:
+            if (chosen := found.first) is None:
                 raise self._hopeless(error, failures, found)
             try:
-                apply(job, chosen.setting, batch)
-                break
+                apply(self._trainer.job, chosen.setting, batch)
+                return
             except SwitchError:  # of all ranks alike: the next one
                 self._tried.add(chosen.setting)
+                found = self._found(batch)
+
+    def _ask(self, error: Exception, failures: Failures, found: Remedies, batch: int) -> None:
+        """Hold the training until somebody has answered, or end `fit` where nobody can while its cell runs."""
+        job = self._trainer.job
+        asked = question.Question(weakref.ref(job), batch, failures.words, found)
+        question.put(asked)
+        if not DETACHED.get():
+            wanting = TrainingError(
+                f"A step ran out of memory, and was taken back: {failures.words}",
+                numbers=asked.text,
+                hint=f"{question.COMMAND} or {question.COMMAND} N, then this cell again: fit goes on from here",
+            )
+            wanting.__cause__ = error
+            raise wanting
+        if job.rank == 0:
+            print(f"\rOut of memory in step {job.step + 1}, which was taken back: {failures.words}\n{asked.text}")
+            print(f"The training waits: {question.COMMAND}, or %strategy and %train resume", flush=True)
+        step_boundary.report(waits=f"out of memory: {question.COMMAND}")
+        try:
+            pause.hold(job.device)
+        finally:
+            step_boundary.report(waits="")
+            question.put(None)
+
+    def _tell(self, failures: Failures, found: Remedies, chosen: Remedy | None, began: float) -> None:
+        """An event: of what has happened, and of what was done about it."""
+        job = self._trainer.job
         event = OutOfMemory(
             job.step,
             rank=failures.rank,
             what=failures.words,
-            changes=chosen.changes,
+            changes=chosen.changes if chosen is not None else "",
             old_peak=found.peak or 0,
-            peak=chosen.peak or 0,
+            peak=(chosen.peak or 0) if chosen is not None else 0,
             room=found.room or 0,
             seconds=time.time() - began,
         )
         job.ledger.emit(event)
-        if job.rank == 0:
+        if job.rank == 0 and chosen is not None:
             print(f"\r{event.said}", flush=True)
 
     def _found(self, batch: int) -> Remedies:

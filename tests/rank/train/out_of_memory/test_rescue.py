@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbkit.bridge.training_requests import Control, Controls
+from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.train.out_of_memory import tensor_limit
+from nbkit.rank.train.control import pause, step_boundary
+from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.out_of_memory import question, tensor_limit
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
 
@@ -95,9 +101,9 @@ def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
         trainer.fit(STEPS)
         found[strategy] = {
             "losses": losses(trainer),
-            "changes": [event.changes for event in heard],
-            "rank": [event.rank for event in heard],
-            "held": [event.peak <= event.room for event in heard],
+            "changes": [event.changes for event in heard if event.changes],
+            "rank": {event.rank for event in heard},
+            "held": [0 < event.peak <= event.room for event in heard if event.changes],
         }
     return found
 
@@ -105,6 +111,60 @@ def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     return run_ranks(undisturbed, 1)[0]
+
+
+def answered(number: int, strategy: str = "") -> dict[str, Any]:
+    """What comes of an answer as a notebook sends it, once the training is held; in another thread."""
+    told: dict[str, Any] = {}
+
+    def ask() -> None:
+        while not pause.is_held():
+            time.sleep(0.005)
+        told["waits"] = step_boundary.progress()["waits"]
+        at = step_boundary.inbox.acted
+        if strategy:
+            step_boundary.inbox.post(at + 1, "control", Control("a", "switch", {"strategy": strategy}))
+            step_boundary.inbox.post(at + 2, "control", Control("b", "resume", {}))
+        else:
+            step_boundary.inbox.post(at + 1, "control", Control("a", "fit", {"number": 99}))
+            step_boundary.inbox.post(at + 2, "control", Control("b", "fit", {"number": number}))
+
+    threading.Thread(target=ask, daemon=True).start()
+    return told
+
+
+def asked(world: Any) -> list[dict[str, Any]]:
+    """Held in a detached cell, until a row or a strategy is named; ended elsewhere, and gone on with by hand."""
+    controls, found = Controls(), []
+    here = world.place.rank == 0
+    for number, strategy in ((2, ""), (0, "zero3")):
+        trainer = made("ddp", on_oom="ask")
+        heard = events_of(trainer)
+        squeezed(trainer, 0.95, here=here)
+        told, outer = answered(number, strategy), DETACHED.set(True)
+        trainer.fit(STEPS)
+        DETACHED.reset(outer)
+        results = [controls.results[id]["error"] for id in "ab"]
+        changes = [event.changes for event in heard]
+        found.append({**told, "results": results, "changes": changes, "losses": losses(trainer)})
+    trainer = made("ddp", on_oom="ask")
+    squeezed(trainer, 0.95, here=here)
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit(STEPS)
+    taken = question.answer(trainer.job)
+    trainer.fit(until=STEPS)
+    found.append({"text": str(caught.value), "changes": [taken["changes"]], "losses": losses(trainer)})
+    return found
+
+
+def test_the_user_is_asked_and_the_training_waits_for_the_answer(expected: list[float]) -> None:
+    for row, strategy, ended in run_ranks(asked, 2, timeout=200):
+        assert row["changes"] == ["", "recompute=True"] and row["results"] == ["UsageError", ""]
+        assert strategy["changes"] == ["", "dp=2 zero=3"] and strategy["results"] == ["", ""]
+        assert row["waits"] == strategy["waits"] == "out of memory: %train fit"
+        assert "%train fit 2" in ended["text"] and "recompute=True" in ended["text"]
+        for one in (row, strategy, ended):
+            assert one["losses"] == pytest.approx(expected, rel=1e-12), one
 
 
 STRATEGIES = ["ddp", "zero1", "zero3", "tp", "pp"]
@@ -115,7 +175,7 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
         for strategy in STRATEGIES:
             one = found[strategy]
             assert one["losses"] == pytest.approx(expected, rel=1e-12), (strategy, one)
-            assert len(one["changes"]) == 1 and one["rank"] == [1] and one["held"] == [True], (strategy, one)
+            assert len(one["changes"]) == 1 and one["rank"] == {1} and one["held"] == [True], (strategy, one)
 
 
 def refused(world: Any) -> tuple[str, bool, list[float]]:
