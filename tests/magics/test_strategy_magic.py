@@ -161,6 +161,45 @@ def test_a_strategy_whose_first_step_fails_is_taken_back_and_training_goes_on(ke
     assert "formed anew" not in refused.text + compared.text + never.text
 
 
+SQUEEZED = """%%distributed {}
+import os
+from nbkit.rank.train.out_of_memory import tensor_limit
+os.environ["NBKIT_TENSOR_LIMIT"] = str(1 << 40)
+trainer.fit(1)
+if rank == 1:
+    os.environ["NBKIT_TENSOR_LIMIT"] = str(int(0.9 * tensor_limit.in_force().peak))
+    tensor_limit.in_force().levels.clear()
+trainer.fit(1)"""
+
+
+def test_a_training_that_runs_out_of_memory_asks_what_to_do_and_goes_on(kernel: Kernel) -> None:
+    kernel.run(TRAINER)
+
+    ended = kernel.run(SQUEEZED.format(""))
+    assert ended.status == "error"
+    assert "A step ran out of memory, and was taken back: rank 1: OutOfMemoryError" in ended.text
+    assert "%train fit 1" in ended.text and "microbatch_size=" in ended.text
+    assert "There is no row 99" in kernel.run("%train fit 99").text
+    taken = kernel.run("%train fit 1")
+    assert "after step 1: trainer.fit(...) goes on" in taken.text, ended.text + taken.text
+    assert kernel.run("%%distributed\ntrainer.fit(1)").status == "ok"
+    assert "nothing to fit" in kernel.run("%train fit").text
+
+    kernel.run(SQUEEZED.format("--detach"))
+    kernel.run(
+        "import time\nfrom nbkit.notebook.cluster.cluster import current\n"
+        "while not current().training.look()['held']: time.sleep(0.05)"
+    )
+    assert "out of memory: %train fit" in kernel.run("%cluster status").text
+    assert "out of memory: %train fit" in kernel.run(
+        "print(repr(get_ipython().run_line_magic('strategy', '')))"
+    ).text  # fmt: skip
+    assert "going on" in kernel.run("%train fit 1").text
+    kernel.run("%train wait")
+    assert "(4, [1, 2, 3, 4])" in kernel.run("%%rank 0\ntrainer.step, [r['step'] for r in trainer.history]").text
+    kernel.run("%%distributed\ndel os.environ['NBKIT_TENSOR_LIMIT']")
+
+
 def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nimport time; time.sleep(60)")
 
