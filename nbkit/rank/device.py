@@ -129,6 +129,11 @@ class Accelerator:
         reserve = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return torch.accelerator.get_memory_info(device)[0] + reserve
 
+    def occupied(self, device: torch.device) -> tuple[int, int, int]:
+        """Bytes of `device`: (all, used by any process, reserved by torch's allocator in this one)."""
+        free, total = torch.accelerator.get_memory_info(device)
+        return total, total - free, torch.accelerator.memory_reserved(device)
+
     def trim(self) -> None:
         """Give what torch's allocator has in reserve back to the device, where NCCL takes its own memory from."""
         torch.accelerator.empty_cache()

@@ -20,11 +20,10 @@ COMMAND = "%train fit"
 
 @dataclass(frozen=True)
 class Question:
-    """Of a job whose global batch has `batch` rows. what: who ran out, and of what."""
+    """Of a job whose global batch has `batch` rows."""
 
     job: weakref.ref[Job]
     batch: int
-    what: str
     found: Remedies
 
     @property
@@ -42,14 +41,14 @@ def put(question: Question | None) -> None:
     _open = question
 
 
-def answer(job: Any, number: int = 0) -> dict[str, Any]:
+def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
     """Put row `number` of the open question in force, 0: the first that fits; which it was. Collective, between two
     steps.
 
     Raises UsageError where there is no such row or no question, and what applying it raises.
     """
     question = _open
-    if question is None or question.job() is not job:
+    if job is None or question is None or question.job() is not job:
         raise UsageError("No step has run out of memory, so there is nothing to fit.", hint="%strategy, %train pause")
     rows = question.found.rows
     if not 0 <= number <= len(rows):

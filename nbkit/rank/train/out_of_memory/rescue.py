@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ from nbkit.rank.rng.seeding import Drawn
 from nbkit.rank.telemetry.memory import storage_bytes
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import pause, step_boundary
-from nbkit.rank.train.control.collective_guard import Failures, Guard, waited
+from nbkit.rank.train.control.collective_guard import Guard, waited
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.out_of_memory import question, tensor_limit
+from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply
 from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, described, remedies
+from nbkit.rank.train.replace import going_on
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
@@ -53,12 +55,22 @@ def check_on_oom(on_oom: str | None) -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a step changes beside weights, optimizer and position in the data. versions: of parameters that an
-    optimizer without state is to update."""
+    """What step number `step` + 1 changes beside weights, optimizer and position in the data. versions: of parameters
+    that an optimizer without state is to update."""
 
+    step: int
     drawn: Drawn
     buffers: dict[str, Tensor]
     versions: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Lack:
+    """rank: that ran out; None: several. what: of what, and what else the numbers tell. since: when (time.time())."""
+
+    rank: int | None
+    what: str
+    since: float
 
 
 @contextmanager
@@ -82,6 +94,7 @@ class Rescue:
         self._guard: Guard | None = None
         self._key = ""
         self._before: _Before | None = None
+        self._levels: deque[int] = deque(maxlen=diagnosis.LEVELS)
 
     def end(self) -> None:
         """No step is guarded any more."""
@@ -101,7 +114,9 @@ class Rescue:
                 self._key = here.key
                 self._guard = Guard("memory", world_size=job.world_size, device=job.device)
             buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.sharded_model).items()}
-            self._before = _Before(Drawn.so_far(), buffers, None if job.optimizer.state else self._versions())
+            self._levels.append(diagnosis.level(job.device))
+            versions = None if job.optimizer.state else self._versions()
+            self._before = _Before(job.step, Drawn.so_far(), buffers, versions)
         limit = tensor_limit.in_force()
         held = tensor_limit.held_by(job.sharded_model, job.optimizer.inner)
         with limit.counting(held) if limit is not None else nullcontext():
@@ -121,11 +136,15 @@ class Rescue:
             return False
         began, guard, job = time.time(), self._guard, self._trainer.job
         assert guard is not None
+        own = accelerator().out_of_memory(error)
+        findings = diagnosis.look(job.device, self._levels).findings() if own else []
         failures, self._guard = guard.failures(error), None
         _forget_frames(error)
         with job.ledger.clock.stopped():
             self._take_back()
-            self._go_on(error, failures, began)
+            told = all_gather_objects(findings, world_size=job.world_size, device=job.device)
+            what = "; ".join([failures.words, *dict.fromkeys(each for one in told for each in one)])
+            self._go_on(error, _Lack(failures.rank, what, began))
         return True
 
     def _concerns(self, error: Exception) -> bool:
@@ -149,37 +168,43 @@ class Rescue:
             # The optimizer had made its state, and updated nothing.
             job.optimizer.inner.state.clear()
             job.integrity.half_way = False
-        if not job.integrity.half_way:
+        if not job.integrity.half_way and job.step == before.step:
             with torch.no_grad():
                 for key, (tensor, _) in job_state.buffers(job.sharded_model).items():
                     tensor.copy_(before.buffers[key])
-        before.drawn.restore()
         job.integrity.broken_off = True
-        job.level_now()
+        try:
+            job.level_now()
+        except TrainingError:  # of all ranks alike: what one rank alone holds is torn
+            if going_on.host is None or not job.backups.on:
+                raise
+            going_on.host.recover(self._trainer, ())
+        if job.step == before.step:
+            before.drawn.restore()
         job.pending = None
         meet(job.sharded_model.connections.edges, job.device)
         job.meet(job.backups.asked)
         step_boundary.meet(job.device)
         job.ledger.begin_again()
 
-    def _go_on(self, error: Exception, failures: Failures, began: float) -> None:
+    def _go_on(self, error: Exception, lack: _Lack) -> None:
         job, batch = self._trainer.job, self._trainer.arithmetic.total
         before = Setting.of(job, batch)
         self._tried.add(before)
         found = self._found(batch)
-        self._tell(failures, found, None, began)
+        self._tell(lack, found, None)
         if self._policy == "ask":
-            self._ask(error, failures, found, batch)
+            self._ask(error, lack, found, batch)
         else:
-            self._take_first(error, failures, found, batch)
+            self._take_first(error, lack, found, batch)
         now = Setting.of(job, batch)
         peak = next((row.peak for row in found.rows if row.setting == now), None)
-        self._tell(failures, found, Remedy(now, now.changes(before) or "the same setting", peak, None), began)
+        self._tell(lack, found, Remedy(now, now.changes(before) or "the same setting", peak, None))
 
-    def _take_first(self, error: Exception, failures: Failures, found: Remedies, batch: int) -> None:
+    def _take_first(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
         while True:
             if (chosen := found.first) is None:
-                raise self._hopeless(error, failures, found)
+                raise self._hopeless(error, lack, found)
             try:
                 apply(self._trainer.job, chosen.setting, batch)
                 return
@@ -187,21 +212,21 @@ class Rescue:
                 self._tried.add(chosen.setting)
                 found = self._found(batch)
 
-    def _ask(self, error: Exception, failures: Failures, found: Remedies, batch: int) -> None:
+    def _ask(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
         """Hold the training until somebody has answered, or end `fit` where nobody can while its cell runs."""
         job = self._trainer.job
-        asked = question.Question(weakref.ref(job), batch, failures.words, found)
+        asked = question.Question(weakref.ref(job), batch, found)
         question.put(asked)
         if not DETACHED.get():
             wanting = TrainingError(
-                f"A step ran out of memory, and was taken back: {failures.words}",
+                f"A step ran out of memory, and was taken back: {lack.what}",
                 numbers=asked.text,
                 hint=f"{question.COMMAND} or {question.COMMAND} N, then this cell again: fit goes on from here",
             )
             wanting.__cause__ = error
             raise wanting
         if job.rank == 0:
-            print(f"\rOut of memory in step {job.step + 1}, which was taken back: {failures.words}\n{asked.text}")
+            print(f"\rOut of memory in step {job.step + 1}, which was taken back: {lack.what}\n{asked.text}")
             print(f"The training waits: {question.COMMAND}, or %strategy and %train resume", flush=True)
         step_boundary.report(waits=f"out of memory: {question.COMMAND}")
         try:
@@ -210,18 +235,18 @@ class Rescue:
             step_boundary.report(waits="")
             question.put(None)
 
-    def _tell(self, failures: Failures, found: Remedies, chosen: Remedy | None, began: float) -> None:
+    def _tell(self, lack: _Lack, found: Remedies, chosen: Remedy | None) -> None:
         """An event: of what has happened, and of what was done about it."""
         job = self._trainer.job
         event = OutOfMemory(
             job.step,
-            rank=failures.rank,
-            what=failures.words,
+            rank=lack.rank,
+            what=lack.what,
             changes=chosen.changes if chosen is not None else "",
             old_peak=found.peak or 0,
             peak=(chosen.peak or 0) if chosen is not None else 0,
             room=found.room or 0,
-            seconds=time.time() - began,
+            seconds=time.time() - lack.since,
         )
         job.ledger.emit(event)
         if job.rank == 0 and chosen is not None:
@@ -242,10 +267,10 @@ class Rescue:
         found: Remedies = told[0]
         return found
 
-    def _hopeless(self, error: Exception, failures: Failures, found: Remedies) -> TrainingError:
+    def _hopeless(self, error: Exception, lack: _Lack, found: Remedies) -> TrainingError:
         rows = "\n".join(described(found, lambda number: ""))
         hopeless = TrainingError(
-            f"A step ran out of memory, and nothing that keeps the global batch fits: {failures.words}",
+            f"A step ran out of memory, and nothing that keeps the global batch fits: {lack.what}",
             numbers=rows,
             hint="a smaller batch_size, or more ranks; trainer.fit(...) goes on from here",
         )

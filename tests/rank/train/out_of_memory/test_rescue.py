@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.out_of_memory import question, tensor_limit
+from nbkit.rank.train.replace import going_on
+from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
 
@@ -46,12 +49,11 @@ def made(strategy: str, **more: Any) -> Trainer:
     return quiet(
         model=model,
         loss=loss,
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        **{"optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01)} | more,
         data=rows(),
         batch_size=ROWS,
         strategy=strategy,
         clip_norm=1.0,
-        **more,
     )
 
 
@@ -176,6 +178,38 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
             one = found[strategy]
             assert one["losses"] == pytest.approx(expected, rel=1e-12), (strategy, one)
             assert len(one["changes"]) == 1 and one["rank"] == {1} and one["held"] == [True], (strategy, one)
+
+
+class Failing(torch.optim.AdamW):
+    """Runs out of memory in the update of the third step, once, with all weights changed."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        training = step_boundary.training()
+        if Failing.fails and training is not None and training.step == 2:
+            Failing.fails = False
+            raise torch.OutOfMemoryError("in the update")
+
+
+def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
+    """In the optimizer of one rank: the step is taken from those that made it, or from backups of before it."""
+    going_on.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
+    found = {}
+    for strategy in strategies:
+        Failing.fails = world.place.rank == 1
+        trainer = made(strategy, optimizer=lambda m: Failing(m.parameters(), lr=0.01), on_oom="fit", backup_every=1)
+        trainer.fit(STEPS)
+        found[strategy] = losses(trainer), [record["step"] for record in trainer.history]
+    return found
+
+
+def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: list[float]) -> None:
+    for found in run_ranks(failing, 2, ["ddp", "zero1", "pp"], timeout=200):
+        for strategy, (curve, steps) in found.items():
+            assert curve == pytest.approx(expected, rel=1e-12), strategy
+            assert steps == list(range(1, STEPS + 1)), strategy
 
 
 def refused(world: Any) -> tuple[str, bool, list[float]]:
