@@ -17,7 +17,7 @@ class LiveBytes(WatchingMode):
     """Within it, `now` is the bytes of all storages that operations have made and that are still there.
 
     beside: tensors that were there before; their bytes are in `now` too, or not with counted=False. resized: look
-    for memory that comes and goes within a storage (zero 3) at each operation. levels: `now` after each operation.
+    at each operation for memory that comes and goes within the storages of these (zero 3). levels: `now` after each operation.
     """
 
     def __init__(self, beside: Iterable[Tensor] = (), *, counted: bool = True, resized: bool = False) -> None:
@@ -27,7 +27,7 @@ class LiveBytes(WatchingMode):
         self._sizes: dict[int, int] = {}
         self._resized: dict[int, Any] | None = {} if resized else None
         for tensor in beside:
-            self._see(tensor, counted=counted)
+            self._see(tensor, counted=counted, there=True)
 
     @property
     def peak(self) -> int:
@@ -49,7 +49,7 @@ class LiveBytes(WatchingMode):
         self.levels.append(self.now)
         return out
 
-    def _see(self, tensor: Tensor, *, counted: bool = True) -> None:
+    def _see(self, tensor: Tensor, *, counted: bool = True, there: bool = False) -> None:
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -59,7 +59,7 @@ class LiveBytes(WatchingMode):
         size = storage.nbytes() if counted else 0
         self._sizes[key] = size
         self.now += size
-        if counted and self._resized is not None:
+        if there and counted and self._resized is not None:
             self._resized[key] = weakref.ref(storage)
         weakref.finalize(storage, self._gone, key).atexit = False
 

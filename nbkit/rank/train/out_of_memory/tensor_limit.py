@@ -54,7 +54,7 @@ class TensorLimit(LiveBytes):
     def counting(self, held: Iterable[Tensor]) -> Iterator[None]:
         """The limit holds inside. held: what there is already; what was counted before is counted once."""
         for tensor in held:
-            self._see(tensor)
+            self._see(tensor, there=True)
         self._raised = False
         with self:
             yield

@@ -28,8 +28,8 @@ from nbkit.records.events import OutOfMemory
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
-STEPS, ROWS = 4, 16
-CONFIG = GPTConfig(vocab=32, block=16, layers=3, heads=2, width=32, dropout=0.1)
+STEPS, ROWS = 3, 16
+CONFIG = GPTConfig(vocab=32, block=16, layers=2, heads=2, width=16, dropout=0.1)
 
 
 def model() -> GPT:
@@ -181,14 +181,14 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
 
 
 class Failing(torch.optim.AdamW):
-    """Runs out of memory in the update of the third step, once, with all weights changed."""
+    """Runs out of memory in the update of the second step, once, with all weights changed."""
 
     fails = False
 
     def step(self, closure: Any = None) -> None:
         super().step()
         training = step_boundary.training()
-        if Failing.fails and training is not None and training.step == 2:
+        if Failing.fails and training is not None and training.step == 1:
             Failing.fails = False
             raise torch.OutOfMemoryError("in the update")
 
@@ -206,7 +206,7 @@ def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
 
 
 def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: list[float]) -> None:
-    for found in run_ranks(failing, 2, ["ddp", "zero1", "pp"], timeout=200):
+    for found in run_ranks(failing, 2, ["ddp", "zero1"], timeout=200):
         for strategy, (curve, steps) in found.items():
             assert curve == pytest.approx(expected, rel=1e-12), strategy
             assert steps == list(range(1, STEPS + 1)), strategy
