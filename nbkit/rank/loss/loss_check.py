@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_advice import advice
-from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, coarsest, loss_alone
+from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_pair import RowPair, apart, far
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
@@ -39,8 +39,9 @@ from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, di
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.random_draws import Draws
 from nbkit.rank.parallel.proof.unchanged import unchanged
-from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
 
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
 
@@ -151,8 +152,16 @@ class _Look:
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
         first = self._pair(pairs[0])
-        if first is None or not (first.repeats or last):
+        if first is None:
             return _Verdict(known=False)
+        found = self._judged(first, pairs, self._statistics() != before)
+        # What adds up, and draws nothing, would do so again.
+        if (found.coupled is None and not first.drew) or self._repeats(first):
+            return found
+        return self._judged(first, pairs, True) if last else _Verdict(known=False)
+
+    def _judged(self, first: RowPair, pairs: Sequence[tuple[int, int]], changes: bool) -> _Verdict:
+        """changes: the model gives something else the next time, so that only the loss by itself is judged."""
         alone = None if self.model_alone else self._loss_alone(first)
         used = first.lengths.keys() if alone is None else alone.used
         # A loss that takes what is no row's own, such as a loss from inside the model, is told by running that alone.
@@ -160,7 +169,7 @@ class _Look:
         if outside and alone is not None and alone.defect is not None:
             return _Verdict(self._by_loss(alone.defect, first))
         # Running statistics, by which rows would see each other here, are compared over the ranks in the first step.
-        if not first.repeats or self._statistics() != before:
+        if changes:
             return _Verdict(proven=outside)
         if mixed := first.mixed(used):
             return _Verdict(self._by_model(first, mixed))
@@ -175,15 +184,22 @@ class _Look:
             return _Verdict(term, proven=proven)
         return _Verdict(proven=proven)
 
+    def _repeats(self, seen: RowPair) -> bool:
+        """Computed once more, with other random numbers, it gives the same loss."""
+        again = self._measured(seen.numbers, range(len(seen.numbers)), seed=2, backward=False)
+        return isclose(again.value, seen.whole.value, rel_tol=8 * again.eps)
+
     def _looked_inside(self, first: RowPair, pairs: Sequence[tuple[int, int]]) -> _Looked:
         """At a loss that comes from inside the model: in float64 where that is small enough, and runs so."""
         if self.trial.backward:
             with suppress(Exception), in_double(self.trial.module):
                 self._doubled = True
-                looked = self._looked([], pairs)
+                try:
+                    looked = self._looked([], pairs)
+                finally:
+                    self._doubled = False
                 if looked.weighs:
                     return looked
-        self._doubled = False
         return self._looked([first], pairs[1:])
 
     def _looked(self, known: Sequence[RowPair], pairs: Sequence[tuple[int, int]]) -> _Looked:
@@ -208,12 +224,12 @@ class _Look:
         for cut in cuts:
             together = cut[0] + cut[1]
             batch, places = self._part(together), range(len(together))
-            whole = self.trial.measure(batch, places)
-            with coarsest() as seen:
-                again = self.trial.measure(batch, places, seed=2, backward=False)
+            others, drawn = OtherGenerators(), list[str]()
+            with Draws(drawn):
+                whole = self.trial.measure(batch, places)
+            drew = bool(drawn or others.changed())
             if not isfinite(whole.value + whole.weight):
                 return None
-            repeats = isclose(again.value, whole.value, rel_tol=8 * seen.eps)
             try:
                 half = len(cut[0])
                 of = batch, 2 * half
@@ -223,7 +239,7 @@ class _Look:
                 ]
             except Exception:
                 continue
-            return RowPair(together, whole, parts, seen.eps, repeats)
+            return RowPair(together, whole, parts, drew)
         return None
 
     def _measured(self, numbers: Sequence[int], places: Sequence[int], **how: Any) -> Measured:

@@ -16,14 +16,13 @@ from nbkit.rank.parallel.proof.compare import gap
 class RowPair:
     """numbers: of the rows; whole: all together; parts: the first half and the second. eps: of the coarsest dtype.
 
-    repeats: computed once more, it gave the same loss. lengths: name -> entries along dim 0 of each row, of the tensors
-    of the output that hold rows.
+    drew: random numbers that are not keyed. lengths: name -> entries along dim 0 of each row, of the tensors of the
+    output that hold rows.
     """
 
-    def __init__(
-        self, numbers: list[int], whole: Measured, parts: Sequence[Measured], eps: float, repeats: bool
-    ) -> None:
-        self.numbers, self.whole, self.parts, self.eps, self.repeats = numbers, whole, parts, eps, repeats
+    def __init__(self, numbers: list[int], whole: Measured, parts: Sequence[Measured], drew: bool) -> None:
+        self.numbers, self.whole, self.parts, self.drew = numbers, whole, parts, drew
+        self.eps = eps = whole.eps
         self.lengths: dict[str, int] = {}
         self._joined: dict[str, Tensor] = {}
         for name, tensor in whole.tensors.items():

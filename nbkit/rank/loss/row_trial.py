@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nbkit.rank.data.batch import pair
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
+from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.loss.target_counts import labels_of, share_of
@@ -34,6 +35,7 @@ class Measured:
     """value: the loss times its rows, or the sum of (sum, weight). grads: of the trial's parameters, () where none were
     asked for. output: of the model; tensors: in it, detached; slopes: name -> sum of the absolute gradient in one.
     auxiliary: name -> (value, slope of the loss in it, gradients) of the scalars that are named as auxiliary terms.
+    eps: of the coarsest dtype that was computed with.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class Measured:
     slopes: dict[str, float]
     grads: tuple[Tensor, ...] = ()
     auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = field(default_factory=dict)
+    eps: float = 0.0
 
     def without_auxiliary(self) -> tuple[float, tuple[Tensor, ...]]:
         """(value, grads) of the loss less what is linear in the auxiliary terms."""
@@ -96,7 +99,7 @@ class RowTrial:
         value, target = pair(part, self.inputs)
         set_seed(seed)
         targets = counting(self.counting, self.counted, part, len(rows), of)
-        with _keyed(self.module, rows, self.draws), torch.enable_grad():
+        with coarsest() as seen, _keyed(self.module, rows, self.draws), torch.enable_grad():
             with targets.inside() if targets is not None else nullcontext():
                 output = self.run(value)
             inside = targets is not None and bool(targets.weights)
@@ -108,7 +111,7 @@ class RowTrial:
             elif targets is not None and targets.weights and loss is None and not weighed.summed:
                 most = self.counted.per_row if self.counted is not None else 1.0
                 self.counted = Counted("model" if inside else "loss", max(most, float(weighed.weight) / len(rows)))
-            total = weighed.total
+            total, eps = weighed.total, seen.eps
             tensors = leaves(output)
             auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = {}
             grads: tuple[Tensor, ...] = ()
@@ -127,6 +130,7 @@ class RowTrial:
             slopes=slopes,
             grads=grads,
             auxiliary=auxiliary,
+            eps=eps,
         )
 
     def _auxiliary(self, total: Tensor, term: Tensor) -> tuple[float, float, tuple[Tensor, ...]]:

@@ -19,8 +19,8 @@ from torch import nn
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding
-from nbkit.rank.data.batch import call, check_inputs, on_device, pair, pick, rows_of, take
-from nbkit.rank.data.sample_rows import Sample, undrawn
+from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of, take
+from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.check_findings import findings, warn_of_coupled, warn_of_draws
@@ -31,14 +31,13 @@ from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.proof.first_look import FirstLook, look_at
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.whole_step.prove_step import prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.draw_plan import DrawPlan
-from nbkit.rank.rng.keyed_dropout import find_draws, repeating
+from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.strategy import Strategy
 
 _SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters, gradients, optimizer state"}
@@ -111,20 +110,23 @@ def check(
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    chain, why, proof, gathers, positionwise, draws = None, "", Proof(), None, None, None
+    example = None
+    chain, why, proof, gathers, positionwise, look = None, "", Proof(), None, None, FirstLook()
     if batch is not None and rows is None:
         rows = rows_of(batch)
-        draws = _draws(module, batch, rows, inputs)
-        run = _runner(module, batch, rows, inputs)
+        example = take(batch, 0, min(2, rows), rows=rows)
+        look = look_at(module, example, inputs=inputs, loss=loss, parts=chosen.tp)
+        run = _runner(module, example, inputs)
+        brief = run if look.short is None else _runner(module, look.short, inputs)
         try:
             if chosen.tp > 1:
                 proof = prove(module, run, [chosen.tp], tp_plan)
             if chosen.zero == 3:
                 with suppress(Exception):
-                    gathers = plan_gathers(module, run)
+                    gathers = plan_gathers(module, brief)
             if chosen.pp > 1 or chosen.cp > 1 or (chosen.zero == 3 and gathers is None):
-                with repeating(module, draws, take(batch, 0, min(2, rows), rows=rows)) as drawing:
-                    chain = find_chain(module, lambda: drawing(run), stages=stages)
+                with repeating(module, look.draws, example) as drawing:
+                    chain = find_chain(module, lambda: drawing(run), stages=stages, brief=lambda: drawing(brief))
                     if chosen.cp > 1:
                         positionwise = try_in_parts(module, chain.units, lambda: drawing(run))
         except Exception as error:
@@ -142,10 +144,10 @@ def check(
         proof=proof,
         gathers=gathers,
         positionwise=positionwise,
-        draws=draws,
+        draws=look.draws,
     )
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
-        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, draws=draws)
+        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, draws=look.draws)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
     found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
     found += warn_of_draws(options, chosen)
@@ -162,9 +164,8 @@ def check(
             found.append(Finding(True, error.what, error.numbers, error.hint))
     found += _norms(module, chosen)
     if not any(finding.error for finding in found):
-        example = None if batch is None or isinstance(batch, int) else take(batch, 0, min(2, rows or 0), rows=rows or 0)
-        finding = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs).finding(chosen)
-        found += [finding] if finding is not None else []
+        step = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs, short=look.short)
+        found += [finding] if (finding := step.finding(chosen)) is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
     found.sort(key=lambda finding: not finding.error)
@@ -192,27 +193,14 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
     return Strategy.parse(strategy, size), misfit
 
 
-def _runner(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> Callable[[], Any]:
-    """Runs `module` on two rows; what is wrong with them is told when it does."""
+def _runner(module: nn.Module, example: Any, inputs: Sequence[str] | None) -> Callable[[], Any]:
+    """Runs `module` on a few rows; what is wrong with them is told when it does."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
     def run() -> Any:
-        value, _ = pair(on_device(take(batch, 0, min(2, rows), rows=rows), device), inputs)
-        return call(module, value)
+        return call(module, pair(on_device(example, device), inputs)[0])
 
     return run
-
-
-def _draws(module: nn.Module, batch: Any, rows: int, inputs: Sequence[str] | None) -> DrawPlan | None:
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-
-    def run(count: int) -> Any:
-        value, _ = pair(on_device(pick(batch, [i % rows for i in range(count)], rows=rows), device), inputs)
-        return call(module, value)
-
-    with suppress(Exception), undrawn(), unchanged(module):
-        return find_draws(module, run)
-    return None
 
 
 def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:

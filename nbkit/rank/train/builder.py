@@ -18,7 +18,7 @@ from nbkit.planner.link_speed import Link
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import know, link_of
-from nbkit.rank.data.batch import Shard, call, on_device, pair, pick, rows_of
+from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
@@ -38,15 +38,14 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
-from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.proof.first_look import look_at
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.draw_plan import DrawPlan
-from nbkit.rank.rng.keyed_dropout import find_draws, repeating
+from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
@@ -110,6 +109,7 @@ class Builder:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
+        self._short: Any = None  # of the example, where few positions show as much
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         self.options = Options(
             tp_plan=config.tp_plan,
@@ -129,7 +129,7 @@ class Builder:
         """On a process that joins a training under way: nothing is looked at again, and nothing sent."""
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
-        self.offload, self.shells = blueprint.config.offload is not None, []
+        self.offload, self.shells, self._short = blueprint.config.offload is not None, [], None
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
         self.module = skeleton_of(self.skeleton)
         self._warned, self._agreed = set(blueprint.proven), set(blueprint.proven)
@@ -260,6 +260,7 @@ class Builder:
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,
+                short=self._short,
             )
         return self._proven[strategy]
 
@@ -347,16 +348,23 @@ class Builder:
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
-        draws = found["draws"] = self._draws(example, config)
+        look = look_at(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
+        draws, self._short = look.draws, look.short
+        found["draws"] = draws
+        few = example if look.short is None else look.short
+
+        def brief() -> Any:
+            return run(pair(few, config.inputs)[0])
+
         if self.world_size > 1 or config.microbatch_size is not None:
             found |= self._rows(config, run, draws)
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
             found["proof"] = prove(self.module, run, sizes, config.tp_plan)
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
-                found["gathers"] = plan_gathers(self.module, run, lambda: _loss(run(), example, config))
+                found["gathers"] = plan_gathers(self.module, brief, lambda: _loss(brief(), few, config))
         with repeating(self.module, draws, example) as drawing:
-            chain = find_chain(self.module, lambda: drawing(run), stages=config.stages)
+            chain = find_chain(self.module, lambda: drawing(run), stages=config.stages, brief=lambda: drawing(brief))
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
@@ -392,17 +400,6 @@ class Builder:
         """Attributes of Options that change in a job. The sharded models that are made from now on have them."""
         self.options = self.shard_layouts.options = replace(self.options, **options)
         self._ready, self._changes = None, self._changes + 1
-
-    def _draws(self, example: Any, config: TrainConfig) -> DrawPlan | None:
-        def run(rows: int) -> None:
-            held = rows_of(example)
-            part = pick(example, [i % held for i in range(rows)], rows=held)
-            call(self.module, pair(part, config.inputs)[0])
-
-        # What is wrong with the model is said where it trains.
-        with suppress(Exception), undrawn(), unchanged(self.module):
-            return find_draws(self.module, run)
-        return None
 
 
 def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:

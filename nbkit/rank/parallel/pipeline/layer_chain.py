@@ -24,6 +24,7 @@ from nbkit.rank.parallel.pipeline.partial_forward import Gates
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow
 from nbkit.rank.parallel.proof.calls import call_counts, watched
 from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.graph import run_backward
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.random_draws import Draws
 from nbkit.rank.parallel.proof.unchanged import unchanged
@@ -74,18 +75,33 @@ class Chain:
         return len(self) - 1 if behind else 0
 
 
-def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[str] | None = None) -> Chain:
+def find_chain(
+    module: nn.Module,
+    call: Callable[[], Any],
+    *,
+    stages: Sequence[str] | None = None,
+    brief: Callable[[], Any] | None = None,
+) -> Chain:
     """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
 
-    stages: names of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.
+    brief: does the same operations on fewer numbers, by which the cuts are found; that they are right is proven with
+    `call`. stages: names of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds
+    them.
     Parameters, buffers, modes and random generators are afterwards as before.
     Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
     """
+    if brief is not None:
+        with suppress(Exception):  # what stands in the way is told as it is on all numbers
+            return _found(module, call, brief, stages)
+    return _found(module, call, call, stages)
+
+
+def _found(module: nn.Module, call: Callable[[], Any], brief: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
     modes = [(part, part.training) for part in module.modules()]
     with unchanged(module):
         module.eval()
         with torch.no_grad():
-            calls = call_counts(module, call)
+            calls = call_counts(module, brief)
         found = structural_blocks(module)
         names = list(stages) if stages is not None else found
         single = [name for name in calls if name in set(names) and calls[name] == 1]
@@ -96,17 +112,17 @@ def find_chain(module: nn.Module, call: Callable[[], Any], *, stages: Sequence[s
         if len(blocks) < 2:
             raise _no_chain(module, refused)
         units = [name for name in calls if name in found]
-        flow = _watch(module, blocks, (), modes, call)
+        flow = _watch(module, blocks, (), modes, brief)
         chain = None
         if flow.around:
             skipped = tuple(_skipped(flow, module, "", blocks, until=len(blocks)))
             with suppress(StrategyError):  # without them, some cuts may be left
-                chain = _proven(_watch(module, blocks, skipped, modes, call), units, refused, call, stages is not None)
+                chain = _proven(_watch(module, blocks, skipped, modes, brief), units, refused, call, stages is not None)
         if chain is None:
             chain = _proven(flow, units, refused, call, stages is not None)
         for part, mode in modes:
             part.training = mode
-        return _with_recomputation(module, chain, call)
+        return _with_recomputation(module, chain, brief)
 
 
 def _watch(
@@ -286,7 +302,7 @@ def _with_recomputation(module: nn.Module, chain: Chain, call: Callable[[], Any]
         results = [t for t in tensors_in(call()) if t.requires_grad]
         forward = False
         if results and not hidden:
-            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+            run_backward(results)
     if hidden:
         return replace(chain, recomputes=True, unrepeated=(hidden[0], "by reentrant checkpointing"))
     together = [a for a, b in pairwise(again) if chain.blocks.index(a) < chain.blocks.index(b)]

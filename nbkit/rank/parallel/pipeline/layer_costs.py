@@ -20,6 +20,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.graph import run_backward
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.unchanged import unchanged
 
@@ -93,7 +94,7 @@ def _run(
                 numbers="no tensor of the output requires a gradient",
                 hint="measure with gradients enabled, and a parameter that is not frozen",
             )
-        torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+        run_backward(results)
         back = now()
     # Without a gradient there, nothing before it runs backward (frozen parameters).
     starts = [back] + [arrived[i] or back for i in range(1, len(chain))]

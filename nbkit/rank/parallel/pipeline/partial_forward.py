@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbkit.errors import StrategyError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.argument_paths import look, put
 from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.module.meta_module import copied
@@ -218,14 +219,19 @@ class _Shapes:
     """What a module would give: found out by a twin on the meta device, once for each shape of its arguments.
 
     What asks for values (which tokens an expert gets) does not run there: a twin of zeros without memory does, on them.
+    On the CPU that one always does: at its first operation the meta device imports torch's compiler, for seconds.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.device = next(module.parameters()).device
-        memo = {id(t): _on_meta(t) for part in module.modules() for t in _own_tensors(part)}
-        self.twin = copied(module, memo).eval()
-        memo = {id(b): b for b in module.buffers()} | {id(p): _blank(p) for p in module.parameters()}
-        self.valued = copied(module, memo).eval()
+        self.twin: nn.Module | None = None
+        blank = {id(p): _blank(p) for p in module.parameters()}
+        if accelerator().holds(self.device):
+            memo = {id(t): _on_meta(t) for part in module.modules() for t in _own_tensors(part)}
+            self.twin = copied(module, memo).eval()
+            self.valued = copied(module, {id(b): b for b in module.buffers()} | blank).eval()
+        else:
+            self.valued = copied(module, {id(b): b.clone() for b in module.buffers()} | blank).eval()
         self.known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
@@ -240,15 +246,12 @@ class _Shapes:
         return blank[0] if spec.is_leaf() else pytree.tree_unflatten(blank, spec)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        onto = [_on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        on_meta = pytree.tree_unflatten(onto, spec)
+        on_meta = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
         with _no_modes(), torch.no_grad():
-            try:
-                with torch.device("meta"):
+            if self.twin is not None:
+                with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
                     return self.twin(*on_meta[0], **on_meta[1])
-            except (NotImplementedError, RuntimeError):
-                return self.valued(*args, **kwargs)
+            return self.valued(*args, **kwargs)
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:

@@ -20,8 +20,19 @@ def gradients(
     used = [(x, cotangent) for x, cotangent in zip(of, given, strict=True) if x.requires_grad]
     if not used or not wanted:
         return [None] * len(wanted)
-    outputs, weights = zip(*used, strict=True)
-    return list(torch.autograd.grad(outputs, list(wanted), weights, retain_graph=True, allow_unused=True))
+    outputs = [x if cotangent is None else _weighed(x, cotangent) for x, cotangent in used]
+    return list(torch.autograd.grad(outputs, list(wanted), retain_graph=True, allow_unused=True))
+
+
+def run_backward(of: Sequence[Tensor]) -> None:
+    """The backward pass of all of `of`, which require gradients: each gets ones."""
+    torch.autograd.backward([_weighed(x, torch.ones_like(x)) for x in of])
+
+
+def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
+    """A scalar with that gradient. Given one that is no scalar's, torch imports its symbolic shapes, for a second."""
+    found = x * cotangent.conj()
+    return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, device, dtype, nn, ops
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbkit.rank.watching_mode import WatchingMode
 
 Memory = StorageWeakRef
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterab
             yield from tensors_in(value)
 
 
-class MemoryUses(TorchDispatchMode, Generic[T]):
+class MemoryUses(WatchingMode, Generic[T]):
     """Calls note(homes[memory], tensor, operation, whether it is changed) before an operation on memory in `homes`.
 
     Costs microseconds per operation: for what happens once, before the first step.

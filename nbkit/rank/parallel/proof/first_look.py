@@ -1,0 +1,112 @@
+"""The first runs of a model on an example: what it draws itself, and on how few positions it does the same.
+
+Which values flow where, in which order blocks run and who reads a weight do not depend on how long the rows are, as
+long as the model makes the same operations. So those proofs, and a whole step, take a few positions of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite, lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.data.batch import call, on_device, pair, pick, rows_of
+from nbkit.rank.data.sample_rows import undrawn
+from nbkit.rank.loss.output_tensors import leaves, with_leaves
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.keyed_dropout import find_draws
+from nbkit.rank.watching_mode import WatchingMode
+
+_POSITIONS = 16
+"""So many are as good as all; what of their number does not divide by it stays, for splits and patches."""
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
+    operations that it makes on all, and gives a finite loss; None where there is no such."""
+
+    draws: DrawPlan | None = None
+    short: Any = None
+
+
+def look_at(
+    module: nn.Module, example: Any, *, inputs: Sequence[str] | None, loss: Loss | None, parts: int = 1
+) -> FirstLook:
+    """What running `module` on a few rows of `example` shows. parts: that positions may be split into.
+
+    The module and the generators of random numbers are afterwards as before; what fails is said where it trains.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with suppress(Exception), undrawn(), unchanged(module):
+        draws, whole = _run(module, example, inputs, loss, device)
+        short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
+        if short is None or whole is None:
+            return FirstLook(draws)
+        with suppress(Exception):
+            _, few = _run(module, short, inputs, loss, device)
+            return FirstLook(draws, short if few == whole else None)
+        return FirstLook(draws)
+    return FirstLook()
+
+
+def _run(
+    module: nn.Module, example: Any, inputs: Sequence[str] | None, loss: Loss | None, device: torch.device
+) -> tuple[DrawPlan | None, list[Any] | None]:
+    """The draws of the model; its operations and those of the loss, None where that fails or is not finite."""
+    seen, held, finite = _Operations(), rows_of(example), True
+
+    def run(rows: int) -> Any:
+        nonlocal finite
+        part = on_device(pick(example, [i % held for i in range(rows)], rows=held), device)
+        value, target = pair(part, inputs)
+        with seen:
+            output = call(module, value)
+        if loss is not None:
+            finite = False
+            with suppress(Exception), seen:
+                finite = isfinite(float(weigh(loss(output, target), rows).value))
+        return output
+
+    draws = find_draws(module, run)
+    return draws, seen.operations if finite else None
+
+
+def _shortened(example: Any, value: Any, multiple: int) -> Any:
+    """`example` with a few of its positions, taken from everywhere, since masks leave out the first or the last."""
+    lengths = [
+        tensor.shape[1]
+        for tensor in leaves(value).values()
+        if (tensor.ndim == 2 and not tensor.is_floating_point()) or tensor.ndim == 3
+    ]
+    if not lengths or lengths[0] < 3 * multiple:
+        return None
+    length, few = lengths[0], multiple + lengths[0] % multiple
+    places = torch.arange(few) * (length - 1) // (few - 1)
+
+    def of(_: str, tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == length:
+                tensor = tensor.index_select(dim, places.to(tensor.device))
+        return tensor
+
+    return with_leaves(example, of)
+
+
+class _Operations(WatchingMode):
+    """Notes which operations are made, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(func)
+        return func(*args, **(kwargs or {}))
