@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import isclose, isfinite
@@ -39,6 +39,7 @@ from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, di
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
+from nbkit.rank.parallel.proof.first_look import FirstLook
 from nbkit.rank.parallel.proof.random_draws import Draws
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
@@ -82,13 +83,17 @@ def examine(
     *,
     whole: bool = True,
     draws: DrawPlan | None = None,
+    look: FirstLook | None = None,
 ) -> Examined:
     """What couples the rows of a batch, and what the loss weighs.
 
     run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
-    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward. draws: of `module`.
-    The module, and the generators of random numbers, are afterwards as before.
+    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward. draws: of `module`;
+    look: what the first look at it has shown, if there was one. The module, and the generators of random numbers, are
+    afterwards as before.
     """
+    draws, few = (draws, None) if look is None else (look.draws, look.short)
+    short = None if few is None else Sample(few)
     # Whatever is wrong with model, data or loss is said, in full, where they train.
     with suppress(Exception), unchanged(module), _uncompiled():
         for training, moved in _WAYS if whole else _WAYS[-1:]:
@@ -98,7 +103,7 @@ def examine(
                 last = (training, moved) == _WAYS[-1]
                 for how in _COUNTINGS if loss is not None else _COUNTINGS[-1:]:
                     trial = RowTrial(module, run, loss or _linear, inputs, training, whole, how, draws)
-                    seen = _verdict(trial, sample, loss is None, last)
+                    seen = _verdict(trial, sample, short, loss is None, last)
                     if seen is None:
                         continue
                     if trial.counted is None or seen.proven:
@@ -108,10 +113,10 @@ def examine(
     return Examined()
 
 
-def _verdict(trial: RowTrial, sample: Sample, model_alone: bool, last: bool) -> _Verdict | None:
+def _verdict(trial: RowTrial, sample: Sample, short: Sample | None, model_alone: bool, last: bool) -> _Verdict | None:
     """None where the model or the loss could not be run."""
     with suppress(Exception):
-        return _Look(trial, sample, model_alone).verdict(last) if sample.rows > 1 else _Verdict()
+        return _Look(trial, sample, model_alone, short).verdict(last) if sample.rows > 1 else _Verdict()
     return None
 
 
@@ -143,6 +148,7 @@ class _Look:
     trial: RowTrial
     sample: Sample
     model_alone: bool
+    short: Sample | None = None  # a few positions of some rows, on which the gradients of the model are compared
     _doubled: bool = False
 
     def verdict(self, last: bool) -> _Verdict:
@@ -151,7 +157,7 @@ class _Look:
         last: there is no other; then the loss is looked at alone.
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
-        first = self._pair(pairs[0])
+        first = self._pair(pairs[0], gradients=self.short is None)
         if first is None:
             return _Verdict(known=False)
         found = self._judged(first, pairs, self._statistics() != before)
@@ -175,7 +181,7 @@ class _Look:
             return _Verdict(self._by_model(first, mixed))
         if self.model_alone:
             return _Verdict()
-        looked = self._looked([first], []) if outside else self._looked_inside(first, pairs)
+        looked = self._looked_outside(first, pairs[0]) if outside else self._looked_inside(pairs)
         if looked.defect is not None:
             return _Verdict(self._by_loss(*looked.defect))
         proven = looked.weighs
@@ -189,7 +195,18 @@ class _Look:
         again = self._measured(seen.numbers, range(len(seen.numbers)), seed=2, backward=False)
         return isclose(again.value, seen.whole.value, rel_tol=8 * again.eps)
 
-    def _looked_inside(self, first: RowPair, pairs: Sequence[tuple[int, int]]) -> _Looked:
+    def _looked_outside(self, first: RowPair, pair: tuple[int, int]) -> _Looked:
+        """At what a model adds in its backward pass, beside a loss of what it gives."""
+        looked = self._looked([first], [])
+        if self.short is None or looked.defect is not None:
+            return looked
+        brief = _Look(replace(self.trial), self.short, self.model_alone)
+        with suppress(Exception):
+            if self.short.rows > 1 and brief._looked([], [(0, 1)]) == _Looked(None, True):
+                return looked
+        return self._looked([], [pair])
+
+    def _looked_inside(self, pairs: Sequence[tuple[int, int]]) -> _Looked:
         """At a loss that comes from inside the model: in float64 where that is small enough, and runs so."""
         if self.trial.backward:
             with suppress(Exception), in_double(self.trial.module):
@@ -200,7 +217,7 @@ class _Look:
                     self._doubled = False
                 if looked.weighs:
                     return looked
-        return self._looked([first], pairs[1:])
+        return self._looked([], pairs)
 
     def _looked(self, known: Sequence[RowPair], pairs: Sequence[tuple[int, int]]) -> _Looked:
         weighs = False
@@ -215,7 +232,7 @@ class _Look:
         found = [buffer for buffer in self.trial.module.buffers() if buffer.is_floating_point()]
         return [(id(buffer), buffer._version) for buffer in found]
 
-    def _pair(self, pair: tuple[int, int]) -> RowPair | None:
+    def _pair(self, pair: tuple[int, int], *, gradients: bool = True) -> RowPair | None:
         """Two rows together and each alone; two and two where the model or the loss takes no single rows."""
         spare = [row for row in range(self.sample.rows) if row not in pair][:2]
         cuts: list[list[list[int]]] = [[[pair[0]], [pair[1]]]]
@@ -226,16 +243,16 @@ class _Look:
             batch, places = self._part(together), range(len(together))
             others, drawn = OtherGenerators(), list[str]()
             with Draws(drawn):
-                whole = self.trial.measure(batch, places)
+                whole = self.trial.measure(batch, places, gradients=gradients)
             drew = bool(drawn or others.changed())
             if not isfinite(whole.value + whole.weight):
                 return None
             try:
                 half = len(cut[0])
-                of = batch, 2 * half
+                how: dict[str, Any] = {"of": (batch, 2 * half), "gradients": gradients}
                 parts = [
-                    self._measured(cut[0], range(half), of=of),
-                    self._measured(cut[1], range(half, 2 * half), of=of),
+                    self._measured(cut[0], range(half), **how),
+                    self._measured(cut[1], range(half, 2 * half), **how),
                 ]
             except Exception:
                 continue

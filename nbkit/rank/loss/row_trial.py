@@ -18,7 +18,7 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.loss.target_counts import labels_of, share_of
 from nbkit.rank.models.pretrained import window
-from nbkit.rank.parallel.proof.graph import gradients
+from nbkit.rank.parallel.proof.graph import gradients as gradients_of
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
@@ -92,9 +92,11 @@ class RowTrial:
         loss: Loss | None = None,
         seed: int = 1,
         backward: bool = True,
+        gradients: bool = True,
     ) -> Measured:
         """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. of: what it is a part of, and how
-        many rows that has; None where it is a whole. loss: another one.
+        many rows that has; None where it is a whole. loss: another one. gradients: of parameters, which go through the
+        whole model; False leaves them out.
         """
         value, target = pair(part, self.inputs)
         set_seed(seed)
@@ -118,8 +120,9 @@ class RowTrial:
             slopes: dict[str, float] = {}
             if total.requires_grad:
                 terms = {name: t for name, t in tensors.items() if _is_auxiliary(name, t)}
-                auxiliary = {name: self._auxiliary(total, term) for name, term in terms.items()}
-                grads = self._grads(total) if backward else ()
+                params = self.params if gradients else []
+                auxiliary = {name: _auxiliary(total, term, params) for name, term in terms.items()}
+                grads = _grads(total, params) if backward else ()
                 slopes = _slopes(total, tensors) if backward else {}
         return Measured(
             rows=len(rows),
@@ -133,13 +136,15 @@ class RowTrial:
             eps=eps,
         )
 
-    def _auxiliary(self, total: Tensor, term: Tensor) -> tuple[float, float, tuple[Tensor, ...]]:
-        (slope,) = gradients([total], [term])
-        return float(term.detach()), 0.0 if slope is None else float(slope), self._grads(term.sum())
 
-    def _grads(self, of: Tensor) -> tuple[Tensor, ...]:
-        found = zip(self.params, gradients([of], self.params), strict=True)
-        return tuple(torch.zeros_like(p) if grad is None else grad.detach() for p, grad in found)
+def _auxiliary(total: Tensor, term: Tensor, params: Sequence[nn.Parameter]) -> tuple[float, float, tuple[Tensor, ...]]:
+    (slope,) = gradients_of([total], [term])
+    return float(term.detach()), 0.0 if slope is None else float(slope), _grads(term.sum(), params)
+
+
+def _grads(of: Tensor, params: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    found = zip(params, gradients_of([of], params), strict=True)
+    return tuple(torch.zeros_like(p) if grad is None else grad.detach() for p, grad in found)
 
 
 def counting(
@@ -170,7 +175,7 @@ def _detached(output: Any) -> Any:
 
 def _slopes(total: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
     tracked = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    found = gradients([total], list(tracked.values()))
+    found = gradients_of([total], list(tracked.values()))
     return {name: float(grad.abs().sum()) for name, grad in zip(tracked, found, strict=True) if grad is not None}
 
 

@@ -120,7 +120,7 @@ def check(
         brief = run if look.short is None else _runner(module, look.short, inputs)
         try:
             if chosen.tp > 1:
-                proof = prove(module, run, [chosen.tp], tp_plan)
+                proof = prove(module, run, [chosen.tp], tp_plan, brief=brief)
             if chosen.zero == 3:
                 with suppress(Exception):
                     gathers = plan_gathers(module, brief)
@@ -147,7 +147,7 @@ def check(
         draws=look.draws,
     )
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
-        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, draws=look.draws)
+        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
     found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
     found += warn_of_draws(options, chosen)

@@ -38,7 +38,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
-from nbkit.rank.parallel.proof.first_look import look_at
+from nbkit.rank.parallel.proof.first_look import FirstLook, look_at
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -357,9 +357,9 @@ class Builder:
             return run(pair(few, config.inputs)[0])
 
         if self.world_size > 1 or config.microbatch_size is not None:
-            found |= self._rows(config, run, draws)
+            found |= self._rows(config, run, look)
         if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
-            found["proof"] = prove(self.module, run, sizes, config.tp_plan)
+            found["proof"] = prove(self.module, run, sizes, config.tp_plan, brief=brief)
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
                 found["gathers"] = plan_gathers(self.module, brief, lambda: _loss(brief(), few, config))
@@ -379,12 +379,12 @@ class Builder:
                     self.module, chain.units, lambda: drawing(run), lambda output: _loss(output, example, config)
                 )
 
-    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], draws: DrawPlan | None) -> dict[str, Any]:
+    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstLook) -> dict[str, Any]:
         """What couples the rows of a batch, and what weighs them: attributes of Options."""
         with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
             sample = config.sample() if config.sample is not None else Sample(config.example)
             if sample is not None:
-                seen = examine(self.module, run, config.loss, sample, config.inputs, draws=draws)
+                seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
                 return {"coupled": seen.coupled, "counted": seen.counted}
         return {}
 
@@ -394,7 +394,8 @@ class Builder:
             return
         self._first_batches.part()
         if self.config.example is not None:
-            self.choose(**self._rows(self.config, lambda value: call(self.module, value), self.options.draws))
+            look = FirstLook(self.options.draws, self._short)
+            self.choose(**self._rows(self.config, lambda value: call(self.module, value), look))
 
     def choose(self, **options: Any) -> None:
         """Attributes of Options that change in a job. The sharded models that are made from now on have them."""

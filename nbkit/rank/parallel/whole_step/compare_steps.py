@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -31,13 +32,15 @@ def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str
             yield f"gradient of {name!r} {off:.3g} off, of {_scale(expected, 0):.3g}"
 
 
-def updates_off(whole: Stepped, rank: Stepped, before: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
+def updates_off(
+    whole: Stepped, ranks: Sequence[Stepped], before: Mapping[str, Tensor], tolerance: float
+) -> Iterator[str]:
     """In the weights after the optimizer's step. before: the weights, by name."""
-    for name, (held, layout) in rank.weights.items():
-        (true, _), (grad, _), old = whole.weights[name], whole.gradients[name], before[name]
-        moved = float((true - old).abs().max()) if old.numel() else 0.0
+    sizes = {name: (_largest(true - before[name]), _largest(before[name])) for name, (true, _) in whole.weights.items()}
+    for name, (held, layout) in ((name, part) for rank in ranks for name, part in rank.weights.items()):
+        (true, _), (grad, _), (moved, size) = whole.weights[name], whole.gradients[name], sizes[name]
         # Weights are rounded, and of a gradient that is next to nothing an optimizer may take the sign.
-        bound = 64 * tolerance * moved + 8 * torch.finfo(old.dtype).eps * float(old.abs().max()) if moved else 0.0
+        bound = 64 * tolerance * moved + 8 * torch.finfo(true.dtype).eps * size if moved else 0.0
         if _off(held, true, layout) > bound:
             sure = None if grad is None else _dense(grad).abs() > 64 * tolerance * _scale(grad, whole.norm / 2)
             if (off := _off(held, true, layout, sure)) > bound:
@@ -45,8 +48,16 @@ def updates_off(whole: Stepped, rank: Stepped, before: Mapping[str, Tensor], tol
 
 
 def _scale(expected: Tensor | None, norm: float) -> float:
-    largest = float(expected.abs().max()) if expected is not None and expected.numel() else 0.0
-    return max(largest, _LEAST * norm)
+    return max(_largest(_dense(expected)) if expected is not None else 0.0, _LEAST * norm)
+
+
+def _largest(x: Tensor) -> float:
+    """inf where one is no number."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
+    found = max(abs(float(low)), abs(float(high)))
+    return found if isfinite(found) and isfinite(float(low)) else inf
 
 
 def _off(own: Tensor | None, true: Tensor | None, layout: Layout, sure: Tensor | None = None) -> float:
@@ -61,9 +72,7 @@ def _off(own: Tensor | None, true: Tensor | None, layout: Layout, sure: Tensor |
         away = (_dense(own)[here.slices] if own is not None else nothing) - (
             _dense(true)[there.slices] if true is not None else nothing
         )
-        if away.numel():
-            away = away.abs_().nan_to_num_(torch.inf)
-            largest = max(largest, float((away if sure is None else away * sure[there.slices]).max()))
+        largest = max(largest, _largest(away if sure is None else away.where(sure[there.slices], nothing.to(away))))
     return largest
 
 

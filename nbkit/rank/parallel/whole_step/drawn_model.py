@@ -20,7 +20,7 @@ def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = Fal
     """
     model = skeleton_of(skeleton)
     numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0), dtype=torch.float64).repeat(2)
-    numbers = numbers.abs() + 0.01 if positive else numbers
+    numbers = (numbers.abs() + 0.01 if positive else numbers).to(dtype)
     start = 0
     for name, places in homes(model).items():
         old: nn.Parameter = getattr(*places[0])

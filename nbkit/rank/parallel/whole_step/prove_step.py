@@ -205,7 +205,7 @@ def _compared(
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
     # A wrong gradient is told as such, not as what becomes of it.
-    found = found or [text for rank in ranks for text in updates_off(whole, rank, before, tolerance)]
+    found = found or list(updates_off(whole, ranks, before, tolerance))
     if not found:
         return None
     return StrategyError(

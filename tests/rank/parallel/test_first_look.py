@@ -1,0 +1,93 @@
+"""A few positions of each row stand for all where the model makes the same operations on them, and only there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.proof.first_look import look_at
+from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
+from nbkit.strategy import Strategy
+
+
+class Words(nn.Module):
+    """long: rows of more positions than that are summed in parts."""
+
+    def __init__(self, long: int = 1000) -> None:
+        super().__init__()
+        self.words, self.head, self.long = nn.Embedding(11, 8), nn.Linear(8, 11), long
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        if ids.shape[1] > self.long:
+            x = torch.cat([x[:, : self.long], x[:, self.long :]], 1)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+IDS = torch.arange(2 * 99).view(2, 99) % 11
+
+
+def short_of(
+    model: nn.Module, ids: Tensor = IDS, target: Tensor | None = None, parts: int = 1
+) -> tuple[int, ...] | None:
+    look = look_at(model, (ids, ids if target is None else target), inputs=None, loss=loss, parts=parts)
+    if look.short is None:
+        return None
+    few, targets = look.short
+    assert few.shape == targets.shape and len(few) == 2
+    assert torch.equal(few[:, 0], ids[:, 0]) and torch.equal(few[:, -1], ids[:, -1])  # what masks leave out is there
+    return tuple(few.shape)
+
+
+def test_a_few_positions_leave_the_same_remainder_as_all() -> None:
+    assert short_of(Words()) == (2, 16 + 99 % 16)
+    assert short_of(Words(), parts=3) is None  # 48 + 3 of 99 would be no few
+    assert short_of(Words(), torch.cat([IDS, IDS], 1), parts=3) == (2, 48 + 198 % 48)
+    assert short_of(Words(), IDS[:, :47]) is None
+
+
+def test_what_a_model_does_on_long_rows_alone_is_looked_at_on_long_rows() -> None:
+    assert short_of(Words(long=98)) is None
+    assert short_of(Words(long=3)) == (2, 19)
+
+
+def test_targets_of_which_none_is_left_are_looked_at_whole() -> None:
+    target = torch.full_like(IDS, -100)
+    target[:, 50:] = 1
+    assert short_of(Words(), target=target) == (2, 19)
+    target = torch.full_like(IDS, -100)
+    target[:, 1] = 1
+    assert short_of(Words(), target=target) is None
+
+
+@pytest.mark.parametrize("short", [(IDS[:, :20] * 2, IDS[:, :20]), (IDS[:, :20], IDS[:, :19])])
+def test_what_a_few_positions_do_not_prove_is_tried_on_all(short: tuple[Tensor, Tensor]) -> None:
+    skeleton = skeleton_of(Words())
+
+    assert (
+        prove_step(skeleton, Strategy(dp=2), Options(), (IDS, IDS), loss=loss, inputs=None, short=short) == StepProof()
+    )
+
+
+def test_no_proof_imports_the_compiler_of_torch() -> None:
+    lines = """
+import sys, torch, nbkit
+ids = torch.arange(4 * 48).view(4, 48) % 11
+for strategy in ("zero3", "tp", "pp"):
+    model = nbkit.GPT(nbkit.GPTConfig(vocab=11, block=48, layers=2, heads=2, width=8))
+    assert nbkit.check(model, strategy, (ids, ids), world_size=2).ok, strategy
+    assert "torch._dynamo" not in sys.modules, strategy
+    assert strategy == "pp" or "sympy" not in sys.modules, strategy
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True, timeout=300)
