@@ -94,14 +94,13 @@ class Reduction:
         self._work = dist.all_reduce(self._row, group=self.links.across, async_op=True)
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """(the sums that this rank keeps and the counts behind them, the canary), ordered behind the reduction."""
+        """Views: (the sums that this rank keeps and the counts behind them, the canary); ordered behind the reduction."""
         self.cross()
         assert self._work is not None and self._row is not None
         self._work.wait()
         row, within, canary = self._row, self._within, self._row[self._end]
         self.forget()
-        # A view would keep the whole matrix.
-        return row[: self._end], canary.clone() if within is None else torch.minimum(canary, within)
+        return row[: self._end], canary if within is None else torch.minimum(canary, within)
 
 
 class InFlight:
@@ -134,5 +133,7 @@ class InFlight:
 
     def _land(self) -> None:
         reduction, landed = self._queue.pop(0)
-        row, self.canary = reduction.receive()
+        row, canary = reduction.receive()
+        if not self._queue:
+            self.canary = canary.clone()  # a view would keep the whole matrix
         landed(row)

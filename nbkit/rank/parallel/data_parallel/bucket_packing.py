@@ -83,7 +83,10 @@ class Packing:
             pieces = []
             for i, n in even:
                 tensor = None if i is None else tensors[i]
-                pieces.append(matrix.new_zeros(self.ranks, n) if tensor is None else tensor.reshape(self.ranks, n))
+                if tensor is not None:
+                    pieces.append(tensor.reshape(self.ranks, n))
+                else:  # nobody reads what is free between two tensors
+                    pieces.append(matrix.new_empty(self.ranks, n) if i is None else matrix.new_zeros(self.ranks, n))
             torch.cat(pieces, dim=1, out=matrix[:, :end])
         pairs = []
         for i in self._uneven:
