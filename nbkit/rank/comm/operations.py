@@ -56,6 +56,8 @@ SILENT = (
 
 def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
     """Bytes of a tensor, or of all in nested lists; 0 of anything else."""
+    if type(payload) is list and len(payload) == 1:  # as nearly every call has it
+        payload = payload[0]
     if isinstance(payload, torch.Tensor):
         return payload.numel() * payload.element_size()
     return sum(map(num_bytes, payload)) if isinstance(payload, (list, tuple)) else 0
