@@ -11,7 +11,7 @@ from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.validate import Finding, refuse, validate
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.module.compile import compiles
+from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.plan import folded
@@ -74,8 +74,8 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
         found.append(Finding(False, "A setting has no effect.", numbers))
     found += [*warn_of_coupled(options, strategy), *warn_of_draws(options, strategy)]
     dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
-    if options.compile and (dropping or not compiles(options, strategy)):
-        why = "with dropout, which is keyed by sample" if dropping else f"under {strategy}"
+    why = "with dropout, which is keyed by sample" if dropping else not_compiled(options, strategy)
+    if options.compile and why:
         numbers = f"compile= has no effect {why}: the blocks run as they are"
         found.append(Finding(False, "A setting has no effect.", numbers))
     for finding in found:

@@ -24,7 +24,7 @@ from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.module.activation_checkpoint import recompute
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.module.compile import compile_blocks, compiles
+from nbkit.rank.parallel.module.compile import compilable, compile_blocks
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import Options, need_chain
@@ -146,8 +146,7 @@ def cut(
         notes += context.notes
     if options.recompute:
         recompute(module, blocks)
-    if compiles(options, strategy):
-        compile_blocks(module, blocks, options.compile)
+    compile_blocks(module, compilable(blocks, options, strategy), options.compile)
 
     if strategy.zero == 3 and options.gathers is not None:
         blocks = [name for name in options.gathers.units if _holds(module, name)]

@@ -94,7 +94,7 @@ class Reduction:
         self._work = dist.all_reduce(self._row, group=self.links.across, async_op=True)
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """Views: (the sums that this rank keeps and the counts behind them, the canary); ordered behind the reduction."""
+        """Views: (the sums that it keeps and the counts behind them, the canary), ordered behind the reduction."""
         self.cross()
         assert self._work is not None and self._row is not None
         self._work.wait()

@@ -1,14 +1,15 @@
 """`compile=True`: each block of a model compiled by itself, where what runs inside of it is the user's code alone.
 
-So it is on the data axis with whole parameters (zero 0 to 2). Not where blocks hold collectives of ours (tp, cp), are
-gathered and let go (zero 3), stand still for stages (pp) or run twice (recompute=True): there they run as they are.
+So it is on the data axis and in a pipeline. Zero 3 gathers a block around its forward, in hooks that are not compiled;
+a block that gathers parts of itself runs as it is. So do all where layers hold collectives of ours (tp, cp), where a
+schedule splits the backward pass, and where blocks run twice (recompute=True): see `not_compiled`.
 Nor while dropout is keyed, which torch.compile would replace by its own: such a pass, and the first one of a job, which
 finds out whether there is any, runs as it is. So do evaluation and generation, whose shapes vary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,29 @@ from torch import nn
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.rng.keyed_dropout import keyed
+from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
 
-def compiles(options: Options, strategy: Strategy) -> bool:
-    """Whether `compile=` was asked for and is sound."""
-    return bool(options.compile) and not options.recompute and strategy.mesh.size == strategy.dp and strategy.zero < 3
+def not_compiled(options: Options, strategy: Strategy) -> str:
+    """Why blocks are not compiled under `strategy` although that is asked for; "" where they are."""
+    if options.recompute:
+        return "with recompute=True, which runs blocks twice"
+    if strategy.tp > 1 or strategy.cp > 1:
+        return f"under {strategy}, whose layers hold collectives, which torch.compile does not trace"
+    if strategy.pp > 1:
+        name = strategy.schedule or "1f1b"
+        if Schedule.of(name, strategy.pp, strategy.microbatches or 1).splits:
+            return f"under {strategy}, which runs the backward pass of a block in halves: a compiled one is whole"
+    return ""
+
+
+def compilable(blocks: Sequence[str], options: Options, strategy: Strategy) -> list[str]:
+    """Those of `blocks` that are compiled under `strategy`."""
+    if not options.compile or not_compiled(options, strategy):
+        return []
+    gathered = options.gathers.units if strategy.zero == 3 and options.gathers is not None else ()
+    return [name for name in blocks if not any(unit.startswith(f"{name}.") for unit in gathered)]
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:

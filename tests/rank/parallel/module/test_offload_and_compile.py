@@ -12,8 +12,11 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.module.compile import not_compiled
+from nbkit.rank.parallel.options import Options
 from nbkit.rank.train.step import optimizer_offload as offloading
 from nbkit.rank.train.trainer import Trainer
+from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
@@ -85,23 +88,28 @@ def test_an_optimizer_that_is_offloaded_updates_in_parts_and_as_ever() -> None:
 def compiled(world: Any) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
-    losses = {}
-    for how in (False, "aot_eager"):
-        job = trainer(strategy="zero1", compile=how)
-        job.fit(3)
-        losses[how] = [record["loss"] for record in job.history]
-    graphs = counters["stats"]["unique_graphs"]
+    losses, graphs = {}, []
+    for strategy in ("zero3", "pp"):
+        for how in (False, "aot_eager"):
+            job = trainer(strategy=strategy, compile=how)
+            job.fit(3)
+            losses[strategy, how] = [record["loss"] for record in job.history]
+        graphs.append(counters["stats"]["unique_graphs"])
+        torch._dynamo.reset()
     breaks = sum(counters["graph_break"].values())
     job.switch("tp")
     job.fit(1)
+    split = not_compiled(Options(compile=True), Strategy.parse("pp schedule=zb", 2))
     _, under_tp = said(strategy="tp", compile=True)
     _, dropping = said(model=lambda: gpt(2, dropout=0.1).double(), compile=True)
-    return {"losses": losses, "graphs": graphs, "breaks": breaks, "tp": under_tp, "dropping": dropping}
+    return {"losses": losses, "graphs": graphs, "breaks": breaks, "split": split, "tp": under_tp, "dropping": dropping}
 
 
 def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said() -> None:
     for found in run_ranks(compiled, 2, timeout=170):
-        assert found["losses"]["aot_eager"] == pytest.approx(found["losses"][False], abs=1e-10)
-        assert found["graphs"] > 0 and found["breaks"] <= 2
-        assert "compile= has no effect under tp=2" in found["tp"]
+        for strategy in ("zero3", "pp"):
+            assert found["losses"][strategy, "aot_eager"] == pytest.approx(found["losses"][strategy, False], abs=1e-10)
+        assert 0 < found["graphs"][0] < found["graphs"][1] and found["breaks"] <= 2
+        assert "compile= has no effect under tp=2, whose layers hold collectives" in found["tp"]
+        assert "in halves" in found["split"]
         assert "compile= has no effect with dropout" in found["dropping"]
