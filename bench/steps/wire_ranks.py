@@ -21,7 +21,7 @@ class Worker:
         """wire: bytes of a step, of all ranks; recorded: axis -> bytes that this rank sends by what telemetry noted."""
         job = trainer(config(width, layers, block=block), strategy, batch=batch)
         job.fit(1)  # groups, connections and agreements of the first step
-        one, three = _run(job, 1), _run(job, 3)
+        one, three = trained(job, 1), trained(job, 3)
         job.job.sharded_model.data.close()
         del job
         gc.collect()
@@ -32,7 +32,8 @@ class Worker:
         }
 
 
-def _run(job: Trainer, steps: int) -> dict[str, Any]:
+def trained(job: Trainer, steps: int) -> dict[str, Any]:
+    """wire: bytes of `steps` steps, of all ranks; recorded: as `step` says. Collective."""
     ends = []
 
     def train() -> None:

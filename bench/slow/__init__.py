@@ -1,0 +1,1 @@
+"""Links and ranks that are slow, and what is done about them."""
