@@ -1,0 +1,62 @@
+"""The fourth and the fifth lesson, executed on CPU ranks; their cells hold what they say to what was measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.headless import Headless, read_notebook, tagged, text_of
+
+LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
+# name -> parameters, guesses
+CASES = {
+    "04_fair_shares": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.02', ("1.5", "6", "None")),
+    "05_parameter_server": (
+        'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SIZE = 12, 200',
+        ("1.33", "None"),
+    ),
+}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("lesson")
+    notebook = read_notebook(LESSONS / f"{request.param}.ipynb")
+    small, guesses = CASES[request.param]
+    (parameters,) = tagged(notebook, "parameters")
+    parameters["source"] = small
+    for cell, guess in zip(tagged(notebook, "guess"), guesses, strict=True):
+        cell["source"] = f"guess = {guess}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
+            patch.setenv(name, str(folder / name))
+        with Headless(folder, lambda cell, text: None) as kernel:
+            kernel.run(notebook)  # raises for the first cell that fails
+        assert registry.entries() == []
+        yield notebook
+
+
+def test_what_the_lesson_says_is_what_was_measured(executed: dict[str, Any]) -> None:
+    said = {tag: text_of(cell) for tag in (*ONE, *OTHER) for cell in tagged(executed, tag)}
+
+    assert set(said) in (set(ONE), set(OTHER))
+    for tag, text in said.items():
+        assert re.search((ONE | OTHER)[tag], text), text
+
+
+ONE = {
+    "speeds": r"measured: [\d.]+ times; you said 1\.5 times",
+    "balance": r"you said 6 rows: look again",
+    "balanced": r"Balanced +mean 1\.00",
+}
+OTHER = {
+    "bytes": r"3 S come in and 3 S go out[^$]*1\.33 S leave[^$]*you said 1\.33 S: right",
+    "staleness": r"worker 3: stale by [\d.]+ updates",
+}
