@@ -29,7 +29,7 @@ GROUPS = {
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
     "checkpoint": ("checkpoint_pause",),
     "telemetry": ("telemetry", "telemetry_truth", "telemetry_long"),
-    "slow": ("slow_link",),
+    "slow": ("slow_link", "slow_rank"),
 }
 """Folder -> the benchmarks in it, a module each."""
 BY_NAME = ("switch_bytes",)

@@ -21,7 +21,7 @@ LEVERS = ("compress=bf16", "compress=int8", "sync_every=8")
 STEPS, QUICK_STEPS = 300, 40
 MBIT = 100
 BYTES, LOSS = 1.03, 0.01
-SIZE = {"width": 128, "layers": 2, "block": 64, "batch": 8}
+SIZE = {"width": 128, "layers": 2, "block": 64, "batch": 16}
 
 
 def run(settings: Settings) -> list[Row]:
