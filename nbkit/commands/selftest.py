@@ -1,0 +1,77 @@
+"""Try on this machine what nbkit does: strategies, switches, errors, speed; one file with what was found."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.machine.machine import read_machine
+from nbkit.notebook.selftest.items import Item, items
+from nbkit.notebook.selftest.report import Outcome, Report
+from nbkit.notebook.selftest.trial import Trial
+
+CPU_RANKS = 4
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=int, metavar="N", help="ranks; default: the idle GPUs, else four on the CPU")
+    parser.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
+    names = ", ".join(item.name for item in items(CPU_RANKS))
+    parser.add_argument("--only", action="append", metavar="NAME", help=f"one item; may be repeated: {names}")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("nbkit-selftest.md"),
+        metavar="FILE",
+        help="the report, for whoever is to look at what failed (%(default)s)",
+    )
+    parser.epilog = (
+        "About two minutes on the CPU, ten on GPUs. Exit status 1 when an item fails. The report has versions, what "
+        "nbkit doctor says, environment variables of torch, NCCL and CUDA alone, and what was found."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    pins = pins_within(site_settings.read(), read_machine(), arguments.n, cpu=arguments.cpu).pins
+    kind = pins[0].kind
+    n = arguments.n or (len(pins) if kind == "gpu" else CPU_RANKS)
+    chosen = _chosen(items(n), arguments.only)
+    on = f"{n} {kind.upper()} rank{'s' * (n > 1)}"
+    print(f"{len(chosen)} items on {on}; the report: {arguments.output}\n", flush=True)
+    # A closed terminal or a `kill` ends it as Ctrl-C does: with everything that it started. SIGINT is named because a
+    # shell that starts it in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    began, devices = time.monotonic(), "no rank has started"
+    outcomes: list[Outcome] = []
+    try:
+        with Trial(n, kind=kind) as trial:
+            devices = trial.devices()
+            for item in chosen:
+                print(f"  {item.name:<16}", end="", flush=True)
+                outcomes.append(trial.outcome(item))
+                print(outcomes[-1].line, flush=True)
+    except KeyboardInterrupt:
+        print("\nStopped. Nothing is left running.")
+        raise
+    finally:
+        report = Report(on, devices, tuple(outcomes), time.monotonic() - began)
+        report.write(arguments.output)
+    print(f"\n{report.verdict}")
+    print("".join(f"  {one.name}: {one.said}\n" for one in report.failed) + f"  the report   {arguments.output}")
+    return 1 if report.failed else 0
+
+
+def _chosen(every: Sequence[Item], only: Sequence[str] | None) -> list[Item]:
+    names = [item.name for item in every]
+    if unknown := set(only or ()) - set(names):
+        raise UsageError(
+            f"There is no item {min(unknown)!r} in the selftest.", numbers=", ".join(names), hint=f"--only {names[0]}"
+        )
+    return [item for item in every if not only or item.name in only]

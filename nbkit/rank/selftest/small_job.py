@@ -1,0 +1,140 @@
+"""A small GPT that any number of ranks can split, and the same training in a plain loop of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbkit.planner.gpt_config import GPTConfig
+from nbkit.rank.device import accelerator
+from nbkit.rank.models.gpt import GPT
+from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world.world import World
+from nbkit.strategy import Strategy
+
+SEED, LR, VOCAB = 7, 1e-3, 64
+# What an AdamW in float32 makes of a gradient that is zero but for rounding must not count.
+EPS = 1e-6
+EPOCH = 4  # batches
+_ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules with one stage on a rank; the others have two."""
+
+
+def trainer(strategy: str, **more: Any) -> Trainer:
+    """Of the small GPT, as a user makes one; in float64 on the CPU. more: for the Trainer. Collective."""
+    world = World.join_from_env().place.world_size
+    schedule = Strategy.parse(strategy, world).schedule
+    config = _config(world, max(world, 2) if schedule in (None, *_ONE_STAGE) else 2 * world)
+    asked: dict[str, Any] = {
+        "model": lambda: GPT(config).to(_dtype()),
+        "loss": mean_loss,
+        "optimizer": _adamw,
+        "data": _rows(config, world),
+        "batch_size": 4 * world,
+        "strategy": strategy,
+        "seed": SEED,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(asked | more))
+
+
+def apart(made: Trainer) -> dict[str, float]:
+    """How far a training of `trainer` is from that of one process so far. Collective.
+
+    losses: the largest relative difference of a step; weights: the largest difference of an element.
+    """
+    weights = made.full_state_dict()
+    losses, expected = alone(made.step, sum(name.endswith(".up.weight") for name in weights))
+    found = [record["loss"] for record in made.history]
+    if len(found) != len(losses):
+        raise AssertionError(f"{len(found)} steps are in the history, {len(losses)} were made")
+    return {
+        "losses": max(abs(one / other - 1) for one, other in zip(found, losses, strict=True)),
+        "weights": max(float((weights[name] - one).abs().max()) for name, one in expected.items()),
+    }
+
+
+@cache
+def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights) after `steps` of the same training, in plain torch on this rank alone."""
+    place = World.join_from_env().place
+    config, device = _config(place.world_size, layers), accelerator().device(place.device)
+    data, size = _rows(config, place.world_size), 4 * place.world_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = GPT(config).to(_dtype()).to(device)
+    optimizer = _adamw(model)
+    losses = []
+    for step in range(steps):
+        epoch, at = divmod(step, EPOCH)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        chosen = [data[i] for i in order[at * size : (at + 1) * size]]
+        ids, targets = (torch.stack(part).to(device) for part in zip(*chosen, strict=True))
+        loss = mean_loss(model(ids), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: one.cpu() for name, one in model.state_dict().items()}
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, the mean over tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class PlannedError(Exception):
+    """What `Fails` raises."""
+
+
+class Fails:
+    """A callback that raises on one rank after a step, once."""
+
+    def __init__(self, rank: int, *, after: int) -> None:
+        self.rank, self.after = rank, after
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Raises PlannedError."""
+        if record["step"] == self.after and World.join_from_env().place.rank == self.rank:
+            self.after = 0
+            raise PlannedError(f"rank {self.rank}, on purpose")
+
+
+class Dies:
+    """A callback with which the process that is now that of one rank kills itself after a step."""
+
+    def __init__(self, rank: int, *, after: int) -> None:
+        # The process that takes its place has another id.
+        self.pid = os.getpid() if World.join_from_env().place.rank == rank else 0
+        self.after = after
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Does not return where it is due."""
+        if record["step"] == self.after and os.getpid() == self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+
+
+def _dtype() -> torch.dtype:
+    return torch.float64 if World.join_from_env().place.device == "cpu" else torch.float32
+
+
+def _config(world: int, layers: int) -> GPTConfig:
+    heads = world * -(-4 // world)  # a multiple of the ranks, at least four
+    return GPTConfig(vocab=VOCAB, block=4 * world, layers=layers, heads=heads, width=8 * heads)
+
+
+def _rows(config: GPTConfig, world: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(0, VOCAB, (EPOCH * 4 * world, config.block + 1), generator=draw)
+    return [(row[:-1], row[1:]) for row in ids]

@@ -1,0 +1,192 @@
+"""Seconds of a step under nbkit beside plain torch's DDP and FSDP2, in turns, in a model sized to the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from nbkit.planner.choose.hardware import DEVICES
+from nbkit.planner.gpt_config import GPTConfig
+from nbkit.rank.comm.link_probe import link_of
+from nbkit.rank.device import accelerator
+from nbkit.rank.models.gpt import GPT
+from nbkit.rank.selftest.small_job import mean_loss
+from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world.world import World
+
+PAIRS, WARM = 3, 2
+_CPU_MODEL = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
+# 1.04 B parameters, 350 M, 125 M; the last fits wherever anything does.
+_MODELS = tuple(
+    GPTConfig(vocab=32_000, block=1024, layers=layers, heads=width // 64, width=width)
+    for layers, width in ((18, 2048), (24, 1024), (12, 768))
+)
+# Weights, gradients and both moments of AdamW, in fp32, of two models that are there at once; a third for activations.
+_BYTES = 16 * 2 * 1.5
+
+
+def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
+    """Seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, of all pairs. Collective.
+
+    mfu: of nbkit's, against the data sheet of the device; None where that is not known.
+    """
+    place = World.join_from_env().place
+    device = accelerator().device(place.device)
+    config = _fitting(device)
+    bf16 = accelerator().holds(device) and not accelerator().emulates_bf16(device)
+    per_rank, steps = (4, 10) if accelerator().holds(device) else (4, 6)
+    rows = _rows(config, per_rank * place.world_size)
+    ours = _Ours(config, rows, per_rank * place.world_size, strategy, bf16, device, folder)
+    theirs = _plain(config, rows, per_rank, strategy, bf16, device)
+    ours(WARM), theirs(WARM)
+    found: dict[str, list[float]] = {"nbkit": [], "torch": []}
+    for pair in range(PAIRS):
+        arms: list[tuple[str, Callable[[int], float]]] = [("nbkit", ours), ("torch", theirs)]
+        for name, train in arms if pair % 2 == 0 else reversed(arms):
+            dist.barrier()
+            found[name].append(train(steps))
+    tokens, num = per_rank * place.world_size * config.block, _elements(config)
+    peak = _peak(accelerator().name(device)) if bf16 else None
+    # Each token: every weight in forward and twice in backward, and so the attention's products.
+    flops = (6 * num + 12 * config.layers * config.width * config.block) * tokens
+    used = flops / median(found["nbkit"]) / place.world_size
+    return found | {"tokens": tokens, "parameters": num, "bf16": bf16, "mfu": used / peak if peak else None}
+
+
+def bandwidth() -> dict[str, tuple[float, float]]:
+    """Operation -> (bytes per second that a rank sends, seconds of a tiny one), measured now. Collective."""
+    place = World.join_from_env().place
+    link = link_of(accelerator().device(place.device))
+    return {} if link is None else {name: (way.speed, way.latency) for name, way in link.ways.items()}
+
+
+class _Ours:
+    """So many steps of a Trainer with default settings; the seconds of one."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        rows: list[Any],
+        batch: int,
+        strategy: str,
+        bf16: bool,
+        device: torch.device,
+        folder: str | None,
+    ) -> None:
+        self.ends: list[float] = []
+
+        def built() -> nn.Module:
+            with device:
+                return GPT(config)
+
+        self.trainer = Trainer(
+            model=built,
+            loss=mean_loss,
+            optimizer=_adamw,
+            data=rows,
+            batch_size=batch,
+            strategy=strategy,
+            precision="bf16" if bf16 else None,
+            callbacks=[lambda trainer, record: self.ends.append(time.perf_counter())],
+            log_dir=folder,
+            progress=False,
+        )
+
+    def __call__(self, steps: int) -> float:
+        # The first step of a run, with what every run begins with, is not counted.
+        self.ends.clear()
+        self.trainer.fit(steps + 1)
+        return (self.ends[-1] - self.ends[0]) / steps
+
+
+def _plain(
+    config: GPTConfig, rows: list[Any], per_rank: int, strategy: str, bf16: bool, device: torch.device
+) -> Callable[[int], float]:
+    """The same by hand, as the tutorials of DDP and FSDP2 have it."""
+    with device:
+        model: nn.Module = GPT(config)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+        if bf16:
+            around = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
+    else:
+        _shard(model, bf16)
+    optimizer = _adamw(model)
+    sampler: DistributedSampler[Any] = DistributedSampler(rows)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(rows, per_rank, sampler=sampler)  # type: ignore[arg-type]
+
+    def batches() -> Any:
+        epoch = 0
+        while True:
+            sampler.set_epoch(epoch)
+            yield from loader
+            epoch += 1
+
+    feed = batches()
+
+    def train(steps: int) -> float:
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            ids, targets = (part.to(device, non_blocking=True) for part in next(feed))
+            with around():
+                loss = mean_loss(model(ids), targets)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        _wait(device)
+        return (time.perf_counter() - began) / steps
+
+    return train
+
+
+def _shard(model: Any, bf16: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, which only this takes
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for part in (*model.blocks, model):
+        fully_shard(part, mp_policy=policy)
+
+
+def _fitting(device: torch.device) -> GPTConfig:
+    """The largest model of which two fit, the same on all ranks. Collective."""
+    if not accelerator().holds(device):
+        return _CPU_MODEL
+    free = torch.tensor([accelerator().free_memory(device)], dtype=torch.float64, device=device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return next((each for each in _MODELS if _elements(each) * _BYTES < float(free)), _MODELS[-1])
+
+
+def _elements(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())
+
+
+def _peak(name: str) -> float | None:
+    """FLOP/s in bf16 by the data sheet of the device of that name."""
+    said = name.replace(" ", "").lower()
+    return next((one.flops for key, one in DEVICES.items() if key.split("-")[0].lower() in said), None)
+
+
+def _rows(config: GPTConfig, batch: int) -> list[Any]:
+    ids = torch.randint(0, config.vocab, (4 * batch, config.block + 1), generator=torch.Generator().manual_seed(0))
+    return [(row[:-1], row[1:]) for row in ids]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def _wait(device: torch.device) -> None:
+    if accelerator().holds(device):
+        accelerator().wait_for_all(device)

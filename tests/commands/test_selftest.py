@@ -1,0 +1,97 @@
+"""`nbkit selftest` as it is typed: what is right, what is wrong, and stopped half-way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbkit.notebook.cluster import registry
+
+PLANTED = """
+import sys
+from nbkit.commands import main
+from nbkit.notebook.selftest import trial
+
+trial.SETUP += "\\nif rank == 1: small_job.LR *= 2"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    told = {"NCCL_DEBUG": "WARN", "HUB_TOKEN": "not-to-be-told"}
+    return {**os.environ, **told, "HOME": str(folder), "NBKIT_HOME": str(folder / "clusters")}
+
+
+def start(folder: Path, *options: str, planted: bool = False) -> subprocess.Popen[str]:
+    how = ["-c", PLANTED] if planted else ["-m", "nbkit"]
+    command = [sys.executable, *how, "selftest", "--cpu", "-n", "2", *options]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(selftest: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit status, what it printed, with one space between words)."""
+    said, _ = selftest.communicate(timeout=300)
+    return selftest.returncode, " ".join(said.split())
+
+
+def test_what_is_right_is_ok_and_in_a_report_that_strangers_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, said = ended(start(tmp_path, "--only", "error", "--only", "hsdp", "--output", "out.md"))
+    report = (tmp_path / "out.md").read_text()
+
+    assert status == 0, said
+    assert "hsdp left out" in said and "error ok" in said and "1 ok, 1 left out" in said
+    assert "| error | ok |" in report and "rank 1 named; losses" in report
+    assert "torch  " in report and "Ready: %load_ext nbkit" in report and "NCCL_DEBUG  WARN" in report
+    assert "not-to-be-told" not in report and str(tmp_path) not in report
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
+    assert registry.entries() == []
+
+
+def test_a_rank_that_updates_differently_is_a_failure_and_the_rest_is_tried(tmp_path: Path) -> None:
+    status, said = ended(start(tmp_path, "--only", "ddp", "--only", "bandwidth", planted=True))
+    report = (tmp_path / "nbkit-selftest.md").read_text()
+
+    assert status == 1, said
+    assert "ddp FAILED" in said and "bandwidth ok" in said and "1 ok, 1 FAILED" in said
+    assert "## ddp failed" in report and "from one process; at most 1e-10" in report
+
+
+def test_stopped_half_way_it_leaves_a_report_and_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
+    selftest = start(tmp_path, "--only", "switch")
+    deadline = time.monotonic() + 120
+    while not (entries := [entry for entry in registry.entries() if entry.ranks]):
+        assert selftest.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (entry,) = entries
+
+    selftest.send_signal(signal.SIGINT)
+    status, said = ended(selftest)
+
+    assert status == 130
+    assert "Stopped. Nothing is left running." in said
+    assert "selftest" in (tmp_path / "nbkit-selftest.md").read_text()
+    assert registry.entries() == []
+    assert not any(process.is_alive() for process in (entry.controller, entry.parent, *entry.ranks))
+    assert not [child for child in psutil.Process().children() if "nbkit" in child.cmdline()]
+
+
+def test_an_item_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    status, said = ended(start(tmp_path, "--only", "zero4"))
+
+    assert status == 2
+    assert "There is no item 'zero4'" in said and "zero3" in said
