@@ -320,8 +320,7 @@ class Trainer:
         return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
-        """Measure strategies beside each other and the one in force, then go on as if nothing had been: see `compare`
-        in nbkit.rank.train.switch.compare. Collective."""
+        """Measure strategies in turns, and go on as if nothing had been: see switch/compare.py. Collective."""
         return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
@@ -376,7 +375,7 @@ class Trainer:
     def rewind(self, step: int) -> int:
         """Back to the newest snapshot that is not beyond `step`, under the strategy of now; the step of it. Collective.
 
-        Everything is as it was then, and the next steps are made as they were. Raises TrainingError where there is none.
+        Everything is as it was then, and the next steps are made as they were. Raises TrainingError without one.
         """
         return self.snapshots.back_to(step)
 

@@ -17,7 +17,7 @@ class LiveBytes(WatchingMode):
     """Within it, `now` is the bytes of all storages that operations have made and that are still there.
 
     beside: tensors that were there before; their bytes are in `now` too, or not with counted=False. resized: look
-    at each operation for memory that comes and goes within the storages of these (zero 3). levels: `now` after each operation.
+    at each operation for memory that comes and goes within the storages of these (zero 3). levels: `now` after each.
     """
 
     def __init__(self, beside: Iterable[Tensor] = (), *, counted: bool = True, resized: bool = False) -> None:
