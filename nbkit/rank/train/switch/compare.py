@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nbkit.errors import StrategyError, SwitchError
@@ -54,25 +55,27 @@ class _Measured:
 
     def add(self, job: Switchable, strategy: Strategy, steps: int, make_step: Callable[[], None]) -> None:
         trim(job.device)
-        before, sent = bytes_held(job.device)[0], 0
+        before = bytes_held(job.device)[0]
         reset_peak(job.device)
-
-        def listen(operation: str, group: str, num_bytes: int) -> None:
-            nonlocal sent
-            sent += num_bytes * (operation != "recv")
-
-        listeners = delegating_group.listeners
         try:
-            _, seconds = measure(job, strategy, 1 + steps, make_step, warm=lambda: listeners.append(listen))
+            _, seconds = measure(job, strategy, 1 + steps, make_step, later=self._counting())
         except (StrategyError, SwitchError) as error:  # on every rank alike
             self.error = f"{error.what} {error.numbers}".strip()
             return
-        finally:
-            if listen in listeners:
-                listeners.remove(listen)
         self.seconds += seconds[1:]
-        self._sent, self._counted = self._sent + sent, self._counted + steps
+        self._counted += steps
         self._peak = max(self._peak, bytes_held(job.device)[1] - before)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        def listen(operation: str, group: str, num_bytes: int) -> None:
+            self._sent += num_bytes * (operation != "recv")
+
+        delegating_group.listeners.append(listen)
+        try:
+            yield
+        finally:
+            delegating_group.listeners.remove(listen)
 
     def row(self, job: Switchable) -> dict[str, Any]:
         """What is told of it. Collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nbkit.errors import SwitchError, TrainingError
@@ -56,21 +57,21 @@ def measure(
     steps: int,
     make_step: Callable[[], None],
     *,
-    warm: Callable[[], None] = lambda: None,
+    later: AbstractContextManager[None] | None = None,
 ) -> tuple[Switched, list[float]]:
     """The switch to `new`, and the seconds of `steps` steps under it; then all is as before. Collective.
 
-    warm: called when the first of them, which makes what later ones reuse, has been made.
+    later: entered around all but the first of them, which makes what later ones reuse.
     """
     with own_draws(), job.on_trial(new) as (state, event):
         records = job.ledger.records
         made = len(records)
         job.ledger.clock.restart()
         _first(job, state, make_step)
-        warm()
-        for _ in range(steps - 1):
-            make_step()
-        job.ledger.settle()
+        with later or nullcontext():
+            for _ in range(steps - 1):
+                make_step()
+            job.ledger.settle()
         return event, [record["seconds"] for record in records[made:]]
 
 

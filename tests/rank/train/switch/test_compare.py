@@ -88,7 +88,7 @@ def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_bee
     # A reduction of all gradients and a few numbers of the step; a half of the weights twice, and the gradients;
     # activations of twelve rows forth, or their gradients back.
     assert weights < ddp["sent_bytes"] < weights + 600
-    assert weights <= zero3["sent_bytes"] - ddp["sent_bytes"] < 1.5 * weights  # with what makes the parts alike
+    assert weights <= zero3["sent_bytes"] - ddp["sent_bytes"] < 2 * weights  # with what makes the parts alike
     assert 0 < pp["sent_bytes"] < 12 * 16 * 4 + 600
     for row in (ddp, zero3, pp):
         assert 0 < row["low_s"] <= row["step_s"] <= row["high_s"] and row["memory_bytes"] >= 0
