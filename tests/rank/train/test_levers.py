@@ -104,6 +104,10 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     found["seen"], found["end"] = seen[-1], flat(trainer.model)
     found["evaluated"] = trainer.evaluate(points(), batch_size=8)
     found["losses"] = [record["loss"] for record in trainer.history]
+    # While it trains, between two averages, and back.
+    trainer = trained("ddp", switches={0: "ddp sync_every=4", 2: "ddp compress=int8", 4: "ddp"})
+    trainer.fit(6)
+    found["live"] = [record["strategy"] for record in trainer.history], *all_of(trainer)
     trainer = trained("ddp sync_every=4", save_every=2, save_path=folder)
     trainer.fit(2)
     found["saved"] = all_of(trainer)
@@ -111,6 +115,12 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     trainer.load(folder)
     found["loaded"] = all_of(trainer)
     return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple | list):
+        return all(map(_equal, one, other))
+    return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)
 
 
 def test_buckets_of_another_size_give_the_same_sums() -> None:
@@ -156,7 +166,9 @@ def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
         assert found["ops"] == {"all_reduce"}
         # Two averages in eight steps.
         assert found["bytes"] == pytest.approx(2 * (2 * (RANKS - 1) / RANKS) * size, rel=1e-6)
-        for key in ("switched", "end", "losses", "evaluated", "norm", "loaded"):
-            torch.testing.assert_close(found[key], ranks[0][key], rtol=0, atol=0)
+        for key in ("switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
+            assert _equal(found[key], ranks[0][key]), key
         assert found["losses"][-1] < found["losses"][0]
+    strategies = [f"dp=3{lever}" for lever in (" sync_every=4", " compress=int8", "") for _ in range(2)]
+    assert ranks[0]["live"][0] == strategies
     assert not torch.equal(ranks[0]["seen"], ranks[1]["seen"])
