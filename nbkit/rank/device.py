@@ -6,7 +6,7 @@ line in `BACKENDS`, and what torch.accelerator does not have for it (names, bf16
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -94,6 +94,12 @@ class Accelerator:
         host = self.pinned(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
         return host, self.event(tensor.device)
+
+    def fetch_into(self, host: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Copy `tensors` of one device into pinned memory of the host, one each, and wait once for all of them."""
+        for there, tensor in zip(host, tensors, strict=True):
+            there.copy_(tensor, non_blocking=True)
+        self.wait_for_stream(tensors[0].device)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """`tensor` of the host on `device`. On a device it is copied while the host goes on, from pinned memory.

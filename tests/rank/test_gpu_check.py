@@ -1,13 +1,14 @@
 """The fast part of `make gpu-check`: on a pretended GPU a training is as on one process, after switches and errors too.
 
-Left to it are the other strategies, schedules and pairs of strategies, four ranks, llama and convolutions.
+Left to it are the other strategies, schedules, pairs of strategies and features, four ranks, llama and convolutions.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from gpu_check import check_errors, check_steps, check_switches, every_pair
+from gpu_check import check_deaths, check_errors, check_steps, check_switches, every_pair
+from gpu_features import check_features
 
 
 def test_switches_keep_the_training() -> None:
@@ -28,3 +29,13 @@ def test_a_walk_takes_every_pair_once() -> None:
     walk = every_pair("abcd")
 
     assert sorted(pairwise(walk)) == [(a, b) for a in "abcd" for b in "abcd" if a != b]
+
+
+def test_a_rank_that_dies_is_replaced_from_a_backup_in_memory_of_the_host() -> None:
+    assert list(check_deaths(("zero3",), ranks=2)) == ["a death under zero3: equal"]
+
+
+def test_what_a_training_does_beside_its_steps_is_as_on_one_process() -> None:
+    found = list(check_features(("zero3",), ("batch_norm", "fp16"), ranks=2))
+
+    assert found == ["batch_norm under zero3: equal", "fp16 under zero3: equal"]

@@ -1,16 +1,18 @@
-"""Strategies, switches and errors on the pretended GPU, beside one process; what a steady step has the host wait for.
+"""Strategies, switches, errors, deaths and the features of a training on the pretended GPU, beside one process; and
+what a steady step has the host wait for.
 
-python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches errors steps
+python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches fp16
 """
 
 from __future__ import annotations
 
 import _thread
+import os
+import signal
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,41 +23,30 @@ _TESTS = Path(__file__).resolve().parents[1]
 for _folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
     sys.path.insert(0, str(_folder))
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
-from pretend import Communicator, Limits, PretendAccelerator, checked, join  # noqa: E402
+from gpu_features import FEATURES, check_features  # noqa: E402
+from gpu_training import begun, place, trainer_of  # noqa: E402
+from pretend import Communicator, checked  # noqa: E402
 from ranks import RankFailed, next_generation, run_ranks  # noqa: E402
+from replaced_ranks import Seat, run_replaced  # noqa: E402
 
 from nbkit.errors import NbkitError, TrainingError  # noqa: E402
-from nbkit.rank.comm import link_probe  # noqa: E402
+from nbkit.rank.device import accelerator  # noqa: E402
 from nbkit.rank.telemetry import collectives  # noqa: E402
+from nbkit.rank.train.replace.recover import recover  # noqa: E402
 from nbkit.rank.train.trainer import Trainer  # noqa: E402
 from nbkit.rank.world import watchdog  # noqa: E402
 from parity.cells import Cell, layers_for, matrix  # noqa: E402
 from parity.figures import BARS, compared  # noqa: E402
 from parity.rounds import truths  # noqa: E402
-from parity.subjects import SUBJECTS, mean  # noqa: E402
-from parity.training import BATCH, LR, SEED, ours  # noqa: E402
+from parity.subjects import SUBJECTS  # noqa: E402
+from parity.training import BATCH, ours  # noqa: E402
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4")
 PER_SET = 8  # cells in one set of processes: a bug that ends one takes no more along
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
-
-
-def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
-    """(world, GPU) of a rank, on which every training is checked operation by operation."""
-    warnings.simplefilter("ignore")
-    Limits.come = Limits.wait = 40.0
-    link_probe._LARGE_ON_DEVICES = 1 << 14  # bandwidths of a GPU, through Python, would take minutes
-    world, gpu = join(rank, ranks)
-    fit = Trainer.fit
-
-    def fitted(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-        with checked(gpu):
-            return fit(trainer, *args, **kwargs)
-
-    Trainer.fit = fitted  # type: ignore[method-assign]
-    return world, gpu
 
 
 def trained(rank: int, ranks: int, cells: Sequence[Cell]) -> list[Any]:
@@ -68,23 +59,6 @@ def trained(rank: int, ranks: int, cells: Sequence[Cell]) -> list[Any]:
         except NbkitError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
-
-
-def trainer_of(strategy: str, **more: Any) -> Trainer:
-    """Of the GPT whose truth is `Cell("gpt", "")`."""
-    gpt = SUBJECTS["gpt"]
-    asked: dict[str, Any] = {
-        "model": lambda: gpt.build(torch.float64, 0.0, 4),
-        "loss": mean,
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=LR),
-        "data": gpt.items(4 * BATCH, torch.float64, masked=False),
-        "batch_size": BATCH,
-        "strategy": strategy,
-        "seed": SEED,
-        "log_dir": None,
-        "progress": False,
-    }
-    return Trainer(**(asked | more))
 
 
 def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
@@ -116,6 +90,48 @@ def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[f
             continue
         found[strategy] = [record["loss"] for record in trainer.history]
     return found
+
+
+def died(seat: Seat, strategies: Sequence[str]) -> dict[str, list[float]]:
+    """Losses under each strategy, with rank 1 killed after the second step; a new one knows of those since it came."""
+    found: dict[str, list[float]] = {}
+    for number, strategy in enumerate(strategies):
+        if number < seat.deaths - seat.new:
+            continue
+        if seat.new:
+            trainer, seat.new = _recovered(None, seat.replaced), False
+        else:
+            kill = [_kill_after(2)] if seat.world.place.rank == 1 else [_nothing]
+            trainer = trainer_of(strategy, callbacks=kill, backup_every=1)
+            with pytest.raises((RuntimeError, NbkitError)) as broken:
+                trainer.fit(4)
+            if trainer.step < 2:
+                raise broken.value
+            again = seat.form_again()
+            Communicator.give_up()
+            trainer = _recovered(trainer, again)
+        trainer._callbacks = ()
+        trainer.fit(until=4)
+        found[strategy] = [record["loss"] for record in trainer.history]
+    return found
+
+
+def _recovered(trainer: Trainer | None, newcomers: Sequence[int]) -> Trainer:
+    gpu: Any = accelerator()
+    with checked(gpu):
+        return recover(trainer, newcomers)
+
+
+def _kill_after(step: int) -> Callable[[Any, dict[str, Any]], None]:
+    def kill(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def _nothing(trainer: Any, record: dict[str, Any]) -> None:
+    pass
 
 
 class _Error(Exception):
@@ -246,6 +262,17 @@ def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> It
         yield f"a steady step under {strategy}: {'equal' if right else f'wrong: {[dict(one) for one in counts]}'}"
 
 
+def check_deaths(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
+    """A line for each strategy."""
+    for strategy in strategies:
+
+        def run(strategy: str = strategy) -> list[Any]:
+            found = run_replaced(died, ranks, [strategy], deaths=1, timeout=200, place=place)
+            return [one[strategy] for one in found]
+
+        yield _lines(f"a death under {strategy}", 4, run)
+
+
 def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
     known = Cell("gpt", "", "float64", steps, layers=layers_for(""))
     losses = truths([known])[known.truth].losses
@@ -271,6 +298,10 @@ def main(words: Sequence[str]) -> int:
         lines.append(check_errors())
     if not words or "steps" in words:
         lines.append(check_steps())
+    if not words or "deaths" in words:
+        lines.append(check_deaths())
+    if names := [name for name in FEATURES if not words or name in words]:
+        lines.append(check_features(STRATEGIES, names))
     for each in lines:
         for line in each:
             wrong += not line.endswith((": equal", ": right"))

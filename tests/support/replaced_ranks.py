@@ -46,11 +46,18 @@ class Seat:
 
 
 def run_replaced(
-    fn: Callable[..., Any], n: int, *args: Any, deaths: int, together: int = 1, timeout: float = 60.0
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    deaths: int,
+    together: int = 1,
+    timeout: float = 60.0,
+    place: Callable[[int, int], Any] | None = None,
 ) -> list[Any]:
     """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end.
 
-    deaths: how many times ranks die; together: so many at once.
+    deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its Place, before it joins the
+    world; default a CPU rank over gloo.
     """
     context = ranks._forking()
     with contextlib.ExitStack() as opened:
@@ -62,7 +69,7 @@ def run_replaced(
         def fork(rank: int, generation: int, replaced: Sequence[int]) -> tuple[Any, Connection, Connection]:
             reader, writer = context.Pipe(duplex=False)
             listen, tell = context.Pipe(duplex=False)
-            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, args)
+            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, args)
             process = context.Process(target=_sit, args=how, daemon=False)
             process.start()
             writer.close()
@@ -125,6 +132,7 @@ def _sit(
     listen: Connection,
     generation: int,
     replaced: Sequence[int],
+    place_of: Callable[[int, int], Any] | None,
     args: Any,
 ) -> None:
     import torch
@@ -139,7 +147,7 @@ def _sit(
     threading.Thread(target=_hear, args=(listen, told), daemon=True).start()
     try:
         address, port = bound[generation - 1].getsockname()
-        place = Place(rank, n, rank, n, "cpu", "gloo")
+        place = place_of(rank, n) if place_of is not None else Place(rank, n, rank, n, "cpu", "gloo")
         joined = bound[generation - 1]
         world = World.join(place, listen=joined, address=address, port=port, generation=generation)
         answer = ("value", fn(Seat(world, generation > 1, replaced, told), *args))

@@ -16,4 +16,5 @@ from pretend.device import HostMix as HostMix
 from pretend.device import PretendAccelerator as PretendAccelerator
 from pretend.device import checked as checked
 from pretend.install import join as join
+from pretend.install import place as place
 from pretend.order import Race as Race

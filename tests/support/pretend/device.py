@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -151,6 +151,16 @@ class PretendAccelerator(Accelerator):
                 there.data.copy_(value)
 
         return there, Event(self.order, self.stream, land)
+
+    def fetch_into(self, host: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.order.follow(self.stream, HOST)
+        with _disable_current_modes(), torch.no_grad():
+            for there, tensor in zip(host, tensors, strict=True):
+                assert self.is_host(there), "a copy into memory that is not the host's"
+                self.order.touch(self.stream, tensor, "a copy to the host", write=False)
+                self.order.touch(self.stream, there, "a copy to the host", write=True)
+                there.copy_(tensor)
+        self.wait_for_stream(_CPU)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         if self.is_host(tensor):

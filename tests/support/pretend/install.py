@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from nbkit.rank import device as seam
 from nbkit.rank.comm import group_creation
 from nbkit.rank.world import world as worlds
+from pretend import sync_batch_norm
 from pretend.communicator import PretendGroup
 from pretend.device import PretendAccelerator
 
@@ -55,15 +56,23 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
     group_creation.reform_group = worlds.reform_group = reformed
     torch.cuda.nccl.version = lambda: (2, 27, 3)  # torch's error messages name it
     _fill_what_is_freed(gpu)
+    sync_batch_norm.install()
     return gpu
+
+
+def place(rank: int, ranks: int) -> worlds.Place:
+    """Of a rank with a pretended GPU, which is there from now on."""
+    pretend_gpu(rank)
+    return worlds.Place(rank, ranks, rank, ranks, "cuda", "nccl")
 
 
 def join(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
     """(world, its GPU) in a rank that `run_ranks(..., join=False)` has made."""
-    gpu = pretend_gpu(rank)
     address, port = listeners[0].getsockname()
-    place = worlds.Place(rank, ranks, rank, ranks, "cuda", "nccl")
-    return worlds.World.join(place, listen=listeners[0], address=address, port=port), gpu
+    world = worlds.World.join(place(rank, ranks), listen=listeners[0], address=address, port=port)
+    gpu = seam.accelerator()
+    assert isinstance(gpu, PretendAccelerator)
+    return world, gpu
 
 
 def _fill_what_is_freed(gpu: PretendAccelerator) -> None:

@@ -71,14 +71,19 @@ def _room(layout: Layout, kind: torch.dtype) -> int:
 @torch.no_grad()
 def copy_into(target: JobState, state: JobState) -> None:
     """Fill `target`, views of a snapshot, from what this rank holds."""
-    into, out_of = [], []
+    on_device: tuple[list[Tensor], list[Tensor]] = [], []
+    on_host: tuple[list[Tensor], list[Tensor]] = [], []
     for key, (tensor, layout) in target.items():
         whole, held = state[key]
+        into, out_of = on_device if accelerator().holds(whole) else on_host
         for here, there in layout.pieces:
             into.append(tensor[here.slices])
             out_of.append(whole[_place(held, there)])
-    if into:
-        torch._foreach_copy_(into, out_of)
+    if on_host[0]:
+        torch._foreach_copy_(*on_host)
+    if on_device[0]:
+        # As a foreach from a device to the host, each would be waited for.
+        accelerator().fetch_into(*on_device)
 
 
 def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
