@@ -47,12 +47,12 @@ def test_what_is_right_is_ok_and_in_a_report_that_strangers_may_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, said = ended(start(tmp_path, "--only", "error", "--only", "hsdp", "--output", "out.md"))
-    report = (tmp_path / "out.md").read_text()
+    report = " ".join((tmp_path / "out.md").read_text().split())
 
     assert status == 0, said
     assert "hsdp left out" in said and "error ok" in said and "1 ok, 1 left out" in said
     assert "| error | ok |" in report and "rank 1 named; losses" in report
-    assert "torch  " in report and "Ready: %load_ext nbkit" in report and "NCCL_DEBUG  WARN" in report
+    assert "torch 2" in report and "Ready: %load_ext nbkit" in report and "NCCL_DEBUG WARN" in report
     assert "not-to-be-told" not in report and str(tmp_path) not in report
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
     assert registry.entries() == []
