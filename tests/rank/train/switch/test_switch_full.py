@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
+from nbkit.rank.parallel.data_parallel.ddp import Replicas
 from nbkit.rank.parallel.reshard import redistribute_in_place as moving
 from nbkit.rank.parallel.reshard.resizable_storage import Filling, hollow
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
@@ -209,7 +209,7 @@ def damaged(world: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         full(patch)
         if world.place.rank == 1:
-            patch.setattr(_Replicated, "refresh", lambda data: data.weights["tokens.weight"][0].add_(1e-3))
+            patch.setattr(Replicas, "refresh", lambda data: data.weights["tokens.weight"][0].add_(1e-3))
         for act in (lambda: job.switch("ddp"), lambda: job.fit(1)):
             with pytest.raises(TrainingError) as error:
                 act()

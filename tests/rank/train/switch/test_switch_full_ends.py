@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.data_parallel.data_axis import _Replicated
+from nbkit.rank.parallel.data_parallel.ddp import Replicas
 from nbkit.rank.parallel.reshard.resizable_storage import Emptying
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.switch import switch as switching
@@ -99,13 +99,13 @@ def no_way_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_gradients(patch: pytest.MonkeyPatch) -> None:
-    once(patch, _Replicated, "begin_again")
+    once(patch, Replicas, "begin_again")
 
 
 def test_a_training_does_not_go_on_from_a_switch_that_found_no_way_back(expected: list[float]) -> None:
     for in_pieces, unable, (first, made) in run_ranks(asked_for_while_it_trains, 2, timeout=120):
         assert in_pieces[0] and in_pieces[1] == "TrainingError" and "the state is incomplete" in in_pieces[2]
-        assert unable[0] and unable[1] == "MemoryError" and "planted" in unable[2]
+        assert unable[0] and unable[1] == "TrainingError" and "was taken back: MemoryError" in unable[2]
         assert not in_pieces[3] and not unable[3]
         assert len(made) == first + 3
         assert max(abs(a - b) for a, b in zip(made, expected, strict=False)) <= 1e-12
