@@ -28,12 +28,9 @@ def weights(sharded_model: ShardedModel) -> JobState:
 
 def buffers(sharded_model: ShardedModel) -> JobState:
     """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
-    kept = sharded_model.module.state_dict().keys()
-    return {
-        f"buffer/{name}": (buffer, Layout.whole(buffer.shape))
-        for name, buffer in sharded_model.module.named_buffers()
-        if name in kept and sharded_model.runs(name)
-    }
+    here = {name: buffer for name, buffer in sharded_model.module.named_buffers() if sharded_model.runs(name)}
+    kept = sharded_model.module.state_dict().keys() if here else ()  # asked for at each step
+    return {f"buffer/{name}": (buffer, Layout.whole(buffer.shape)) for name, buffer in here.items() if name in kept}
 
 
 def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
