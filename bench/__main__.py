@@ -28,7 +28,7 @@ GROUPS = {
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
     "checkpoint": ("checkpoint_pause",),
-    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "handing_on"),
+    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "collective_overhead"),
     "slow": ("slow_link", "slow_rank"),
 }
 """Folder -> the benchmarks in it, a module each."""

@@ -29,7 +29,7 @@ from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
-from nbkit.rank.train.replace import going_on
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
 from nbkit.wire.link import Link
@@ -69,7 +69,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.stopping = Stopping(self.runner)
         Requests(self.runner, self.stopping).install(self.kernel)
         _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
-        self.survivor = going_on.host = Survivor(self.runner)
+        self.survivor = resume_fit.host = Survivor(self.runner)
         self.newcomer = Newcomer(self.runner) if self.replaces else None
         self.link.listen(self._from_parent, self._orphaned)
         self.link.send(event="ready")

@@ -11,7 +11,7 @@ from nbkit.bridge.replacing.statement import Entering
 from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace.by_value import loads
-from nbkit.rank.train.replace.going_on import NewWorld, together
+from nbkit.rank.train.replace.resume_fit import NewWorld, together
 from nbkit.rank.world.world import World
 
 

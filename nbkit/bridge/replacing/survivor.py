@@ -22,8 +22,8 @@ from nbkit.errors import ClusterError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.replace.by_value import dumps
-from nbkit.rank.train.replace.going_on import NewWorld, Span
 from nbkit.rank.train.replace.recover import recover
+from nbkit.rank.train.replace.resume_fit import NewWorld, Span
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.cells import CellRequest
@@ -48,7 +48,7 @@ class Handed:
 
 
 class Survivor:
-    """The host of the trainings of this rank: see nbkit.rank.train.replace.going_on.Host. One per rank."""
+    """The host of the trainings of this rank: see nbkit.rank.train.replace.resume_fit.Host. One per rank."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.link = runner, runner.link

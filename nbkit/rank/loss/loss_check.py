@@ -39,8 +39,8 @@ from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, di
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
-from nbkit.rank.parallel.proof.first_look import FirstLook
 from nbkit.rank.parallel.proof.random_draws import Draws
+from nbkit.rank.parallel.proof.short_example import FirstRuns
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
 
@@ -83,7 +83,7 @@ def examine(
     *,
     whole: bool = True,
     draws: DrawPlan | None = None,
-    look: FirstLook | None = None,
+    look: FirstRuns | None = None,
 ) -> Examined:
     """What couples the rows of a batch, and what the loss weighs.
 

@@ -31,7 +31,7 @@ from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.proof.first_look import FirstLook, look_at
+from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
@@ -111,11 +111,11 @@ def check(
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
     example = None
-    chain, why, proof, gathers, positionwise, look = None, "", Proof(), None, None, FirstLook()
+    chain, why, proof, gathers, positionwise, look = None, "", Proof(), None, None, FirstRuns()
     if batch is not None and rows is None:
         rows = rows_of(batch)
         example = take(batch, 0, min(2, rows), rows=rows)
-        look = look_at(module, example, inputs=inputs, loss=loss, parts=chosen.tp)
+        look = first_runs(module, example, inputs=inputs, loss=loss, parts=chosen.tp)
         run = _runner(module, example, inputs)
         brief = run if look.short is None else _runner(module, look.short, inputs)
         try:

@@ -38,7 +38,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
-from nbkit.rank.parallel.proof.first_look import FirstLook, look_at
+from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -348,7 +348,7 @@ class Builder:
         def run(value: Any = value) -> Any:
             return call(self.module, value)
 
-        look = look_at(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
+        look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         draws, self._short = look.draws, look.short
         found["draws"] = draws
         few = example if look.short is None else look.short
@@ -379,7 +379,7 @@ class Builder:
                     self.module, chain.units, lambda: drawing(run), lambda output: _loss(output, example, config)
                 )
 
-    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstLook) -> dict[str, Any]:
+    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
         """What couples the rows of a batch, and what weighs them: attributes of Options."""
         with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
             sample = config.sample() if config.sample is not None else Sample(config.example)
@@ -394,7 +394,7 @@ class Builder:
             return
         self._first_batches.part()
         if self.config.example is not None:
-            look = FirstLook(self.options.draws, self._short)
+            look = FirstRuns(self.options.draws, self._short)
             self.choose(**self._rows(self.config, lambda value: call(self.module, value), look))
 
     def choose(self, **options: Any) -> None:

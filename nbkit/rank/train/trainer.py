@@ -27,8 +27,8 @@ from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.checkpoint.kept import Asked
-from nbkit.rank.train.checkpoint.own_saves import OwnSaves
+from nbkit.rank.train.checkpoint.autosave import Autosave
+from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.rebalance import Rebalancing
@@ -37,8 +37,8 @@ from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom, rescue
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.replace.going_on import Span, check_policy, go_on, seat, span_of
-from nbkit.rank.train.replace.rewind import Snapshots
+from nbkit.rank.train.replace.resume_fit import Span, check_policy, go_on, seat, span_of
+from nbkit.rank.train.rewind import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.compare import compare
@@ -186,7 +186,7 @@ class Trainer:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
         self.saves.collect(wait=True)
-        self.job.writing.form_again()
+        self.job.checkpoint_writer.form_again()
         self.snapshots.clear()
         stream.seek(self._stream.epoch, self._stream.offset)
         self._stream = stream
@@ -201,7 +201,7 @@ class Trainer:
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self._callbacks = loop.callbacks
-        self.saves = OwnSaves(job, loop)
+        self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
         self._joined: Span | None = None
 

@@ -18,7 +18,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
-from nbkit.rank.train.checkpoint.writing import Writing
+from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
@@ -72,7 +72,7 @@ class Training:
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
-        self.writing = Writing(rank=self.rank, world_size=self.world_size, device=self.device)
+        self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
@@ -247,7 +247,7 @@ class Training:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
         self.unite()
         about = {"history": list(self.ledger.records), "seed": self.seed}
-        self.writing.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
+        self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""

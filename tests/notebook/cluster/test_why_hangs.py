@@ -9,7 +9,7 @@ from planted_hangs import HANGS, SECONDS, ask, begin
 
 from nbkit import Cluster, commands
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.cluster.why import quiet
+from nbkit.notebook.cluster.why import stall
 from nbkit.notebook.cluster.why.collect import looks_from_outside
 
 SAMPLE = (
@@ -43,7 +43,7 @@ def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(
     four: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("QUIET_SECONDS", 1.0), ("_LOOK_SECONDS", 0.5), ("_ANSWER_SECONDS", 0.4)):
-        monkeypatch.setattr(quiet, name, seconds)
+        monkeypatch.setattr(stall, name, seconds)
     handle = four.run(SLEEP, detach=True)
     try:
         shown, deadline = "", time.monotonic() + 40

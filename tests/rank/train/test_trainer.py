@@ -20,7 +20,7 @@ from torch import nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train import runs_dir
-from nbkit.rank.train.checkpoint import own_saves
+from nbkit.rank.train.checkpoint import autosave
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.progress import progress_line
 from nbkit.records import tags
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
 
 def saved_by_default(world: Any, folder: Path) -> list[Any]:
     """Steps of the checkpoints of each training, and what was printed."""
-    own_saves.DETACHED_SAVE_EVERY = "0.05s"
+    autosave.DETACHED_SAVE_EVERY = "0.05s"
     told = []
     for detached, asked in (
         (True, {"log_dir": str(folder / "runs")}),

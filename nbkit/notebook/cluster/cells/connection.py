@@ -24,7 +24,7 @@ from nbkit.notebook.cluster.output.lines import label
 from nbkit.notebook.cluster.output.root_cause import Death, ends_in
 from nbkit.notebook.cluster.output.widget_comms import Comms
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.cluster.why.quiet import QuietWatch
+from nbkit.notebook.cluster.why.stall import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
 from nbkit.wire.processes import Process

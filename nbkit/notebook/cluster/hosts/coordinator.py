@@ -24,7 +24,7 @@ from typing import Any
 
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.by_request import starter_of
+from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.request import Starter, loaded
 from nbkit.notebook.cluster.hosts.versions import check_versions

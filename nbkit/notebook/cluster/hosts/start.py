@@ -21,7 +21,7 @@ from nbkit.errors import ClusterError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.by_request import starter_of
+from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
 from nbkit.notebook.cluster.hosts.request import Request, saved
 from nbkit.notebook.cluster.launch.launch import (

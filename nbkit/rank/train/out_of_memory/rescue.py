@@ -34,7 +34,7 @@ from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply
 from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, described, remedies
-from nbkit.rank.train.replace import going_on
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
@@ -176,9 +176,9 @@ class Rescue:
         try:
             job.level_now()
         except TrainingError:  # of all ranks alike: what one rank alone holds is torn
-            if going_on.host is None or not job.backups.on:
+            if resume_fit.host is None or not job.backups.on:
                 raise
-            going_on.host.recover(self._trainer, ())
+            resume_fit.host.recover(self._trainer, ())
         if job.step == before.step:
             before.drawn.restore()
         job.pending = None

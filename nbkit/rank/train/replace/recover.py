@@ -29,7 +29,7 @@ from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.backup import Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
-from nbkit.rank.train.replace.held_parts import Holding, Part, Restoration, newest
+from nbkit.rank.train.replace.restoration import Holding, Part, Restoration, newest
 from nbkit.rank.train.replace.snapshot import Contents
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.pending_switch import free

@@ -16,7 +16,7 @@ from jobs import flat, net, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError, UsageError
-from nbkit.rank.train.checkpoint.kept import Keep, found, of_runs
+from nbkit.rank.train.checkpoint.retention import Keep, found, of_runs
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.out_of_memory import question, tensor_limit
-from nbkit.rank.train.replace import going_on
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
@@ -195,7 +195,7 @@ class Failing(torch.optim.AdamW):
 
 def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
     """In the optimizer of one rank: the step is taken from those that made it, or from backups of before it."""
-    going_on.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
+    resume_fit.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
     found = {}
     for strategy in strategies:
         Failing.fails = world.place.rank == 1

@@ -21,7 +21,7 @@ BAR_S, BLOCKS, CALLS = 20e-6, 20, 250
 
 def run(settings: Settings) -> list[Row]:
     """A row for collectives that are waited for at once, and for those that are not."""
-    command = [sys.executable, "-m", "bench.telemetry.handing_on", str(settings.folder / "store")]
+    command = [sys.executable, "-m", "bench.telemetry.collective_overhead", str(settings.folder / "store")]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     return [
         Row(

@@ -29,7 +29,7 @@ _POSITIONS = 16
 
 
 @dataclass(frozen=True)
-class FirstLook:
+class FirstRuns:
     """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
     operations that it makes on all, and gives a finite loss; None where there is no such."""
 
@@ -37,9 +37,9 @@ class FirstLook:
     short: Any = None
 
 
-def look_at(
+def first_runs(
     module: nn.Module, example: Any, *, inputs: Sequence[str] | None, loss: Loss | None, parts: int = 1
-) -> FirstLook:
+) -> FirstRuns:
     """What running `module` on a few rows of `example` shows. parts: that positions may be split into.
 
     The module and the generators of random numbers are afterwards as before; what fails is said where it trains.
@@ -49,12 +49,12 @@ def look_at(
         draws, whole = _run(module, example, inputs, loss, device)
         short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
         if short is None or whole is None:
-            return FirstLook(draws)
+            return FirstRuns(draws)
         with suppress(Exception):
             _, few = _run(module, short, inputs, loss, device)
-            return FirstLook(draws, short if few == whole else None)
-        return FirstLook(draws)
-    return FirstLook()
+            return FirstRuns(draws, short if few == whole else None)
+        return FirstRuns(draws)
+    return FirstRuns()
 
 
 def _run(

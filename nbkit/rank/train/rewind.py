@@ -15,8 +15,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.train.checkpoint import checkpoint, job_state
+from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.checkpoint.checkpoint import Taken
-from nbkit.rank.train.checkpoint.own_saves import OwnSaves
 from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.estimate.free_memory import left
@@ -31,7 +31,7 @@ _SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
 class Snapshots:
     """Of one Trainer on this rank, the oldest first. every: steps; None: there are none."""
 
-    def __init__(self, job: Job, saves: OwnSaves, *, every: int | None, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, saves: Autosave, *, every: int | None, say: Callable[[str], None]) -> None:
         self._job, self._saves, self._every, self._say = job, saves, every, say
         self._kept: list[tuple[Taken, torch.Tensor]] = []
         self._told = False

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nbkit.durations import seconds_of
 from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
 from nbkit.rank.comm.agree import largest
-from nbkit.rank.train.checkpoint import kept
+from nbkit.rank.train.checkpoint import retention
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.job import Job
@@ -22,12 +22,12 @@ from nbkit.records.events import Checkpointed
 DETACHED_SAVE_EVERY = "10min"
 
 
-class OwnSaves:
+class Autosave:
     """last: the newest that is whole. pending: what comes of the one that a thread writes."""
 
     def __init__(self, job: Job, loop: LoopSettings) -> None:
         self._job, self._loop = job, loop
-        self._keep = kept.Keep.of(loop.keep)
+        self._keep = retention.Keep.of(loop.keep)
         self._seconds = loop.save_seconds
         self._told, self._unsaved_s = False, 0.0
         self.last = LastCheckpoint()
@@ -58,7 +58,7 @@ class OwnSaves:
         step, every = self._job.step, self._loop.save_steps
         if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
             try:
-                self.save(self.folder if self._keep is None else kept.place(self.folder, step), beside=True)
+                self.save(self.folder if self._keep is None else retention.place(self.folder, step), beside=True)
             except NbkitError as error:  # on every rank alike
                 self._not_saved(step, error)
 
@@ -79,7 +79,7 @@ class OwnSaves:
 
     def collect(self, *, wait: bool = False) -> None:
         """Tell what came of a save, if that is known by now. A step boundary, or no training."""
-        outcome = self._job.writing.outcome(wait=wait)
+        outcome = self._job.checkpoint_writer.outcome(wait=wait)
         if outcome is None:
             return
         pending, self.pending = self.pending, None
@@ -126,8 +126,8 @@ class OwnSaves:
             )
         paths: list[list[Path]] = [[]]
         if job.rank == 0:
-            named = [] if loop.name is None or job.run_dir is None else kept.of_runs(job.run_dir.parent, loop.name)
-            paths = [kept.found(named if loop.save_path is None else [Path(loop.save_path)])]
+            named = [] if loop.name is None or job.run_dir is None else retention.of_runs(job.run_dir.parent, loop.name)
+            paths = [retention.found(named if loop.save_path is None else [Path(loop.save_path)])]
         if job.world_size > 1:
             dist.broadcast_object_list(paths, src=0, device=job.device)
         for path in paths[0]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.proof.first_look import look_at
+from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
 from nbkit.strategy import Strategy
 
@@ -41,7 +41,7 @@ IDS = torch.arange(2 * 99).view(2, 99) % 11
 def short_of(
     model: nn.Module, ids: Tensor = IDS, target: Tensor | None = None, parts: int = 1
 ) -> tuple[int, ...] | None:
-    look = look_at(model, (ids, ids if target is None else target), inputs=None, loss=loss, parts=parts)
+    look = first_runs(model, (ids, ids if target is None else target), inputs=None, loss=loss, parts=parts)
     if look.short is None:
         return None
     few, targets = look.short

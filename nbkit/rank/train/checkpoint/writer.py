@@ -38,7 +38,7 @@ class Outcome:
     error: NbkitError | None
 
 
-class Writing:
+class CheckpointWriter:
     """Of one job on this rank; one checkpoint at a time."""
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
