@@ -22,7 +22,6 @@ from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
-from nbkit.rank.world.world import World
 from nbkit.records.events import Checkpointed
 
 _SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
@@ -98,7 +97,7 @@ class Snapshots:
     def _make_room(self, num_bytes: int) -> bool:
         """Let go of the oldest until another one of `num_bytes` has room; whether it has. Collective."""
         sizes = [flat.numel() for _, flat in self._kept]
-        free = left(torch.device("cpu"), ranks=World.join_from_env().place.local_world_size)
+        free = left(torch.device("cpu"))
         most = sum(sizes) + num_bytes if free is None else int(_SHARE_OF_FREE * (free + sum(sizes)))
         gone = next((n for n in range(len(sizes)) if sum(sizes[n:]) + num_bytes <= most), len(sizes))
         lacks, gone = largest([num_bytes * (num_bytes > most), gone], device=self._job.device)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.progress import Seen
+
+_LOG_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,9 @@ def loaded(options: Any) -> Request:
     """The request that `saved` wrote."""
     fields = {name: value for name, value in options.items() if name != "launcher"}
     return _KINDS[options["launcher"]](**fields)
+
+
+def last_lines(path: Path) -> str:
+    """The end of a log file; nothing where it is not there, or not on this host."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(lines[-_LOG_LINES:])

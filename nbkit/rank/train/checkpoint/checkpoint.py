@@ -96,19 +96,16 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
     from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
 
     writer = Writer(taken.path, rank)
-    parts, failure = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
-    if not failure:
-        act = (lambda: writer.put_in_place(parts, encoded(taken.about))) if rank == 0 else bool
-        _, failure = _everywhere(act, taken.path, gather)
-    if failure:
+    try:
+        parts = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
+        _everywhere(lambda: writer.put_in_place(parts, encoded(taken.about)) if rank == 0 else None, taken.path, gather)
+    except BaseException:
         writer.discard()
-        raise failure[0]
+        raise
 
 
-def _everywhere(
-    act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]
-) -> tuple[list[Any], list[BaseException]]:
-    """(what `act` returned on each rank, what is to be raised where it failed on one)."""
+def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:
+    """What `act` returned on each rank. Raises TrainingError on every rank where it failed on one."""
     found, own = None, None
     try:
         found = act()
@@ -118,10 +115,10 @@ def _everywhere(
     room = f"   ({_free_bytes(path) / 1e6:,.0f} MB are free there)" if own is not None else ""
     told = gather((found, "" if own is None else f"{type(own).__name__}: {own}{room}"))
     if isinstance(own, KeyboardInterrupt):
-        return [], [own]
+        raise own
     if failed := [(rank, text) for rank, (_, text) in enumerate(told) if text]:
-        return [], [failed_on(f"The checkpoint {str(path)!r} could not be written.", failed)]
-    return [each for each, _ in told], []
+        raise failed_on(f"The checkpoint {str(path)!r} could not be written.", failed)
+    return [each for each, _ in told]
 
 
 def _free_bytes(path: Path) -> int:

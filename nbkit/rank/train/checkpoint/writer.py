@@ -6,7 +6,6 @@ ranks tell each other goes over a group of their own, past what counts and times
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.agree import any_rank
@@ -24,7 +22,6 @@ from nbkit.rank.train.checkpoint.checkpoint import Taken, write
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
-from nbkit.rank.world.world import World
 
 _SHARE_OF_FREE = 0.5  # of a host's memory, what copies may take; where they would take more, the training waits
 
@@ -84,7 +81,7 @@ class CheckpointWriter:
         contents = Contents.by_key(taken.held, taken.shares)
         if any_rank(self._room.numel() != contents.num_bytes, device=self.device):
             self._room = self._room.new_empty(0)
-            free = left(torch.device("cpu"), ranks=World.join_from_env().place.local_world_size)
+            free = left(torch.device("cpu"))
             if any_rank(free is not None and contents.num_bytes > _SHARE_OF_FREE * free, device=self.device):
                 return None
             self._room = host_memory(contents.num_bytes, self.device)
@@ -115,17 +112,5 @@ class CheckpointWriter:
         return all_gather_objects(own, world_size=self.world_size, device=self.device)
 
     def _gathered_beside(self, own: Any) -> list[Any]:
-        if self._group is None:
-            return [own]
         group: Any = getattr(self._group, "inner", self._group)
-        packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        sizes = self._all(group, torch.tensor([packed.numel()]))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: packed.numel()] = packed
-        return [pickle.loads(each.numpy().tobytes()) for each in self._all(group, padded)]
-
-    def _all(self, group: Any, own: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
-        group.allgather([found], [own]).wait()
-        return found
+        return all_gather_objects(own, world_size=self.world_size, device=torch.device("cpu"), group=group)

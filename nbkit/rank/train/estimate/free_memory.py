@@ -39,13 +39,12 @@ def crowded(num_bytes: int, device: torch.device) -> bool:
 
     Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
     """
-    free = left(device, ranks=World.join_from_env().place.local_world_size)
-    return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=free)
+    return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=left(device))
 
 
 def roomy(device: torch.device, peak_bytes: int) -> bool:
     """Whether this rank can make a step beside all that it holds now: as much is free as it has ever held."""
-    free = left(device, ranks=World.join_from_env().place.local_world_size)
+    free = left(device)
     return free is None or free >= peak_bytes
 
 
@@ -78,9 +77,10 @@ def trim(device: torch.device) -> None:
         _malloc_trim(0)
 
 
-def left(device: torch.device, *, ranks: int) -> int | None:
-    """Bytes that this rank can take beside what it holds now; None where nothing says. ranks: on this node.
+def left(device: torch.device, *, ranks: int | None = None) -> int | None:
+    """Bytes that this rank can take beside what it holds now; None where nothing says.
 
+    ranks: that share this host's memory; all of this host's if None.
     Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
     """
     found = [_own_limit(device)]
@@ -88,7 +88,8 @@ def left(device: torch.device, *, ranks: int) -> int | None:
         found.append(accelerator().free_memory(device))
     else:
         shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
-        found += [free // max(ranks, 1) for free in shared]
+        sharing = ranks or World.join_from_env().place.local_world_size
+        found += [free // sharing for free in shared]
         if (limit := tensor_limit.in_force()) is not None:
             found.append(limit.left)
     return min((max(free, 0) for free in found if free is not None), default=None)

@@ -32,7 +32,6 @@ from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.shares import Shares, shares_of
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
 from nbkit.rank.train.switch.rank_reports import memory_of
-from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -188,7 +187,7 @@ class Backups:
 
     def _crowded(self, num_bytes: int) -> bool:
         """Whether backups of `num_bytes` on each rank are too much for a host, which is said. Collective."""
-        free = left(torch.device("cpu"), ranks=World.join_from_env().place.local_world_size)
+        free = left(torch.device("cpu"))
         lacks = free is not None and num_bytes > _SHARE_OF_FREE * free
         (most,) = largest([num_bytes if lacks else 0], device=self.device)
         if most and self._say is not None:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-_LOG_LINES = 15
+from nbkit.notebook.cluster.hosts.request import last_lines
 
 
 class AgentsCommand:
@@ -34,8 +34,7 @@ class AgentsCommand:
 
     def log(self) -> str:
         """The last lines of what it printed."""
-        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
-        return "\n".join(lines[-_LOG_LINES:])
+        return last_lines(self._path)
 
     def end(self) -> None:
         """End it, and with it the agents that have not joined."""

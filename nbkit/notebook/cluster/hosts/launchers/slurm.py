@@ -19,10 +19,9 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, SlurmRequest
+from nbkit.notebook.cluster.hosts.request import AGENT, SlurmRequest, last_lines
 
 _COMMAND_SECONDS = 30.0
-_LOG_LINES = 15
 _ENDS = {
     "CANCELLED": "was cancelled",
     "TIMEOUT": "reached its time limit",
@@ -212,8 +211,7 @@ class SlurmJob:
     def log(self) -> str:
         """The last lines of the job's output, where the nodes' file system is this one."""
         path = self.folder / "logs" / "job.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return "\n".join(lines[-_LOG_LINES:])
+        return last_lines(path)
 
     def end(self) -> None:
         """Cancel the job."""

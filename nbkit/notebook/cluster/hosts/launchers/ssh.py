@@ -17,10 +17,9 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, SshRequest
+from nbkit.notebook.cluster.hosts.request import AGENT, SshRequest, last_lines
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30")
-_LOG_LINES = 15
 
 
 def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
@@ -104,8 +103,7 @@ class SshHosts:
 
     def _said(self, index: int) -> str:
         path = self._log(index)
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return "\n".join(lines[-_LOG_LINES:])
+        return last_lines(path)
 
     def _log(self, index: int) -> Path:
         return self.folder / "logs" / f"host{index}.log"
