@@ -279,6 +279,7 @@ class Job(Switchable):
             self.integrity.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
             reason = self.ledger.ended_by(error)
             self.break_off()
+            self.backups.abandon()
             raise
         finally:
             self._running = False

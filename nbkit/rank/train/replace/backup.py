@@ -100,6 +100,7 @@ class Backups:
 
         Whatever was kept before is another training's. say: told what one costs, when that is known.
         """
+        self.wait()
         if every != self.asked or self.every == 0:
             self.asked = self.every = every
             self._shares = None
@@ -111,6 +112,7 @@ class Backups:
 
         step: all ranks are back at it, and what was kept of it and before it is of use.
         """
+        self.wait()  # for one of this boundary: what is let go of before it has gone, its buddy awaits for ever
         self._group, self._shares, self.asked, self.every = None, None, asked, asked
         self._keep(step)
 
@@ -213,6 +215,10 @@ class Backups:
         """A rank has died: what has arrived counts, what has not is dropped."""
         with suppress(Exception):
             self.wait()
+
+    def abandon(self) -> None:
+        """The training has ended within a step: what is under way on some ranks may never be on others."""
+        self._under_way, self._group = None, None
 
     def _contents(self, state: JobState, shares: Shares) -> Contents:
         seen = {key: (tensor.dtype, layout) for key, (tensor, layout) in state.items()}
