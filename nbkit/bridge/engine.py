@@ -19,6 +19,7 @@ from typing import Any
 from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
+from nbkit.bridge.ending import Ending
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
@@ -67,6 +68,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         draw_as_text()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
+        self.ending = Ending(self.runner, Path(self.spec.folder), self.loop)
         Requests(self.runner, self.stopping).install(self.kernel)
         _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
         self.survivor = resume_fit.host = Survivor(self.runner)
@@ -82,6 +84,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         elif message["do"] == "form" and self.newcomer is not None:
             newcomer, self.newcomer = self.newcomer, None
             self.loop.add_callback(self._take_over, newcomer, message)
+        elif message["do"] == "end":
+            self.ending.begin(message["why"], now=message["now"])
         elif message["do"] in ("form", "kept") or message.get("replaced"):
             self.survivor.hear(message)
         elif message["do"] == "replaced":
@@ -104,14 +108,13 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     def _orphaned(self) -> None:
         """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell.
 
-        On another host than the notebook's it ends at once: it counts as dead, and nobody could end it later.
+        A training is saved, and ends, at its next boundary. On another host than the notebook's the rank ends at once:
+        it counts as dead, and nobody could end it later.
         """
         if self.spec.line is not None:
             shutil.rmtree(self.spec.folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
-        for running in list(self.runner.running):
-            running.ended.wait()
-        os._exit(1)
+        self.ending.begin("the parent of the ranks has ended", now=False)
 
 
 def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import psutil
 
+STOP_SIGNAL = signal.SIGUSR1
+"""By which the user's stop ends the parent of the ranks at once. SIGTERM comes from a batch system: see Parent."""
+
 
 @dataclass(frozen=True)
 class Process:

@@ -37,9 +37,10 @@ from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
-from nbkit.wire.processes import Process
+from nbkit.wire.processes import STOP_SIGNAL, Process
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
+END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
 GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
 TICK_SECONDS = 1.0
 _COORDINATOR = "coordinator"  # among the ranks that the selector knows
@@ -79,6 +80,7 @@ class Parent:
         self.oom_kills = oom_kills()
         self.selector = selectors.DefaultSelector()
         self.ending = False
+        self.told_to_end, self.deadline = "", float("inf")
         self.messengers: list[int] = []
         self.controller: Process | None = None
 
@@ -88,7 +90,8 @@ class Parent:
         wake.setblocking(False)
         woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self.end_all("the cluster was stopped"))
+        signal.signal(STOP_SIGNAL, lambda *_: self.end_all("the cluster was stopped"))
+        signal.signal(signal.SIGTERM, lambda *_: self.end_in_order("the cluster was told to end (SIGTERM)"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         self.selector.register(woken, selectors.EVENT_READ, None)
@@ -142,7 +145,7 @@ class Parent:
         try:
             os.setsid()  # so that what this rank starts can be ended with it
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, STOP_SIGNAL):
                 signal.signal(number, signal.SIG_DFL)
             self.selector.close()
             for child in self.children.values():
@@ -333,6 +336,8 @@ class Parent:
 
     def _let_go(self) -> None:
         if self.ending:
+            if time.monotonic() > self.deadline:
+                self.end_all("the training did not end in time")
             return
         self.controller = controller = self.controller or controller_of(self.folder)
         if in_use := any(child.cells or not child.ready for child in self.children.values()):
@@ -342,6 +347,8 @@ class Parent:
             if self.coordinator.gone and not any(child.cells for child in self.children.values()):
                 self.end_all("the coordinator is gone")
         elif in_use:
+            if controller and not controller.is_alive():
+                self._tell_to_end("the controller of the cluster has ended")
             return
         elif controller and not controller.is_alive():
             self.end_all("the controller is gone")
@@ -350,9 +357,28 @@ class Parent:
                 controller.end(signal.SIGTERM)
             self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
 
+    def end_in_order(self, why: str) -> None:
+        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once.
+
+        Batch systems ask so before they kill: at a job's time limit, or for one that is preferred.
+        """
+        if self.ending or not any(child.cells for child in self.children.values()):
+            self.end_all(why)
+            return
+        self.ending, self.deadline = True, time.monotonic() + END_SECONDS
+        self._tell_to_end(why, now=True)
+
+    def _tell_to_end(self, why: str, *, now: bool = False) -> None:
+        """Tell the ranks, once. now: one that does not train ends at once."""
+        if not self.told_to_end:
+            self.told_to_end = why
+            log(f"a training is to end in order: {why}")
+            for child in self.children.values():
+                child.link.send(do="end", why=why, now=now)
+
     def end_all(self, why: str) -> None:
         """End every rank: at once, because an idle rank has nothing to put in order."""
-        self.ending = True
+        self.ending, self.deadline = True, float("inf")
         log(f"ending the ranks: {why}")
         for child in self.children.values():
             kill_group(child.pid)

@@ -27,8 +27,8 @@ from typing import Any
 from nbkit.errors import ClusterError, ClusterNotFound
 from nbkit.notebook.cluster.site_settings import home_here
 from nbkit.wire import parcel
+from nbkit.wire.processes import STOP_SIGNAL, followers
 from nbkit.wire.processes import Process as Process
-from nbkit.wire.processes import followers
 
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
 FORMAT = 1
@@ -170,7 +170,7 @@ def end(entry: Entry, patience: float = 5.0) -> None:
             numbers=f"it is on {entry.host}, this is {socket.gethostname()}",
             hint=f"ssh {entry.host} nbkit stop {entry.name}",
         )
-    entry.parent.end(signal.SIGTERM)
+    entry.parent.end(signal.SIGTERM if entry.is_spread else STOP_SIGNAL)
     entry.controller.end(signal.SIGTERM)
     everything = (entry.parent, entry.controller, *entry.ranks)
     deadline = time.monotonic() + (SPREAD_PATIENCE if entry.is_spread else patience)

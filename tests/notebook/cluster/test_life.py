@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbkit import Cluster
-from nbkit.errors import CellError, ClusterError
+from nbkit.errors import CellError, ClusterError, NbkitError
 from nbkit.notebook.cluster import registry
 
 
@@ -44,7 +44,8 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
         os.kill(cluster.entry.controller.pid, signal.SIGKILL)
     else:
         os.kill(cluster.entry.parent.pid, signal.SIGKILL)
-    with pytest.raises(CellError, match="died"):
+    said = "died" if how == "stopped elsewhere" else "Its ranks live, and end with this cell"
+    with pytest.raises(NbkitError, match=said):
         handle.wait(timeout=30)
     with pytest.raises(ClusterError, match="ended"):
         cluster.run("1")

@@ -26,6 +26,7 @@ from nbkit.notebook.cluster.output.widget_comms import Comms
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.why.stall import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
+from nbkit.wire import cluster_end
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
 from nbkit.wire.processes import Process
 
@@ -53,6 +54,7 @@ class Connection:
         self.generation = Generation(client, entry.n)
         self.numbers = itertools.count(1)  # of cells, outside of a notebook
         self.request_number = 0
+        self._looks, self._said_end = 0, False  # since the cluster is gone
         self.comms = Comms(lambda *message: client.soon(client.relay, *message))
         client.listen(self._on_message, self._on_gone)
         client.soon(self._keep_in_touch, min(60.0, entry.ttl / 4))
@@ -96,7 +98,9 @@ class Connection:
     def why_gone(self) -> str:
         """Why nothing can be sent to the cluster any more, or ""."""
         if self.ended or not self.entry.is_alive():
-            return self.ended or how_ended(self.entry.folder) or "the cluster has ended"
+            end = cluster_end.read(self.entry.folder)
+            words = end.words if end is not None and end.step >= 0 else how_ended(self.entry.folder)
+            return self.ended or words or "the cluster has ended"
         try:
             found = registry.find(self.entry.name)
         except ClusterError:  # a notebook with another release of nbkit has attached to it
@@ -106,7 +110,8 @@ class Connection:
     def check_open(self) -> None:
         """Raise ClusterError if the cluster is gone."""
         if why := self.why_gone():
-            again = f"%cluster attach {self.entry.name} --take" if why == _TAKEN else "%cluster start"
+            start = cluster_end.HINT if cluster_end.SAVED in why else "%cluster start"
+            again = f"%cluster attach {self.entry.name} --take" if why == _TAKEN else start
             raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
 
     def check_ours(self) -> None:
@@ -211,12 +216,36 @@ class Connection:
             why = self.why_gone()
         except Exception:  # what cannot be read now is read again
             why = ""
-        if why:
+        if not why:
+            self._read_deaths()
+        elif why != _TAKEN and self._ends_in_order():
+            pass
+        elif (end := cluster_end.read(self.entry.folder)) is not None and end.step >= 0:
+            for execution in list(self.cells.values()):
+                execution.finish(error=ClusterError(f"{self.entry.name}: {why}.", hint=cluster_end.HINT))
+            return
+        elif why == _TAKEN or not any(process.is_alive() for process in self.entry.ranks):
             for rank in {rank for execution in self.cells.values() for rank in execution.request.ranks}:
                 self._on_death(Death(rank, why, time.time()))
+            return
         else:
-            self.client.later(WATCH_SECONDS, self._watch)
-            self._read_deaths()
+            for execution in list(self.cells.values()):
+                execution.finish(error=_out_of_reach(self.entry, why))
+            return
+        self.client.later(WATCH_SECONDS, self._watch)
+
+    def _ends_in_order(self) -> bool:
+        """Whether the cluster is gone, and its ranks, which live, have still to end a training. Says so once."""
+        self._looks += 1
+        if not self.cells or not any(process.is_alive() for process in self.entry.ranks):
+            return False
+        end = cluster_end.read(self.entry.folder)
+        if end is not None and not self._said_end:
+            self._said_end = True
+            for execution in self.cells.values():
+                execution.say(f"{end.why}: the training ends at its next step boundary, and is saved.")
+        # What a rank writes of it may come a moment after the end that it hears of.
+        return end is not None or self._looks < 2
 
     # Receiving -------------------------------------------------------------------------------------------------------
 
@@ -379,6 +408,15 @@ class Connection:
         ):
             pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
             self.client.later(pause, self._follow, execution, rank, content["cursor"])
+
+
+def _out_of_reach(entry: Entry, why: str) -> ClusterError:
+    """Of a cell whose ranks live and cannot be heard, or would have nobody to reap them."""
+    gone = "the controller" if not entry.controller.is_alive() else "the parent of the ranks"
+    return ClusterError(
+        f"{entry.name}: {why}, since {gone} was killed. Its ranks live, and end with this cell.",
+        hint="%cluster start   for another one",
+    )
 
 
 def record_from(text: str) -> CellRecord:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nbkit.errors import CellError, RankDied
 from nbkit.wire.cells import CellRecord, ranks_named
+from nbkit.wire.cluster_end import HINT, SAVED
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def cell_error(
 
 
 def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:
+    if ename == "Stopped" and SAVED in evalue:
+        return HINT
     if ename == "NameError" and evalue.startswith("name '"):
         name = evalue.split("'")[1]
         if name in names:

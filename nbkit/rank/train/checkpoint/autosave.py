@@ -62,6 +62,17 @@ class Autosave:
             except NbkitError as error:  # on every rank alike
                 self._not_saved(step, error)
 
+    def save_at_end(self) -> str:
+        """Save where it saves by itself, whenever that was last; what came of it. Collective."""
+        if self._loop.save_path is None and self._job.run_dir is None:
+            return "not saved: there is neither log_dir nor save_path"
+        path = self.folder if self._keep is None else retention.place(self.folder, self._job.step)
+        try:
+            self.save(path, beside=False)
+        except NbkitError as error:  # on every rank alike
+            return f"not saved: {error.what} {error.numbers}"
+        return f"saved to {path.absolute()}"
+
     def save(self, path: str | Path, *, beside: bool) -> None:
         """Collective. See Trainer.save."""
         job = self._job

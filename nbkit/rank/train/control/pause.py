@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.control import step_boundary
 
 _POLL_SECONDS = 0.05
@@ -27,7 +27,10 @@ def hold(device: torch.device) -> None:
         while _held:
             asked = step_boundary.inbox.acted + 1
             # Whatever it lacks: there is no step to make it beside.
-            if not any_rank(step_boundary.inbox.stage(asked) == 0, device=device):
+            lacks, ends = largest([step_boundary.inbox.stage(asked) == 0, step_boundary.told_to_end()], device=device)
+            if ends:
+                step_boundary.end()
+            if not lacks:
                 step_boundary.act(asked)
             else:
                 time.sleep(_POLL_SECONDS)

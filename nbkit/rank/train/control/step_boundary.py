@@ -4,6 +4,9 @@ Requests reach each rank at its own time, from another thread, numbered 1, 2, 3,
 reduction of a step whether it holds the next number, and has made ready what it can beside the training; when all do,
 all act after the same step. What all ranks have to make at once (groups) they begin after the same step too, and act
 after a later one. So no rank ever acts alone, and no collective is added for it.
+
+That a training is to end because its cluster does has no number: one rank that was told suffices, and all end after the
+same step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -120,6 +123,7 @@ handlers: dict[str, Callable[[Any], None]] = {}
 preparers: dict[str, Callable[[Any], Preparation]] = {}
 
 _training: Any = None
+_told_to_end = ""
 _progress: dict[str, Any] = {}
 
 
@@ -177,6 +181,33 @@ def leave() -> None:
     global _training
     _training = None
     _tell_unserved(inbox.drop(inbox.highest()))
+
+
+def tell_to_end(why: str) -> None:
+    """The cluster of this rank ends: the training is to be saved at its next boundary, and so is any later one. From
+    any thread. why: "the parent of the ranks was ended"."""
+    global _told_to_end
+    _told_to_end = _told_to_end or why
+
+
+def told_to_end() -> bool:
+    """Whether this rank was told. From any thread."""
+    return bool(_told_to_end)
+
+
+def end() -> NoReturn:
+    """At a boundary of all ranks, of which at least one was told to end: save the training. Raises Stopped. Collective.
+
+    handlers["ended"] gets (why, finished steps, what was saved or why nothing was) on the ranks that know why.
+    """
+    saves = getattr(_training, "saves", None)
+    saved = saves.save_at_end() if saves is not None else "not saved: a loop of your own saves itself"
+    step = _training.step
+    if _told_to_end and "ended" in handlers:
+        handlers["ended"]((_told_to_end, step, saved))
+    raise Stopped(
+        f"{_told_to_end or 'another rank was told to end'}: the training has ended after step {step}, {saved}"
+    )
 
 
 def act(number: int) -> None:

@@ -41,6 +41,7 @@ class History:
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
+        self.ends = False  # a rank was told that the training is to end
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
@@ -104,6 +105,9 @@ class History:
         if act and self.agreed > step_boundary.inbox.acted:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
+        if act and self.ends and not self._silent:
+            self.ends = False
+            step_boundary.end()
 
     def check(self, pending: Pending) -> StepNumbers:
         """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
@@ -117,6 +121,7 @@ class History:
         argument_checks.check_streams(numbers, pending)
         if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
             self.agreed = pending.asked
+        self.ends |= numbers.ends
         return numbers
 
     def _waits(self, numbers: StepNumbers, asked: int) -> bool:
@@ -139,7 +144,7 @@ class History:
 
     def begin_again(self) -> None:
         """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
-        self.agreed = step_boundary.inbox.acted
+        self.agreed, self.ends = step_boundary.inbox.acted, False
         self.clock.restart()
 
     def forget(self, step: int) -> None:

@@ -141,6 +141,7 @@ class TrainingStep:
                 seconds=ledger.clock.lap(),
                 fingerprint=shard.fingerprint,
                 backup=self.backups.spent(),
+                ends=step_boundary.told_to_end(),
             )
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from nbkit.rank.train.control.step_boundary import READY
 from nbkit.rank.train.step.async_copy import Underway
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
+_NOT_FINITE, _ENDS = 1, 2  # flags of a rank
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class StepNumbers:
 
     loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
     request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
-    not_finite: ranks whose own loss or weight was NaN or infinite. seconds, fingerprints: one per rank. whole: the
+    not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
+    seconds, fingerprints: one per rank. whole: the
     gradients are sums over all ranks; a reduction that was broken off leaves them as they were. backup: seconds of it
     on the slowest rank.
     """
@@ -45,6 +47,7 @@ class StepNumbers:
     fingerprints: list[int]
     whole: bool = True
     backup: float = 0.0
+    ends: bool = False
 
 
 class StepReduction:
@@ -66,9 +69,11 @@ class StepReduction:
         seconds: float,
         fingerprint: int,
         backup: float = 0.0,
+        ends: bool = False,
     ) -> None:
         """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
-        stage: of the request asked about (see boundary.Inbox). backup: seconds of the last one (see Backups).
+        stage: of the request asked about (see boundary.Inbox). backup: seconds of the last one (see Backups). ends:
+        this rank was told that the training is to end.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
@@ -80,7 +85,7 @@ class StepReduction:
         vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
         vector[_LOSS] = loss_sum
         vector[_WEIGHT] = weight
-        vector[at + 1] = ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT])
+        vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + _ENDS * ends
         self._vector = vector
         if self.world_size > 1:
             self._work = dist.all_reduce(vector, async_op=True)
@@ -129,9 +134,10 @@ class StepReduction:
             ready=round(values[_READY]),
             tokens=round(values[_TOKENS]),
             seconds=ranks[0::4],
-            not_finite=[rank for rank, flag in enumerate(ranks[1::4]) if flag],
+            not_finite=[rank for rank, flags in enumerate(ranks[1::4]) if round(flags) & _NOT_FINITE],
             fingerprints=[round(value) for value in ranks[2::4]],
             backup=max(ranks[3::4]),
+            ends=any(round(flags) & _ENDS for flags in ranks[1::4]),
         )
 
 

@@ -1,0 +1,87 @@
+"""What holds the ranks is killed, or told to end, while they train: they end at a boundary, and what is saved goes on.
+
+Each with a cluster of its own, which it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from nbkit import Cluster
+from nbkit.errors import NbkitError
+
+SETUP = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+import nbkit
+
+def made(folder, pause):
+    torch.set_default_dtype(torch.float64)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return nbkit.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)), loss=F.mse_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=[(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)], batch_size=8, strategy="zero1",
+        callbacks=[lambda trainer, record: time.sleep(pause)], log_dir=None, save_path=folder, save_every=False,
+        progress=False,
+    )
+"""
+WAYS = {
+    "the parent is killed": ("parent", signal.SIGKILL, "the parent of the ranks has ended"),
+    "the parent gets SIGTERM": ("parent", signal.SIGTERM, "the cluster was told to end"),
+    "the controller is killed": ("controller", signal.SIGKILL, "the controller of the cluster has ended"),
+    "a rank gets SIGTERM": ("rank", signal.SIGTERM, "told to end"),
+}
+
+
+def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
+    """The steps in the checkpoint, the losses of a training that goes on from it, and of one that was left alone."""
+    names: dict[str, Any] = {}
+    exec(SETUP, names)
+    loaded, alone = names["made"](None, 0), names["made"](None, 0)
+    loaded.load(folder)
+    step = loaded.step
+    for trainer in (loaded, alone):
+        trainer.fit(until=step + 3)
+    return step, *([record["loss"] for record in trainer.history] for trainer in (loaded, alone))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
+    whom, number, why = WAYS[way]
+    folder = tmp_path / "saved"
+    cluster = Cluster.start(2, cpu=True, name="ended", ttl=600)
+    entry = cluster.entry
+    try:
+        cluster.run(SETUP)
+        handle = cluster.run(f"trainer = made({str(folder)!r}, 0.02)\ntrainer.fit(100_000)", detach=True)
+        client = cluster.connection.client
+        while client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) < 3:
+            time.sleep(0.05)
+        os.kill({"parent": entry.parent, "controller": entry.controller, "rank": entry.ranks[1]}[whom].pid, number)
+        said = rf"(?s){why}.*has ended after step \d+, saved to {folder}.*trainer\.load"
+        with pytest.raises(NbkitError, match=said) as caught:
+            handle.wait(timeout=60)
+        assert "died" not in str(caught.value)
+        ending = entry.ranks if whom != "rank" else entry.ranks[1:]
+        deadline = time.monotonic() + 20
+        while any(rank.is_alive() for rank in ending) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(rank.is_alive() for rank in ending)
+        ((step, loaded, alone),) = run_ranks(gone_on, 1, str(folder))
+        assert f"after step {step}," in str(caught.value) and step >= 3
+        assert loaded == pytest.approx(alone, abs=1e-10)
+        if whom != "rank":
+            with pytest.raises(NbkitError, match="has ended"):
+                cluster.run("1")
+    finally:
+        cluster.stop()
