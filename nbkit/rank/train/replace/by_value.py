@@ -62,6 +62,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=5)
         self._classes, self._foreign, self._limit = classes, foreign, limit
         self._texts: dict[str, str] = {}
+        self._storages: dict[int, torch.Tensor] = {}
 
     def persistent_id(self, value: Any) -> str | tuple[str] | None:
         if type(value) is str:  # one object for equal ones: which are the same one differs between processes
@@ -76,8 +77,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > self._limit:
             raise TooLarge(f"a tensor of {value.untyped_storage().nbytes()} bytes")
         kind = type(value)
-        if kind is torch.Tensor and _is_plain(value):
-            return _reduced_tensor(value)
+        if kind is torch.Tensor and _is_carried(value):
+            return self._reduced_tensor(value)
         if kind is types.ModuleType or isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if kind is types.FunctionType and not _can_be_imported(value):
@@ -100,6 +101,15 @@ class _Pickler(pickle.Pickler):
                 if known is value:
                     return name
         return NotImplemented
+
+    def _reduced_tensor(self, tensor: torch.Tensor) -> Any:
+        """A view of a storage, which goes once. As torch pickles it, equal tensors of two processes differ."""
+        storage = tensor.untyped_storage()
+        whole = self._storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage))
+        if whole is tensor:
+            return _bytes, (whole.numpy().tobytes(),)
+        where = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return _view, (whole, tensor.dtype, *where, tensor.requires_grad)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -159,20 +169,19 @@ def _finish_class(made: type, body: dict[str, Any]) -> None:
         abc.update_abstractmethods(cast(Any, made))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    whole = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_leaf and tensor.is_contiguous()
-    return whole and tensor.untyped_storage().nbytes() == tensor.nbytes
+def _is_carried(tensor: torch.Tensor) -> bool:
+    on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return on_host and tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _reduced_tensor(tensor: torch.Tensor) -> Any:
-    # As torch pickles it, equal tensors of two processes differ.
-    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
-    return _tensor, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return tensor.view(dtype).reshape(shape).requires_grad_(requires_grad)
+def _view(
+    whole: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, grad: bool
+) -> torch.Tensor:
+    return whole.view(dtype).as_strided(shape, stride, offset).requires_grad_(grad)
 
 
 def _code(data: bytes) -> types.CodeType:

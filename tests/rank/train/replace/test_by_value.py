@@ -63,6 +63,7 @@ class Abstract(abc.ABC):
 config = Config(5)
 net = Net()
 tensor = torch.arange(6.0).reshape(2, 3)
+rows = [row for row in torch.arange(12).reshape(4, 3)] + [tensor.t(), tensor[1:, ::2]]
 plus = lambda x, y=config: x + y.width + offset
 offset = 1
 """
@@ -77,6 +78,7 @@ DEFINED = (
     "Abstract",
     "config",
     "tensor",
+    "rows",
     "plus",
     "offset",
 )
@@ -108,6 +110,8 @@ def test_definitions_work_in_another_process(cell: dict[str, Any], monkeypatch: 
     assert isinstance(there["config"], there["Config"])
     assert there["Config"]().names == []
     assert torch.equal(there["tensor"], cell["tensor"])
+    assert all(torch.equal(here, there) for here, there in zip(cell["rows"], there["rows"], strict=True))
+    assert there["rows"][-1].data_ptr() == there["tensor"].data_ptr() + 12  # of one storage, as here
     with pytest.raises(TypeError, match="abstract"):
         there["Abstract"]()
     there["offset"] = 10  # as a later cell assigns it
