@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from nbkit.planner.load_balance import best_speeds, computing_seconds
 from nbkit.planner.stage_partition import place
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.train.job import Job
@@ -20,7 +21,7 @@ from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 _WORTH = 0.05  # of the computing of a step
-_FINE = 100  # speeds are measured to a hundredth of the fastest
+_FINE = 100  # of the fastest, the least speed that a rank is given
 
 
 class Rebalancing:
@@ -88,7 +89,7 @@ _COMPUTING = ("forward", "backward")
 def better(
     strategy: Strategy, batch: int, costs: Sequence[float], seconds: Sequence[float]
 ) -> tuple[Strategy, float] | None:
-    """`strategy` with the speeds that `seconds` of each rank's computing show, and what that saves; None if little."""
+    """`strategy` with the speeds= that suit `seconds` of each rank's computing, and what that saves; None if little."""
     work, mesh = _work(strategy, batch, costs), strategy.mesh
     if not all(second > 0 for second, own in zip(seconds, work, strict=True) if own):
         return None
@@ -101,11 +102,13 @@ def better(
     fastest = max(speeds)
     if fastest == 0:
         return None
-    new = replace(strategy, speeds=tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds))
-    now, then = (
-        max(own / speed for own, speed in zip(each, speeds, strict=True) if speed)
-        for each in (work, _work(new, batch, costs))
-    )
+    # One that had nothing to do is tried with a little.
+    speeds = [speed or fastest / _FINE for speed in speeds]
+    if max(seconds) <= (1 + _WORTH) * sum(seconds) / len(seconds):
+        return None
+    now = computing_seconds(strategy, batch, costs, speeds)
+    new = replace(strategy, speeds=best_speeds(strategy, batch, costs, speeds))
+    then = computing_seconds(new, batch, costs, speeds)
     return (new, 1 - then / now) if then < (1 - _WORTH) * now else None
 
 

@@ -1,0 +1,109 @@
+"""Divides rows and blocks over ranks of unequal speed, judged by the simulated time of the pipeline's schedule.
+
+The longest stage alone does not say how long a step is: while a pipeline fills and drains, other stages are waited for,
+so that a slow last stage is better off with a little less than its even share. Stages are found by moving one cut by
+one block at a time; given the stages, no other whole numbers of rows are better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+
+from nbkit.device_speeds import rows_by_speed
+from nbkit.planner.stage_partition import ranks_of_stages, stage_ranges
+from nbkit.schedules import Schedule, simulate
+from nbkit.strategy import Strategy
+
+_PASSES = 3
+"""A backward pass takes twice as long as its forward."""
+_FINE = 100
+_MOST = 64
+"""Stages and micro-batches up to which a division is worth its simulations."""
+
+
+def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> float:
+    """Of a step of `batch` rows, from its first forward to its last backward, with what ranks wait for each other.
+
+    costs: of each block, in any unit. speeds: of each rank, in rows of the whole model per second, forward and
+    backward. Links take no time.
+    """
+    ranges = stage_ranges(costs, strategy) if strategy.pp > 1 else [(0, len(costs))]
+    rows = [stop - start for start, stop in strategy.rows(batch)]
+    return max(n * each for n, each in zip(rows, _row_seconds(strategy, ranges, costs, speeds), strict=True))
+
+
+def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
+    """What `speeds=` has to be for the shortest step on ranks of such speeds; arguments as of `computing_seconds`.
+
+    The measured speeds themselves, unless another division is shorter by a percent.
+    """
+    fastest = max(speeds)
+    own = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
+    if strategy.schedule not in ("gpipe", "1f1b") or strategy.pp * (strategy.microbatches or 1) > _MOST:
+        return own
+    ranges = stage_ranges(costs, replace(strategy, speeds=own))
+    now = computing_seconds(replace(strategy, speeds=own), batch, costs, speeds)
+    found, least = own, 0.99 * now
+    while True:
+        tried = [(_spelled(strategy, cut, batch, costs, speeds), cut) for cut in _neighbours(ranges)]
+        timed = [(computing_seconds(replace(strategy, speeds=s), batch, costs, speeds), s, cut) for s, cut in tried]
+        took, better, ranges = min(timed, default=(least, own, ranges))
+        if took >= least:
+            return found
+        found, least = better, took
+
+
+def _row_seconds(
+    strategy: Strategy, ranges: Sequence[tuple[int, int]], costs: Sequence[float], speeds: Sequence[float]
+) -> list[float]:
+    """Of each replica: seconds of its pipeline for each row."""
+    mesh, whole, homes = strategy.mesh, sum(costs), ranks_of_stages(strategy)
+    found = []
+    for first in mesh.ranks("dp", 0):
+        ranks = mesh.ranks("pp", first)
+        stages = [
+            sum(costs[start:stop]) / whole / speeds[ranks[home]]
+            for (start, stop), home in zip(ranges, homes, strict=True)
+        ]
+        found.append(_makespan(strategy.schedule, strategy.microbatches or 1, tuple(stages)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _makespan(schedule: str | None, micros: int, stages: tuple[float, ...]) -> float:
+    """stages: seconds of each for all micro-batches, forward and backward."""
+    if schedule is None:
+        return sum(stages)
+    ranks = len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
+    each = [stage / micros / _PASSES for stage in stages]
+    timeline = simulate(Schedule.of(schedule, ranks, micros), forward=each, backward_input=each, backward_weight=each)
+    return timeline.makespan
+
+
+def _neighbours(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Every way to move one cut by one block."""
+    cuts = [0, *(stop for _, stop in ranges)]
+    for i in range(1, len(cuts) - 1):
+        for step in (-1, 1):
+            if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
+                yield list(pairwise([*cuts[:i], cuts[i] + step, *cuts[i + 1 :]]))
+
+
+def _spelled(
+    strategy: Strategy,
+    ranges: Sequence[tuple[int, int]],
+    batch: int,
+    costs: Sequence[float],
+    speeds: Sequence[float],
+) -> tuple[int, ...]:
+    """Speeds whose even shares are these stages, and the rows that suit them."""
+    mesh, whole = strategy.mesh, sum(costs)
+    seconds = _row_seconds(strategy, ranges, costs, speeds)
+    rows = rows_by_speed(batch, tuple(1 / Fraction(each) for each in seconds))
+    shares = [max(round(_FINE * sum(costs[start:stop]) / whole), 1) for start, stop in ranges]
+    places = [mesh.index(rank) for rank in range(mesh.size)]
+    return tuple(max(rows[at["dp"]][1] - rows[at["dp"]][0], 1) * shares[at["pp"]] for at in places)

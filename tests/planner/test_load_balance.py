@@ -1,0 +1,57 @@
+"""Rows and blocks for ranks of unequal speed: as good, in a simulation of the step, as the best of all divisions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+
+from nbkit.planner.load_balance import best_speeds, computing_seconds
+from nbkit.schedules import Schedule, simulate
+from nbkit.strategy import Strategy
+
+ROWS, BLOCKS = 12, 12
+
+
+def every_division(strategy: Strategy, costs: list[float], speeds: list[float]) -> float:
+    """Seconds of the shortest of all whole numbers of rows and blocks."""
+    mesh, whole = strategy.mesh, sum(costs)
+    best = float("inf")
+    for cut in combinations(range(1, BLOCKS), strategy.pp - 1):
+        ranges = list(pairwise([0, *cut, BLOCKS]))
+        row = []
+        for first in mesh.ranks("dp", 0):
+            ranks = zip(ranges, mesh.ranks("pp", first), strict=True)
+            each = [sum(costs[a:b]) / whole / speeds[rank] / 3 / (strategy.microbatches or 1) for (a, b), rank in ranks]
+            run = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
+            row.append(simulate(run, forward=each, backward_input=each, backward_weight=each).makespan)
+        for rows in product(range(1, ROWS), repeat=strategy.dp - 1):
+            last = ROWS - sum(rows)
+            if last > 0:
+                best = min(best, max(n * seconds for n, seconds in zip((*rows, last), row, strict=True)))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slow"),
+    [({"pp": 2}, 0), ({"pp": 2}, 1), ({"pp": 3}, 1), ({"dp": 2, "pp": 2}, 1), ({"dp": 2, "pp": 2}, 2), ({"dp": 3}, 1)],
+)
+def test_a_rank_at_half_speed_is_given_what_the_best_division_gives_it(mesh: dict[str, int], slow: int) -> None:
+    draw = random.Random(slow)
+    for strategy in (Strategy(**mesh), Strategy(**mesh, schedule="gpipe" if "pp" in mesh else None)):
+        for costs in ([1.0] * BLOCKS, [draw.uniform(0.5, 2.0) for _ in range(BLOCKS)]):
+            speeds = [0.5 if rank == slow else 1.0 for rank in range(strategy.mesh.size)]
+            found = replace(strategy, speeds=best_speeds(strategy, ROWS, costs, speeds))
+
+            took = computing_seconds(found, ROWS, costs, speeds)
+            assert took <= 1.011 * every_division(strategy, costs, speeds)
+
+
+def test_a_slow_last_stage_gets_less_than_its_share() -> None:
+    # 8 + 4 blocks take as long as each other; with 9 + 3 the step is a fortieth shorter.
+    strategy, costs, speeds = Strategy(pp=2), [1.0] * BLOCKS, [1.0, 0.5]
+    assert best_speeds(strategy, ROWS, costs, speeds)[0] == 3 * best_speeds(strategy, ROWS, costs, speeds)[1]
+    least, even = (computing_seconds(replace(strategy, speeds=each), ROWS, costs, speeds) for each in ((3, 1), (2, 1)))
+    assert least / even == pytest.approx(117 / 120)
