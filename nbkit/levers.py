@@ -8,7 +8,7 @@ sync_every=8      each replica makes 8 steps by itself, then weights are average
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
@@ -125,6 +125,19 @@ class Levers:
 
 
 NONE = Levers()
+
+
+def buckets(sizes: Sequence[int], size_of_one: int = BUCKET) -> Iterator[list[int]]:
+    """Bytes of gradients, in the order of backward, as the data axis cuts them: see gradient_buckets.chunks."""
+    bucket: list[int] = []
+    limit = min(FIRST_BUCKET, size_of_one)
+    for size in sizes:
+        if bucket and sum(bucket) >= limit:
+            yield bucket
+            bucket, limit = [], size_of_one
+        bucket.append(size)
+    if bucket:
+        yield bucket
 
 
 def _bytes(text: str) -> int:

@@ -15,10 +15,12 @@ PIECES, WEIGHTS = (PIECE,) * 4, (Weights((100,)),) * 4
 REST = Rest(400, 400, 800)
 
 
-def of(text: str, *, ranks: int = 1, number: int = 0, rows: float = 10, micros: int = 1, rest: Rest = REST) -> Peak:
+def of(
+    text: str, *, ranks: int = 1, number: int = 0, rows: float = 10, micros: int = 1, rest: Rest = REST, **more: bool
+) -> Peak:
     strategy = Strategy.parse(text, ranks)
     ranges = place([1.0] * 4, strategy)[number] if strategy.pp > 1 else [(0, 4)]
-    return peak(strategy, number, PIECES, WEIGHTS, ranges, rest, rows=rows, micros=micros)
+    return peak(strategy, number, PIECES, WEIGHTS, ranges, rest, rows=rows, micros=micros, **more)
 
 
 def test_the_highest_of_several_lines_is_kept_and_no_other() -> None:
@@ -41,6 +43,13 @@ def test_zero3_holds_two_gathered_blocks_and_gradients_under_way_beside_its_shar
     found = of("zero3", ranks=4, rest=Rest(100, 100, 200))
     # The last piece: its 100 are whole, those of the one before it arrive.
     assert found.total == 400 + 400 + 140 + 200
+
+
+def test_a_reduce_scatter_over_gloo_holds_what_it_receives_beside_what_it_sends() -> None:
+    rest = Rest(400, 100, 200)
+    plain, gloo = (of("zero2", ranks=4, rest=rest, rows=0, received=received) for received in (False, True))
+    # All gradients are one bucket: they are there, with a copy that is sent, and over gloo the others' parts.
+    assert (plain.total, gloo.total) == (700 + 2 * 400, 700 + 3 * 400)
 
 
 @pytest.mark.parametrize(("schedule", "first", "last"), [("gpipe", 8, 8), ("1f1b", 4, 1)])

@@ -4,7 +4,8 @@ What is there all the time (nbkit/planner/memory.py), and on top of it, at each 
 and take (activations.py) and what the data axis has under way:
 
     zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
-    zero 1, 2   of up to two buckets, the copy that is being reduced; after the update, of two, what is gathered
+    zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
+                update, of two, what is gathered
     int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
     zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
     a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from nbkit.levers import FIRST_BUCKET
+from nbkit.levers import buckets
 from nbkit.planner.memory import Rest
 from nbkit.planner.peak.activations import Piece, Updating, most
 from nbkit.planner.stage_partition import ranks_of_stages
@@ -96,14 +97,16 @@ def peak(
     micros: int = 1,
     updating: Updating | None = None,
     buffers: int = 0,
+    received: bool = False,
 ) -> Peak:
     """Of the rank at `place` along pp.
 
     pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
     rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
-    micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers.
+    micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers. received: whether a
+    reduce-scatter holds what all ranks send it beside what it sends, as over gloo.
     """
-    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating())
+    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received)
     highest = max(step.moments(), key=lambda moment: moment.total)
     # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
     kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
@@ -128,6 +131,7 @@ class _Step:
     rows: float
     micros: int
     updating: Updating
+    received: bool
 
     def moments(self) -> Iterator[_Moment]:
         """Above parameters, optimizer state and, on several data ranks, the buffers of gradients."""
@@ -155,7 +159,7 @@ class _Step:
         of = self.updating
         yield _Moment("update", 0.0, (of.largest * max(own, default=0) + of.all * sum(own)) / share, alone)
         if self.strategy.zero in (1, 2):
-            sizes = sorted((sum(bucket) for bucket in _buckets(own[::-1], self.strategy.levers.bucket)), reverse=True)[
+            sizes = sorted((sum(bucket) for bucket in buckets(own[::-1], self.strategy.levers.bucket)), reverse=True)[
                 :2
             ]
             yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
@@ -182,17 +186,23 @@ class _Step:
                 fresh += sizes.total
             if self.strategy.zero == 3:
                 inside = float(sum(sizes.inside))
-                yield _Moment("backward", kept[i], fresh + self._root + inside + under_way[1])
-                fresh, under_way = fresh - inside, [under_way[1], inside]
+                reduced = self._reduced(inside)
+                yield _Moment("backward", kept[i], fresh + self._root + reduced + under_way[1])
+                fresh, under_way = fresh - inside, [under_way[1], reduced]
             elif self.strategy.dp > 1:
                 for bucket in self._complete(i):
                     if self.strategy.zero:
                         copied = fresh if self.strategy.zero == 2 else fresh - bucket
-                        yield _Moment("backward", kept[i], copied + bucket + under_way[1])
-                        under_way = [under_way[1], bucket]
+                        reduced = self._reduced(bucket)
+                        yield _Moment("backward", kept[i], copied + reduced + under_way[1])
+                        under_way = [under_way[1], reduced]
                     fresh -= bucket
         if self.strategy.zero == 3:
-            yield _Moment("backward", 0.0, 2 * fresh + self._root + under_way[1])
+            yield _Moment("backward", 0.0, fresh + self._reduced(fresh) + self._root + under_way[1])
+
+    def _reduced(self, size: float) -> float:
+        """Bytes while gradients of `size` are being reduced: a copy of them, and what is received."""
+        return size * (2 if self.received else 1)
 
     @property
     def _root(self) -> float:
@@ -210,7 +220,7 @@ class _Step:
         """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
         order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
         found, at = [], 0
-        for bucket in _buckets([size for size, _ in order], self.strategy.levers.bucket):
+        for bucket in buckets([size for size, _ in order], self.strategy.levers.bucket):
             at += len(bucket)
             if order[at - 1][1] == i:
                 found.append(float(sum(bucket)))
@@ -245,12 +255,13 @@ class _Step:
                     kept -= stage.kept
         if self.strategy.zero in (1, 2):
             every = [size for i in self._own for size in _all(self.weights[i])]
-            sizes = sorted(
-                (sum(bucket) for bucket in _buckets(every[::-1], self.strategy.levers.bucket)), reverse=True
-            )[:2]
-            yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + sum(sizes))
+            sizes = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)[
+                :2
+            ]
+            yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + self._reduced(sum(sizes)))
         elif self.strategy.zero == 3:
-            yield _Moment("backward", 0.0, 2 * total + max(sum(self.weights[i].inside) for i in self._own))
+            largest = max(sum(self.weights[i].inside) for i in self._own)
+            yield _Moment("backward", 0.0, 2 * total + self._reduced(largest))
 
     def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
         """Bytes of what another rank sends for an operation, by its kind and stage."""
@@ -298,16 +309,3 @@ def _all(weights: Weights) -> tuple[int, ...]:
 def _schedule(name: str, ranks: int, micros: int) -> Schedule:
     # What is under way grows no more once the pipeline is full.
     return Schedule.of(name, ranks, micros if name == "gpipe" else min(micros, 4 * ranks))
-
-
-def _buckets(sizes: Sequence[int], size_of_one: int) -> Iterator[list[int]]:
-    """As the data axis cuts them: see gradient_buckets.chunks."""
-    bucket: list[int] = []
-    limit = min(FIRST_BUCKET, size_of_one)
-    for size in sizes:
-        if bucket and sum(bucket) >= limit:
-            yield bucket
-            bucket, limit = [], size_of_one
-        bucket.append(size)
-    if bucket:
-        yield bucket

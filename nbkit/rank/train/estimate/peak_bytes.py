@@ -12,6 +12,7 @@ from nbkit.errors import NbkitError
 from nbkit.planner.peak.activations import Updating
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.rank.train.estimate.trace import Traced, blocks_of, trace, updating
@@ -74,6 +75,7 @@ class PeakBytes:
                 micros=micros,
                 updating=self.updating,
                 buffers=self._buffers(strategy, number),
+                received=not accelerator().holds(self.builder.device),
             )
             for number, (rank, own) in enumerate(zip(ranks, ranges, strict=True))
         ]
