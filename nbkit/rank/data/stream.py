@@ -66,6 +66,10 @@ class Stream(ABC):
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""
 
+    def after(self, step: int) -> dict[str, int]:
+        """Where `step` batches end, from the first sample on. Of a stream whose length nobody knows: in epoch 0."""
+        return {"epoch": 0, "offset": step * self.batch_size}
+
 
 @dataclass(eq=False)
 class MapStream(Stream):
@@ -93,6 +97,15 @@ class MapStream(Stream):
         self._order = self._ordered(epoch)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
+
+    def after(self, step: int) -> dict[str, int]:
+        """Where `step` batches end, from the first sample on."""
+        each = self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
+        epoch, left = divmod(step, each)
+        offset = 0
+        for _ in range(left):
+            offset += self._rows(self.length - offset)
+        return {"epoch": epoch, "offset": offset}
 
     def next(self) -> Shard:
         """This rank's rows of the next global batch."""

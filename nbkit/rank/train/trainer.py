@@ -200,7 +200,6 @@ class Trainer:
         self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
-        self._callbacks = loop.callbacks
         self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
         self._joined: Span | None = None
@@ -210,7 +209,8 @@ class Trainer:
         if self.job.rank == 0 and self.loop.progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, self._stream.goes_back)
+        stream = self._stream
+        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, stream.goes_back, stream.after)
         note(self)
 
     @property
@@ -359,7 +359,7 @@ class Trainer:
         self.saves.save(path, beside=beside)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks: the next step sees the next sample. Collective."""
+        """Go on from what `save` wrote, on any number of ranks, or plain FSDP2 or torchtitan. Collective."""
         self.saves.collect(wait=True)
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.
@@ -370,7 +370,7 @@ class Trainer:
         self._stream.seed = self.job.seed
         self._go_to(position)
         self.saves.loaded(path)
-        self.job.ledger.emit(Checkpointed(self.step, path=str(path), action="loaded", before=before))
+        self.job.ledger.emit(Checkpointed(self.step, path=saved.named, action="loaded", before=before))
 
     def rewind(self, step: int) -> int:
         """Back to the newest snapshot that is not beyond `step`, under the strategy of now; the step of it. Collective.
@@ -442,7 +442,7 @@ class Trainer:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
             self.saves.trained(event.record["seconds"])
-            for callback in self._callbacks:
+            for callback in self.loop.callbacks:
                 callback(self, event.record)
 
     def __repr__(self) -> str:

@@ -251,7 +251,7 @@ class Training:
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
-        return checkpoint.opened(path, self.state, self.builder)
+        return checkpoint.opened(path, self.state, self.builder, seed=self.seed, place_after=self.feed.after)
 
     def load(self, saved: checkpoint.Saved) -> None:
         """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.
@@ -266,6 +266,8 @@ class Training:
             self.ledger.replace(about["step"], about["history"], loaded=True)
             self.precision.load_state_dict(about.get("precision", {}))
         self._whole_again()
+        if saved.foreign and self.rank == 0:
+            print(f"{saved.named}: goes on after step {self.step} with the next batch of this training's own order")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""

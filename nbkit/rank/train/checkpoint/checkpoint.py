@@ -55,14 +55,23 @@ class Taken:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that fits the job, not yet read. about: step, seed, position, history and settings."""
+    """A checkpoint that fits the job, not yet read. about: step, seed, position, history and settings.
+
+    foreign: what it was recognised as, where another program wrote it.
+    """
 
     path: Path
     reader: Reader
+    foreign: str = ""
 
     @property
     def about(self) -> Mapping[str, Any]:
         return self.reader.about
+
+    @property
+    def named(self) -> str:
+        """Its path, and what it was recognised as."""
+        return f"{self.path} ({self.foreign})" if self.foreign else str(self.path)
 
 
 def take(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> Taken:
@@ -126,30 +135,38 @@ def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(folder for folder in (absolute, *absolute.parents) if folder.exists())).free
 
 
-def opened(path: str | Path, state: TrainingState, builder: Builder) -> Saved:
+def opened(
+    path: str | Path, state: TrainingState, builder: Builder, *, seed: int, place_after: Callable[[int], Any]
+) -> Saved:
     """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
-    Raises TornCheckpoint on every rank when it cannot be read or is not whole, and TrainingError when it does not fit.
+    Ours, or one of torch.distributed.checkpoint's in a layout that is known: see torch_layouts/torch_reader.py, and
+    Wanted there for seed and place_after. Raises TornCheckpoint on every rank when it cannot be read or is not whole,
+    and TrainingError when it does not fit.
     Each rank reads what it will need, and lets go of it: what is damaged is known before anything is changed.
     """
     found: list[Saved] = []
+    own, names = settings_of(state.optimizer), _names_of(builder.skeleton)
+    settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
+    groups = builder.template.groups_of(state.optimizer, state.sharded_model.held)
 
     def open_it() -> str:
         from nbkit.rank.train.checkpoint.dcp_io import Reader
+        from nbkit.rank.train.checkpoint.torch_layouts.torch_metadata import is_from_elsewhere
+        from nbkit.rank.train.checkpoint.torch_layouts.torch_reader import TorchReader, Wanted
 
-        reader = Reader(Path(path))
-        found.append(Saved(Path(path), reader))
+        foreign = is_from_elsewhere(Path(path))
+        wanted = Wanted(names, groups, settings, seed, place_after)
+        reader = TorchReader(Path(path), wanted) if foreign else Reader(Path(path))
+        found.append(Saved(Path(path), reader, foreign=reader.layout if isinstance(reader, TorchReader) else ""))
         return reader.digest
 
     what = f"The checkpoint {str(path)!r} could not be read."
     _agree_whole(open_it, what)
     saved = found[0]
-    own, held = settings_of(state.optimizer), state.sharded_model.held
-    settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
 
     def compare() -> None:
-        groups = builder.template.groups_of(state.optimizer, held)
-        check_fits(saved.about, names=_names_of(builder.skeleton), groups=groups, settings=settings)
+        check_fits(saved.about, names=names, groups=groups, settings=settings)
 
     agree(compare, what=what, hint=_WHOLE)
     _agree_whole(lambda: check_tensors(saved.reader, state.sharded_model), what)

@@ -1,0 +1,1 @@
+"""Checkpoints that other programs wrote with torch.distributed.checkpoint, and ours in their layouts."""
