@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from clusters import home_of_clusters
+from forked_parents import forked_parents
 
 from nbkit import Cluster
 
 
 @pytest.fixture(scope="package", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
+    with forked_parents(), home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
 
 

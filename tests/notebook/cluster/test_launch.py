@@ -16,6 +16,7 @@ import machines
 import psutil
 import pytest
 from clusters import home_of_clusters
+from forked_parents import forked_parents
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
 
 from nbkit import Board, Cluster
@@ -27,8 +28,15 @@ from nbkit.wire.processes import followers
 @pytest.fixture(scope="module", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder without the clusters that other files share."""
-    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
+    with forked_parents(False), home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """For what is not about how the parent comes to be."""
+    with forked_parents():
+        yield
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
@@ -75,6 +83,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
     assert registry.find("interrupted") is None
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_nameless_cluster_gets_a_name_is_listed_and_taken_by_the_next_start(nbkit_home: Path) -> None:
     first = Cluster.start(1, cpu=True)
     try:
@@ -127,6 +136,7 @@ def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:
         bystander.wait()
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="headless")
     entry = cluster.entry
@@ -138,6 +148,7 @@ def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
     cluster.stop()
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="orphans")
     cluster.run("import time; time.sleep(2)", detach=True)
@@ -162,6 +173,7 @@ def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypa
     assert processes_of(nbkit_home) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_gpus_that_torch_cannot_use_and_more_ranks_than_cores_are_said_and_no_obstacle(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +208,7 @@ from nbkit.rank.train.runs_dir import MAX_BYTES
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_record_where_nbkit_toml_says_unless_log_dir_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from models_zoo import ZOO, exact, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 from ranks import run_ranks
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from nbkit.rank.train.trainer import Trainer
 
 ROWS, STEPS = 8, 2
-# Every axis with parameters that are frozen whole, and with adapters; each of the models under two at least.
-STRATEGIES = {
-    "frozen": ("zero1", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2"),
-    "lora llama": ("zero=3 dp=2 tp=2", "pp"),
-    "lora gpt2": ("tp=2 pp=2",),
-}
+# Every axis with parameters that are frozen whole, and with adapters.
+CASES = [
+    ("frozen", ("dp=2 pp=2 schedule=zbv", "cp=2 tp=2")),
+    ("lora llama", ("zero=3 dp=2 tp=2",)),
+    ("lora gpt2", ("tp=2 pp=2",)),
+]
+REST = [("frozen", ("zero1",)), ("lora llama", ("pp",))]
 
 
 def frozen() -> nn.Module:
@@ -98,13 +100,13 @@ def one_process(name: str) -> tuple[list[float], list[float], dict[str, Tensor]]
     return losses, norms, {key: p.detach() for key, p in model.named_parameters()}
 
 
-def tuned(world: Any) -> dict[str, Any]:
+def tuned(world: Any, cases: list[tuple[str, tuple[str, ...]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, build in MODELS.items():
+    for name, strategies in cases:
         losses, norms, weights = one_process(name)
-        for strategy in STRATEGIES[name]:
+        for strategy in strategies:
             trainer = Trainer(
-                model=build,
+                model=MODELS[name],
                 loss=loss,
                 optimizer=groups,
                 data=items(name),
@@ -129,6 +131,8 @@ def tuned(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_frozen_parameters_and_adapters_train_as_in_one_process() -> None:
-    for found in run_ranks(tuned, 4, timeout=170):
+@pytest.mark.usefixtures("known_to_be_right")
+@pytest.mark.parametrize("cases", [CASES, pytest.param(REST, marks=pytest.mark.long)])
+def test_frozen_parameters_and_adapters_train_as_in_one_process(cases: list[tuple[str, tuple[str, ...]]]) -> None:
+    for found in run_ranks(tuned, 4, cases, timeout=170):
         assert {key: result for key, result in found.items() if not result[0] <= 1e-10 or result[1]} == {}

@@ -21,7 +21,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.tensor_layout import Layout
 
-STEPS = 5
+STEPS = 3
 
 
 class Odd(nn.Module):
@@ -209,18 +209,16 @@ def suite(world: Any, cases: list[tuple[Any, ...]]) -> dict[str, list[str]]:
 CASES = {
     2: [
         *(("odd", "foreach", zero, None, 9, {}) for zero in range(4)),
-        *(("odd", "fused", zero, None, 2, {}) for zero in range(4)),
-        ("gpt", "sgd", 1, None, 3, {}),
+        ("odd", "fused", 1, None, 2, {}),
         ("gpt", "sgd", 3, None, 3, {}),
         ("checkpointed", "foreach", 3, None, 3, {}),
     ],
     4: [
-        *(("odd", "foreach", zero, None, 2, {}) for zero in range(4)),
-        *(("odd", "sgd", zero, 2, 2, {}) for zero in range(4)),
-        *(("gpt", "fused", zero, 2, 9, {}) for zero in range(1, 4)),
-        *(("odd", "fused", zero, None, 2, {"tp": 2}) for zero in range(4)),
+        *(("odd", "foreach", zero, None, 2, {}) for zero in (1, 3)),
+        *(("odd", "sgd", zero, 2, 2, {}) for zero in (0, 2)),
+        ("gpt", "fused", 3, 2, 9, {}),
+        ("odd", "fused", 2, None, 2, {"tp": 2}),
         ("odd", "fused", 3, 1, 9, {}),
-        ("gpt", "foreach", 3, None, 2, {"keep": True}),
         ("odd", "foreach", 3, 2, 1, {"keep": True}),
         ("checkpointed", "sgd", 3, None, 2, {"ahead": 2}),
     ],
@@ -228,6 +226,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_and_five_steps_equal_one_process(size: int) -> None:
+def test_gradients_and_three_steps_equal_one_process(size: int) -> None:
     for found in run_ranks(suite, size, CASES[size], timeout=150):
         assert found == {}
