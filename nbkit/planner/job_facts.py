@@ -40,6 +40,7 @@ class Weight:
     that it lives and dies with in a pipeline: its own block; the first for an embedding, the last for a head, both when
     the two are tied; none where every stage holds it. outside: of the blocks themselves. trained: has a gradient.
     summed: axes (tp, cp) over whose ranks its gradient is a sum, because each has seen a part of the sequence.
+    gathered: bytes of an element as zero 3 gathers it, where it is cast before; None: those of the parameter.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Weight:
     outside: bool = False
     trained: bool = True
     summed: tuple[str, ...] = ()
+    gathered: int | None = None
 
     @property
     def numel(self) -> int:

@@ -8,6 +8,7 @@ all-gather ends with, what a reduce-scatter begins with. Over n ranks each must 
     dp    zero=0: all-reduce of the gradients                                               Rajbhandari et al. 2020, 7.1
           zero=1, 2: reduce-scatter of the gradients, all-gather of the parameters          the same, 7.2.1
           zero=3: all-gather of the parameters for forward and for backward, reduce-scatter the same, 7.2.2
+          under autocast, what matrix products alone read in its dtype; gradients as ever   Micikevicius et al. 2018
           compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
           sync_every: all-reduce of the parameters, a step's share of one                 Stich 2019
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
@@ -132,11 +133,13 @@ class _Step:
         if s.zero < 3:
             yield Traffic(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
             return
-        yield Traffic(axis, "all_gather", s.shard, passes, passes * p * self._held(self.weights), "parameters, forward")
+        size = passes * self._gathered(self.weights)
+        yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, forward")
         if s.pp == 1:
             # What lies outside the blocks is needed last and first: it stays from forward to backward.
             again = [weight for weight in self.weights if not weight.outside]
-            yield Traffic(axis, "all_gather", s.shard, passes, passes * p * self._held(again), "parameters, backward")
+            size = passes * self._gathered(again)
+            yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, backward")
 
     def tensor(self) -> Iterator[Traffic]:
         """Blocks, vocabulary, and gradients that are partial sums."""
@@ -212,6 +215,10 @@ class _Step:
 
     def _held(self, weights: Sequence[Weight], *, sharded: bool = False) -> int:
         return sum(held(weight, self.strategy, self.rank, self.cuts, sharded=sharded) for weight in weights)
+
+    def _gathered(self, weights: Sequence[Weight]) -> int:
+        """Bytes, as zero 3 gathers them."""
+        return sum((weight.gathered or self.each.parameter) * self._held([weight]) for weight in weights)
 
     def _hidden_bytes(self, tokens: int) -> int:
         """Of all rows that this rank sees in a step."""

@@ -41,6 +41,16 @@ def test_the_data_axis(n: int) -> None:
     assert wire_bytes(per_step(inside, Facts(), Strategy(dp=n, zero=3), 0)) == pytest.approx(1.5 * wire_bytes(ddp))
 
 
+def test_under_autocast_zero3_gathers_what_maps_alone_read_in_half_the_bytes() -> None:
+    cast = [weight if weight.outside or len(weight.shape) == 1 else replace(weight, gathered=2) for weight in WEIGHTS]
+    whole, found = (sizes(per_step(weights, Facts(), Strategy(dp=2, zero=3), 0)) for weights in (WEIGHTS, cast))
+    maps = sum(weight.numel for weight in cast if weight.gathered)
+
+    assert found["dp", "reduce_scatter"] == P
+    assert found["dp", "all_gather"] == whole["dp", "all_gather"] - 2 * 2 * maps
+    assert per_step(cast, Facts(), Strategy(dp=2, zero=2), 0) == per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=2), 0)
+
+
 def test_levers_send_less() -> None:
     plain, int8, bf16, seldom = (
         wire_bytes(per_step(WEIGHTS, Facts(), Strategy.parse(f"ddp {levers}", 4), 0))

@@ -161,8 +161,15 @@ class _Known:
 
     def held(self, strategy: Strategy) -> int:
         """Bytes of the parameters of the first place, whole along dp."""
+        return sum(weights.total for weights in self._of_first(strategy))
+
+    def gathered(self, strategy: Strategy) -> int:
+        """The same as zero 3 gathers them."""
+        return sum(weights.gathered for weights in self._of_first(strategy))
+
+    def _of_first(self, strategy: Strategy) -> list[Weights]:
         weights = self.of(strategy.tp, strategy.cp)[1]
-        return sum(weights[i].total for start, stop in self.stages(strategy) for i in range(start, stop))
+        return [weights[i] for start, stop in self.stages(strategy) for i in range(start, stop)]
 
 
 def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
@@ -267,7 +274,8 @@ def _sent(known: _Known, candidate: _Candidate, facts: Facts) -> tuple[dict[str,
         rounds = micros if strategy.zero == 3 and pp == 1 else 1
         # Gathered before forward and backward and reduced behind it; reduced and gathered; or both in one.
         times = (2 if pp > 1 else 3) if strategy.zero == 3 else 2
-        sent[axis] = times * rounds * (shard - 1) / shard * held
+        gathered = known.gathered(strategy) if strategy.zero == 3 else held
+        sent[axis] = rounds * (shard - 1) / shard * ((times - 1) * gathered + held)
         calls[axis] = times * rounds * blocks if strategy.zero == 3 else 0.0
         if across > 1:
             sent["replicate"] = 2 * (across - 1) / across * held / shard

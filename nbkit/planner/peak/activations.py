@@ -22,6 +22,9 @@ class Line:
         """For so many rows."""
         return self.fixed + self.row * rows
 
+    def __sub__(self, other: Line) -> Line:
+        return Line(self.fixed - other.fixed, self.row - other.row)
+
     @classmethod
     def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
         """Through two (rows, bytes)."""

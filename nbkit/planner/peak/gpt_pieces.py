@@ -82,12 +82,16 @@ class GPTPieces:
         vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
         inside = (square,) * 4 + (4 * square,) * 2 + vectors
         partial = sum(inside) if cp > 1 else 6 * size * of.width if tp > 1 else 0
-        block = Weights(inside, (), partial)
+        # What maps alone read is cast before zero 3 gathers it: not the norms, nor the tables of the embedding.
+        cast = max(size - self.element, 0) if tp == 1 else 0
+        less, head = cast * (12 * of.width**2 + 9 * of.width), cast * of.vocab * of.width
+        block = Weights(inside, (), partial, less)
         table, places = size * of.vocab * of.width // tp, size * of.block * of.width
         ends = (table, places), (2 * size * of.width, table)
         if of.layers == 1:
-            return [Weights(inside, (*ends[0], *ends[1]), partial)]
-        return [Weights(inside, ends[0], partial), *(block,) * (of.layers - 2), Weights(inside, ends[1], partial)]
+            return [Weights(inside, (*ends[0], *ends[1]), partial, less, head)]
+        first, last = Weights(inside, ends[0], partial, less), Weights(inside, ends[1], partial, less, head)
+        return [first, *(block,) * (of.layers - 2), last]
 
     @property
     def name(self) -> str:

@@ -36,17 +36,30 @@ class Weights:
     """Bytes of the parameters of a piece on a rank, whole along the data axis, one by one in the order of their use.
 
     inside: of the piece's block. outside: of what is before the first or behind the last one, trained or not. partial:
-    bytes of those whose gradients are sums over tp or cp.
+    bytes of those whose gradients are sums over tp or cp. less_inside, less_outside: by which zero 3 gathers less,
+    since some are cast before.
     """
 
     inside: tuple[int, ...]
     outside: tuple[int, ...] = ()
     partial: int = 0
+    less_inside: int = 0
+    less_outside: int = 0
 
     @property
     def total(self) -> int:
         """Of all."""
         return sum(self.inside) + sum(self.outside)
+
+    @property
+    def gathered(self) -> int:
+        """Of all, as zero 3 gathers them."""
+        return self.total - self.less_inside - self.less_outside
+
+    @property
+    def gathered_inside(self) -> int:
+        """Of those of the piece's block."""
+        return sum(self.inside) - self.less_inside
 
 
 @dataclass(frozen=True)
@@ -206,15 +219,15 @@ class _Step:
 
     @property
     def _root(self) -> float:
-        return float(sum(sum(self.weights[i].outside) for i in self._own))
+        return float(sum(sum(self.weights[i].outside) - self.weights[i].less_outside for i in self._own))
 
     def _gathered(self, i: int, *, backward: bool = False) -> float:
         """Whole parameters beside the shards while piece i computes, and those that arrive for the next one."""
         if self.strategy.zero < 3:
             return 0.0
         beside = i - 1 if backward else i + 1
-        arriving = sum(self.weights[beside].inside) if 0 <= beside < len(self.weights) else 0
-        return self._root + sum(self.weights[i].inside) + arriving
+        arriving = self.weights[beside].gathered_inside if 0 <= beside < len(self.weights) else 0
+        return self._root + self.weights[i].gathered_inside + arriving
 
     def _complete(self, i: int) -> list[float]:
         """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
@@ -233,7 +246,8 @@ class _Step:
         schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
         homes = ranks_of_stages(self.strategy)
         numbers = [stage for stage, rank in enumerate(homes) if rank == self.place]
-        whole = total if self.strategy.zero == 3 else 0.0
+        gathered = float(sum(self.weights[i].gathered for i in self._own))
+        whole = gathered if self.strategy.zero == 3 else 0.0
         arrives = self._arriving(homes, dict(zip(numbers, stages, strict=True)))
         kept, made = 0.0, False
         ops = schedule.ops[self.place]
@@ -261,7 +275,7 @@ class _Step:
             yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + self._reduced(sum(sizes)))
         elif self.strategy.zero == 3:
             largest = max(sum(self.weights[i].inside) for i in self._own)
-            yield _Moment("backward", 0.0, 2 * total + self._reduced(largest))
+            yield _Moment("backward", 0.0, total + gathered + self._reduced(largest))
 
     def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
         """Bytes of what another rank sends for an operation, by its kind and stage."""

@@ -14,6 +14,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.strategy import Strategy
@@ -121,6 +122,13 @@ def need_gathers(options: Options, strategy: Strategy) -> None:
     refused = options.gathers.refused if options.gathers is not None else None
     if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
         raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
+
+
+def casts_of(options: Options, strategy: Strategy) -> Casts | None:
+    """What `strategy` gathers in the dtype of autocast. Layers that tp splits are others than those that were seen."""
+    if strategy.zero < 3 or strategy.shard == 1 or strategy.tp > 1 or options.gathers is None:
+        return None
+    return options.gathers.casts
 
 
 def need_positionwise(options: Options, strategy: Strategy) -> None:

@@ -27,12 +27,13 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
-from nbkit.rank.parallel.options import Options, need_chain
+from nbkit.rank.parallel.options import Options, casts_of, need_chain
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
@@ -54,6 +55,7 @@ class Cut:
     partial: Mapping[str, Sequence[str]]
     notes: Sequence[str]
     gathers: GatherPlan | None
+    casts: Casts | None
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give it memory, and a pipeline its channels. Sends nothing."""
@@ -74,6 +76,7 @@ class Cut:
             ahead=plan.ahead,
             rooted=plan.rooted,
             proven=self.gathers is not None,
+            casts=self.casts,
         )
         if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(self.strategy))
@@ -151,9 +154,13 @@ def cut(
     if strategy.zero == 3 and options.gathers is not None:
         blocks = [name for name in options.gathers.units if _holds(module, name)]
         notes += options.gathers.notes
+    if (casts := casts_of(options, strategy)) is not None:
+        notes.append(casts.spelled(skeleton))
     units = [module.get_submodule(name) for name in blocks]
     split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
-    return Cut(strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers)
+    return Cut(
+        strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers, casts
+    )
 
 
 def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:

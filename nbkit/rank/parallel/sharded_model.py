@@ -88,15 +88,16 @@ class ShardedModel:
         key: Callable[[int], Hashable],
         launch: Callable[[], None],
         on_op: OnOp | None = None,
+        autocast: bool = False,
     ) -> Tensor | None:
         """All forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
 
         forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
         other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
-        left to hide behind. on_op: see Pipeline.run. Returns the data axis' canary. Of a pipeline on CPU ranks none
-        returns before all in it have their gradients.
+        left to hide behind. on_op: see Pipeline.run. autocast: whether `forward` is under it. Returns the data axis'
+        canary. Of a pipeline on CPU ranks none returns before all in it have their gradients.
         """
-        with self.data.computing():
+        with self.data.computing(autocast=autocast):
             if self.pipeline is not None and micros:
                 self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
                 self.data.hold()
@@ -170,13 +171,13 @@ class ShardedModel:
         return grad_norm(self.held, copies, device=device, group=self.connections.world, world_size=size)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The module in eval mode, without gradients."""
+    def evaluating(self, *, autocast: bool = False) -> Iterator[None]:
+        """The module in eval mode, without gradients. autocast: whether forwards are under that of the job."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             # Torch's fast path for encoders gives other numbers at padding than the layers that train.
-            with torch.no_grad(), plain_attention(), self.data.computing():
+            with torch.no_grad(), plain_attention(), self.data.computing(autocast=autocast):
                 yield
         finally:
             for module, mode in modes:

@@ -50,6 +50,7 @@ from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
+from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
@@ -362,7 +363,12 @@ class Builder:
             found["proof"] = prove(self.module, run, sizes, config.tp_plan, brief=brief)
             with suppress(Exception):
                 # What is wrong with the model is said, in full, where it is trained.
-                found["gathers"] = plan_gathers(self.module, brief, lambda: _loss(brief(), few, config))
+                found["gathers"] = plan_gathers(
+                    self.module,
+                    brief,
+                    lambda: _loss(brief(), few, config),
+                    autocast=PRECISIONS.get(config.precision or ""),
+                )
         with repeating(self.module, draws, example) as drawing:
             chain = find_chain(self.module, lambda: drawing(run), stages=config.stages, brief=lambda: drawing(brief))
         modes = [(part, part.training) for part in self.module.modules()]

@@ -21,7 +21,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
     """
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     axes = job.sharded_model.axes
-    with job.sharded_model.evaluating(), alike():
+    with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
         for shard in every:
             sums += job.training_step.evaluate(shard)

@@ -81,15 +81,30 @@ def test_two_rows_are_explained_part_by_part_with_what_would_change_the_choice()
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=8", "dp=8 zero=1", "dp=8 zero=3", "dp=8 zero=3 shard=4", "dp=4 tp=2", "dp=4 cp=2"]
+    "text, element",
+    [
+        ("dp=8", 4),
+        ("dp=8 zero=1", 2),
+        ("dp=8 zero=3", 4),
+        ("dp=8 zero=3", 2),
+        ("dp=8 zero=3 shard=4", 4),
+        ("dp=4 tp=2", 4),
+        ("dp=4 cp=2", 4),
+    ],
 )
-def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str) -> None:
+def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element: int) -> None:
     config = GPTConfig(vocab=512, block=256, layers=4, heads=8, width=64)
-    subject, strategy = GPTPieces(config), Strategy.parse(text, 8)
+    subject, strategy = GPTPieces(config, element), Strategy.parse(text, 8)
     known, facts = _Known(subject), subject.facts(32)
     candidate = next(one for one in _candidates(strategy, 32, 4) if one.micros == 1 and not one.recompute)
     weights = [
-        Weight(f"{i}.{j}", (size // 4,), blocks=(i,), summed=("cp",) if j < len(piece.inside) else ())
+        Weight(
+            f"{i}.{j}",
+            (size // 4,),
+            blocks=(i,),
+            summed=("cp",) if j < len(piece.inside) else (),
+            gathered=element if j < 6 or (i == 3 and size == piece.outside[-1]) else None,  # maps and the head
+        )
         for i, piece in enumerate(subject.weights(strategy.tp, strategy.cp))
         for j, size in enumerate((*piece.inside, *piece.outside))
     ]

@@ -62,8 +62,11 @@ class DataAxis:
         raise NotImplementedError
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around all forwards and backwards of a step, losses included, or around those of an evaluation."""
+    def computing(self, *, autocast: bool = False) -> Iterator[None]:
+        """Around all forwards and backwards of a step, losses included, or around those of an evaluation.
+
+        autocast: whether forwards are under the job's autocast, on every rank alike.
+        """
         yield
 
     def absent(self, *, backward: bool = False) -> None:

@@ -11,8 +11,9 @@ step, for gradients (and parameters) of S bytes:
 
 With several micro-batches zero 1 and 2 reduce once, after the last, and hold whole gradients until then; zero 3 moves
 its bytes for each of them, or once where it keeps the parameters gathered. Frozen parameters are never reduced, and
-gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice. Of zero 0,
-nbkit.levers has fewer bytes.
+gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice; under autocast
+what only matrix products read is gathered in its dtype, half the bytes (zero3/gather_dtypes.py). Gradients are reduced
+in the dtype of the parameters. Of zero 0, nbkit.levers has fewer bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
 
@@ -48,6 +50,7 @@ def data_axis(
     ahead: int = 1,
     rooted: Collection[str] = (),
     proven: bool = False,
+    casts: Casts | None = None,
 ) -> DataAxis:
     """Give the skeleton `module` memory, and its gradients their way over the data axis. Local; sends nothing.
 
@@ -56,14 +59,17 @@ def data_axis(
     keep: gather once, in the first forward, and let go in `finish` (pipelines, whose forwards precede their backwards);
     ahead: units gathered before the backward pass comes to them;
     rooted: names of parameters in units that are gathered with the root, and stay as long;
-    proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched.
+    proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched;
+    casts: parameters that are gathered in the dtype of autocast where that is on.
     """
     if zero == 0 or axes.size("shard") == 1:
         return _replicated(module, layouts, axes, levers)
     if zero < 3:
         return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=levers.bucket)
     links = Links.of(axes)
-    return ShardedParameters(module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven)
+    return ShardedParameters(
+        module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven, casts=casts
+    )
 
 
 def _replicated(module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers) -> Replicas:

@@ -14,7 +14,9 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
 from nbkit.rank.parallel.module.backward_hooks import in_backward
 from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.zero3.unit import Slot, Unit, assigned
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
+from nbkit.rank.parallel.zero3.unit import Unit, assigned
+from nbkit.rank.parallel.zero3.unit_parameters import Slot
 from nbkit.rank.parallel.zero3.weight_reads import weight_uses
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
@@ -96,7 +98,7 @@ class _Standing(Unit):
     """A unit whose parameters stay where they are; only what would become of them is followed."""
 
     def __init__(self, name: str, slots: list[Slot]) -> None:
-        self.name, self.slots, self._parts = name, slots, []
+        self.name, self.slots, self._parts, self.autocast = name, slots, [], False
         for slot in slots:
             slot.shard = slot.whole = slot.old
         self._trains = [slot.old.requires_grad for slot in slots]
@@ -124,6 +126,9 @@ class _Standing(Unit):
     def close(self) -> None:
         self._sent = self.here = False
 
+    def widen(self, name: str) -> None:
+        pass
+
     def show(self) -> None:
         pass
 
@@ -141,6 +146,7 @@ def _standing(
     layouts: Mapping[str, Layout],
     _: Links,
     rooted: Collection[str],
+    __: Casts | None,
 ) -> list[Unit]:
     return [_Standing(name, slots) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
 

@@ -188,6 +188,7 @@ class GatherOrder:
         refuse_sparse(name, param)
         if unit.sent:
             raise self._late(unit, unit) if unit.skipped else came_twice(name)
+        unit.widen(name)
         if not self._kept:
             unit.arrived.add(name)
             if unit.loose:

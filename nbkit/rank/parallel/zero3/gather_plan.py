@@ -10,8 +10,8 @@ the plan. Models are never rewritten, and their structure only says where to loo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of, tensors_in
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.zero3.backward_order import OutOfOrder
 from nbkit.rank.parallel.zero3.dry_run import Uses, rehearse
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts, find_casts
 from nbkit.rank.parallel.zero3.placeholder import used_outside
 from nbkit.rank.parallel.zero3.weight_reads import changed_in_place
 
@@ -36,7 +37,8 @@ class GatherPlan:
 
     units: names of the blocks that are gathered one at a time, in the order of forward. rooted: names of parameters in
     them that are gathered with the root. ahead: units gathered before backward comes to them. refused: why ZeRO 3 would
-    not train as one process does. notes: what is gathered for longer, and why.
+    not train as one process does. notes: what is gathered for longer, and why. casts: what is gathered in the dtype of
+    autocast, None where nothing is.
     """
 
     units: tuple[str, ...] = ()
@@ -44,20 +46,33 @@ class GatherPlan:
     ahead: int = 1
     refused: TrainingError | None = None
     notes: tuple[str, ...] = ()
+    casts: Casts | None = None
 
 
-def plan_gathers(module: nn.Module, call: Callable[[], Any], loss: Callable[[], Tensor] | None = None) -> GatherPlan:
+def plan_gathers(
+    module: nn.Module,
+    call: Callable[[], Any],
+    loss: Callable[[], Tensor] | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+) -> GatherPlan:
     """The plan of `module`, which is in the mode in which it trains, and is afterwards as before.
 
     call: runs the whole model once on an example and returns its output. loss: does so too, and returns the loss, a
-    scalar; None: the sum of the output. Raises what the model raises.
+    scalar; None: the sum of the output. autocast: the dtype in which the model trains. Raises what the model raises.
     """
     run = loss or (lambda: _sum(call()))
     with unchanged(module), _kept(module):
         candidates = structural_blocks(module)
         counts = call_counts(module, call)
         notes = {name: f"called {counts[name]} times" for name in candidates if counts[name] != 1}
-        return _tried(module, [name for name in counts if name in candidates and counts[name] == 1], notes, run)
+        plan = _tried(module, [name for name in counts if name in candidates and counts[name] == 1], notes, run)
+    if autocast is None or plan.refused is not None:
+        return plan
+    casts = None
+    with suppress(Exception):  # then all is gathered as it is
+        casts = find_casts(module, run, autocast)
+    return replace(plan, casts=casts)
 
 
 def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Callable[[], Tensor]) -> GatherPlan:

@@ -36,8 +36,9 @@ def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> l
         for slot in unit.slots:
             if slot.whole.is_floating_point() or slot.whole.is_complex():
                 # Frozen ones too: they may be thawed.
-                slot.whole.requires_grad_(True)
-                hooks.append(slot.whole.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
+                for param in slot.used:
+                    param.requires_grad_(True)
+                    hooks.append(param.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
     return hooks
 
 

@@ -10,113 +10,28 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.data_parallel.base import fresh
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
+from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
 from nbkit.rank.parallel.module.meta_module import homes, replace
-from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
+from nbkit.rank.parallel.zero3.unit_parameters import Part, Slot
 from nbkit.tensor_layout import Layout
-
-Place = tuple[nn.Module, str]
-
-
-class Slot:
-    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
-
-    absent: stands there while something runs that does not have it.
-    """
-
-    def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
-        self.name, self.places, self.layout = name, places, layout
-        self.old: nn.Parameter = getattr(*places[0])
-        self.shard: nn.Parameter
-        self.whole: nn.Parameter
-        self.absent: NotGathered
-        self.grad: Tensor | None = None
-
-
-class _Part:
-    """The parameters of a unit that have one dtype and device."""
-
-    def __init__(self, slots: list[Slot], links: Links) -> None:
-        self.slots, self.links = slots, links
-        self.like = slots[0].old.detach().new_empty(0)
-        self.packing = Packing.of([slot.layout.local for slot in slots], links.ranks, self.like)
-        self.mine = self.like.new_zeros(self.packing.width)
-        self.flat, self.flats = flat_with_views([slot.layout.local for slot in slots], self.like)
-        for i, (slot, flat) in enumerate(zip(slots, self.flats, strict=True)):
-            slot.shard = fresh(self.packing.shard(self.mine, i, links.index), slot.old)
-            # .data: filling it again must not look to autograd like a change of what it saved.
-            slot.whole = fresh(flat.view(slot.layout.local).data, slot.old)
-        emptied(self.mine)
-        self.storage = self.flat.untyped_storage()
-        self.num_bytes = self.storage.nbytes()
-        self.storage.resize_(0)
-        self.arriving: tuple[Tensor, dist.Work] | None = None
-        self.trained: list[Slot] = []
-        self.reduction: Reduction | None = None
-        self.sums: Tensor | None = None
-        self.num_passes = 0
-        self.never_here: set[int] = set()
-
-    def train(self) -> None:
-        """Follow what is frozen now."""
-        trained = [slot for slot in self.slots if slot.shard.requires_grad]
-        for slot in self.slots:
-            slot.whole.requires_grad_(slot.shard.requires_grad)
-            slot.absent.follow(slot.shard.requires_grad)
-        if trained == self.trained:
-            return
-        self.trained, self.reduction, self.sums = trained, None, None
-        if trained:
-            packing = Packing.of([slot.layout.local for slot in trained], self.links.ranks, self.like)
-            self.reduction = Reduction(packing, self.links, self.like)
-            self.sums = self.like.new_zeros(packing.width + len(trained))
-            for i, slot in enumerate(trained):
-                slot.grad = packing.shard(self.sums, i, self.links.index)
-            emptied(self.sums)
-
-    def let_go(self) -> None:
-        """Give up the memory of gradients; `train` takes it anew."""
-        self.trained, self.reduction, self.sums = [], None, None
-        for slot in self.slots:
-            slot.grad = slot.shard.grad = slot.whole.grad = None
-
-    def landed(self, row: Tensor) -> None:
-        """Add the sums of one pass, and the counts behind them, to those of the passes before."""
-        assert self.sums is not None and self.reduction is not None
-        if self.num_passes:
-            self.sums.add_(row)
-            self.never_here &= self.reduction.unused
-        else:
-            self.sums.copy_(row)
-            self.never_here = self.reduction.unused
-        self.num_passes += 1
-
-    def give(self) -> None:
-        """The optimizer gets the sums. Only a rank that left a parameter unused looks at the counts."""
-        if self.sums is None:
-            return
-        counts = self.sums[-len(self.trained) :].tolist() if self.never_here else []
-        for i, slot in enumerate(self.trained):
-            slot.shard.grad = None if i in self.never_here and counts[i] == 0 else slot.grad
 
 
 class Unit:
-    """A block of the model, or the root: what no block holds."""
+    """A block of the model, or the root: what no block holds. autocast: what is gathered next is used under it."""
 
-    def __init__(self, name: str, slots: list[Slot], links: Links) -> None:
-        self.name, self.slots = name, slots
+    def __init__(self, name: str, slots: list[Slot], links: Links, casts: Casts | None = None) -> None:
+        self.name, self.slots, self.autocast = name, slots, False
         kinds: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot in slots:
             kinds.setdefault((slot.old.dtype, slot.old.device), []).append(slot)
-        self._parts = [_Part(some, links) for some in kinds.values()]
+        self._parts = [Part(some, links, casts) for some in kinds.values()]
         for slot in slots:
             slot.absent = NotGathered(slot.whole, slot.name, name)
+        self._by_name = {slot.name: slot for slot in slots}
         self.here = True
         self.guarded = False
         self.rest()
@@ -126,7 +41,8 @@ class Unit:
         for part in self._parts:
             part.arriving = None
             for slot in part.slots:
-                slot.whole.grad = None
+                for param in slot.used:
+                    param.grad = None
         self.close()
         self.begin_pass()
         self.filling, self.depth = False, 0
@@ -167,19 +83,14 @@ class Unit:
     def gather(self) -> None:
         """Send the all-gather."""
         for part in self._parts:
-            part.arriving = all_gather(part.mine, part.links)
+            part.gather(self.autocast)
 
     @torch.no_grad()
     def open(self) -> None:
         """Put the whole parameters into the module; after `gather`."""
         self.filling = True
         for part in self._parts:
-            assert part.arriving is not None
-            matrix, work = part.arriving
-            work.wait()
-            part.storage.resize_(part.num_bytes)
-            part.packing.unpack(matrix, part.flats)
-            part.arriving = None
+            part.fill()
         self.reveal()
         self.here, self.filling = True, False
 
@@ -188,18 +99,23 @@ class Unit:
         for part in self._parts:
             if part.arriving is not None:
                 # The optimizer must not change what others are still being sent.
-                part.arriving[1].wait()
+                part.arriving[-1].wait()
                 part.arriving = None
             if self.here:
-                part.storage.resize_(0)
+                part.free()
         if self.here:
             self.show()
         self.here = False
 
     def reveal(self) -> None:
         """Put the whole parameters into the module."""
-        for slot in self.slots:
-            replace(slot.places, slot.whole)
+        for part in self._parts:
+            for slot in part.slots:
+                replace(slot.places, slot.used[-1] if part.is_cast else slot.whole)
+
+    def widen(self, name: str) -> None:
+        """A gradient of the parameter `name` is made: from here on it has the dtype in which it is summed."""
+        self._by_name[name].widen()
 
     def show(self) -> None:
         """Put the shards back into the module; what raises when it is used, while `guarded`."""
@@ -235,9 +151,10 @@ def units_of(
     layouts: Mapping[str, Layout],
     links: Links,
     rooted: Collection[str] = (),
+    casts: Casts | None = None,
 ) -> list[Unit]:
     """A unit for each of the blocks; see `assigned`."""
-    return [Unit(name, slots, links) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
+    return [Unit(name, slots, links, casts) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
 
 
 def assigned(

@@ -9,7 +9,8 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.proof.memory import Memory, MemoryUses, memory_of
 from nbkit.rank.parallel.zero3.placeholder import used_outside
-from nbkit.rank.parallel.zero3.unit import Slot, Unit
+from nbkit.rank.parallel.zero3.unit import Unit
+from nbkit.rank.parallel.zero3.unit_parameters import Slot
 
 Report = Callable[[Unit, Slot, str, bool], None]
 """(unit, parameter of it, operation, whether the operation changes it)"""

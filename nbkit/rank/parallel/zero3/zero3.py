@@ -16,6 +16,7 @@ from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.zero3.backward_order import nested
+from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.gather_order import GatherOrder
 from nbkit.rank.parallel.zero3.module_hooks import watch
 from nbkit.rank.parallel.zero3.unit import Unit, units_of
@@ -37,11 +38,12 @@ class ShardedParameters(GatherOrder, DataAxis):
         ahead: int,
         rooted: Collection[str] = (),
         proven: bool = False,
+        casts: Casts | None = None,
         make: Callable[..., list[Unit]] = units_of,
     ) -> None:
         DataAxis.__init__(self)
         blocks, parents = nested(module, units)
-        made = make(module, blocks, parents, layouts, links, rooted)
+        made = make(module, blocks, parents, layouts, links, rooted, casts)
         GatherOrder.__init__(self, made, blocks, parents, keep, ahead)
         self.units = self._units
         self._proven = proven
@@ -89,8 +91,9 @@ class ShardedParameters(GatherOrder, DataAxis):
             unit.arrived.clear()
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, *, autocast: bool = False) -> Iterator[None]:
         self._computing = True
+        self._set_autocast(autocast)
         self._guard(True)
         try:
             # The first step, where nobody has seen before who uses what.
@@ -98,10 +101,15 @@ class ShardedParameters(GatherOrder, DataAxis):
                 yield
         finally:
             self._computing = False
+            self._set_autocast(False)
             # A step has come to its end; an evaluation leaves the root, and what was broken off anything.
             if any(unit.here for unit in self._units):
                 self._rest()
             self._guard(False)
+
+    def _set_autocast(self, autocast: bool) -> None:
+        for unit in self._units:
+            unit.autocast = autocast
 
     def finish(self) -> Tensor | None:
         if self.keep:

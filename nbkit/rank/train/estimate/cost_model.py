@@ -21,6 +21,7 @@ from nbkit.planner.reshard.placement import placed
 from nbkit.planner.stage_partition import place, ranks_of_stages
 from nbkit.planner.traffic import Traffic, per_step
 from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.options import casts_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import Block
@@ -133,7 +134,7 @@ class CostModel:
         units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
         whole = self.census.shard_layouts.split(strategy.tp, 0)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
-        found = []
+        found, cast = [], casts_of(self.options, strategy)
         for name, p in self.skeleton.named_parameters():
             shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
             cut = [dim for dim, (here, all_) in enumerate(zip(whole[name].local, shape, strict=True)) if here != all_]
@@ -146,6 +147,7 @@ class CostModel:
                     outside=not inside,
                     trained=name in self.trained,
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
+                    gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
                 )
             )
         return found

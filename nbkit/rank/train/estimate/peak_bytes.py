@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from nbkit.errors import NbkitError
-from nbkit.planner.peak.activations import Updating
+from nbkit.planner.peak.activations import Line, Piece, Updating
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.options import casts_of
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.rank.train.estimate.trace import Traced, blocks_of, trace, updating
@@ -63,12 +64,14 @@ class PeakBytes:
         micros = min(strategy.microbatches or -(-rows // (size or rows)), rows)
         rest = self.census.at_rest(strategy)
         ranks = strategy.mesh.ranks("pp", 0)
+        again = self.builder.config.recompute if self.recompute is None else self.recompute
+        weights = [self._weights(strategy, own, traced.partial) for own in ranges]
         return [
             peak(
                 strategy,
                 number,
-                pieces,
-                self._weights(strategy, own, traced.partial),
+                pieces if again else _without_casts(pieces, weights[number]),
+                weights[number],
                 own,
                 rest[rank],
                 rows=-(-rows // micros),
@@ -130,6 +133,10 @@ class PeakBytes:
         params = dict(skeleton.named_parameters())
         local = layouts.split(strategy.tp, 0)
         sizes = {name: local[name].numel * p.element_size() for name, p in params.items()}
+        casts = casts_of(self.builder.options, strategy)
+        less: dict[str, int] = {}
+        if casts is not None:
+            less = {name: sizes[name] - local[name].numel * casts.dtype.itemsize for name in casts.names}
         gathers = self.builder.options.gathers
         units = gathers.units if gathers is not None else chain.units if chain is not None else ()
         rooted = gathers.rooted if gathers is not None else ()
@@ -145,14 +152,26 @@ class PeakBytes:
             names = [name for name in params if home.get(name) == i]
             inside = [n for n in names if n not in rooted and any(n.startswith(f"{unit}.") for unit in units)]
             outside = [n for n in names if n not in set(inside)]
+            less_inside, less_outside = (sum(less.get(n, 0) for n in some) for some in (inside, outside))
             found.append(
                 Weights(
                     tuple(sizes[n] for n in inside),
                     tuple(sizes[n] for n in outside),
                     sum(sizes[n] for n in names if n in partial),
+                    less_inside,
+                    less_outside,
                 )
             )
         return found
+
+
+def _without_casts(pieces: Sequence[Piece], weights: Sequence[Weights]) -> list[Piece]:
+    """What is cast before it is gathered is not cast again, and kept. To 16 bits, which is what the weights lack."""
+    found = []
+    for piece, own in zip(pieces, weights, strict=True):
+        cast = Line(own.less_inside + own.less_outside)
+        found.append(replace(piece, forward=tuple(line - cast for line in piece.forward), kept=piece.kept - cast))
+    return found
 
 
 def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:

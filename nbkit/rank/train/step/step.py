@@ -164,7 +164,12 @@ class TrainingStep:
             return (self.precision.scaled(value if apart == 1 else value * apart),)
 
         canary = sharded_model.backward(
-            len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=launch, on_op=clock.on_op
+            len(micros),
+            forward,
+            key=lambda i: shapes_of(micros[i].data),
+            launch=launch,
+            on_op=clock.on_op,
+            autocast=self.precision.dtype is not None,
         )
         reduction.finish(canary)
         self.precision.unscale(sharded_model.held.values())

@@ -1,0 +1,157 @@
+"""ZeRO 3 under autocast: what only matrix products read travels in bf16, and no bit of the training changes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from odd_models import LENGTH, LM, VOCAB, WIDTH, Block, cross_entropy, rows
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import nbkit
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan, plan_gathers
+
+LAYERS = 4
+
+
+class Twice(Block):
+    """Its map is applied twice: torch's autocast casts it once, and sums both gradients in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.again(torch.tanh(self.again(x))))
+
+
+class Tied(LM):
+    """A head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS, Twice)
+        self.head.weight = self.wte.weight
+
+
+class Asking(LM):
+    """Computes in the dtype that a weight says it has."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids).to(self.blocks[0].mlp.up.weight.dtype)
+
+
+MAPS = {
+    f"blocks.{i}.{part}.{kind}"
+    for i in range(LAYERS)
+    for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down", "again")
+    for kind in ("weight", "bias")
+}
+
+
+def found(model: nn.Module) -> GatherPlan:
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    return plan_gathers(model, lambda: model(ids), autocast=torch.bfloat16)
+
+
+def test_only_what_matrix_products_alone_read_is_cast() -> None:
+    model = Tied()
+    before = copy.deepcopy(model.state_dict())
+    plan = found(model)
+
+    assert plan.casts is not None and plan.casts.dtype == torch.bfloat16
+    assert plan.casts.names == MAPS  # not the norms, nor the table that the head shares
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert found(Asking()).casts is None
+    assert found(LM().double()).casts is None
+
+
+Case = tuple[str, bool]
+"""(strategy, whether blocks are recomputed)"""
+
+
+def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
+    """Of three steps from `weights`: losses, weights, and the bytes sent in the last one, by operation."""
+    strategy, recompute = case
+    with torch.no_grad():
+        for p, value in zip(job.model.parameters(), weights, strict=True):
+            p.copy_(value)
+    job.builder.choose(recompute=recompute)
+    job.switch(strategy)
+    losses, sent = [], Counter[str]()
+
+    def listen(op: str, group: Any, num_bytes: int) -> None:
+        sent[op] += num_bytes
+
+    for batch in BATCHES:
+        sent.clear()
+        delegating_group.listeners.append(listen)
+        losses.append(float(job.backward(batch).loss))
+        delegating_group.listeners.remove(listen)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    job.forget_estimates()
+    terms = job.cost_model().terms(job.strategy)
+    formula = sum(term.given for term in terms[0] if term.op == "all_gather") if terms else 0.0
+    # By hand, without autocast, weights are there as they are; under evaluation, as in a step.
+    with torch.no_grad():
+        losses.append(float(job.model(BATCHES[0][0]).sum()) if strategy == "zero3" else 0.0)
+    with job.sharded_model.evaluating(autocast=True):
+        losses.append(float(job.training_step.evaluate(job.training_step.rows(BATCHES[0]))[0]))
+    job.switch("ddp")
+    return {"losses": losses, "weights": [p.detach().clone() for p in job.model.parameters()], "sent": sent} | {
+        "formula": formula
+    }
+
+
+BATCHES = [default_collate(rows(12)[at : at + 4]) for at in (0, 4, 8)]
+
+
+def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any], dict[str, Any]]]:
+    job = nbkit.prepare(
+        Tied,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=cross_entropy,
+        precision="bf16",
+        example=BATCHES[0],
+        log_dir=None,
+    )
+    weights = [p.detach().clone() for p in job.model.parameters()]
+    plan = job.builder.options.gathers
+    assert plan is not None and plan.casts is not None and plan.casts.names == MAPS
+    found = {}
+    for case in cases:
+        job.builder.choose(gathers=plan)
+        cast = trained(job, case, weights)
+        job.builder.choose(gathers=replace(plan, casts=None))
+        found[case] = cast, trained(job, case, weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    "num_ranks, cases",
+    [(2, [("zero3", False), ("zero3", True)]), (4, [("dp=2 pp=2 zero=3 microbatches=2 schedule=zb", False)])],
+)
+def test_no_bit_changes_and_half_the_bytes_are_gathered(
+    num_ranks: int, cases: list[Case], known_to_be_right: None
+) -> None:
+    size = sum(p.numel() for name, p in Tied().named_parameters() if name in MAPS)
+    for found in run_ranks(both_ways, num_ranks, cases):
+        for case, (cast, whole) in found.items():
+            assert cast["losses"] == whole["losses"], case
+            assert all(torch.equal(a, b) for a, b in zip(cast["weights"], whole["weights"], strict=True)), case
+            gathered = [each["sent"].pop("all_gather") for each in (cast, whole)]
+            for op in ("reduce_scatter", "send"):  # gradients are summed in float32
+                assert cast["sent"][op] == whole["sent"][op], case
+            # Two ranks, which give half each: for forward and backward, or once the half of the blocks.
+            passes = 2 if case[0] == "zero3" else 1 / 2
+            assert gathered[1] - gathered[0] == pytest.approx(passes * 2 * size / 2, rel=0.01), case
+            if case[0] == "zero3":
+                assert gathered == pytest.approx([cast["formula"], whole["formula"]], rel=0.01)
