@@ -30,6 +30,7 @@ GROUPS = {
     "checkpoint": ("checkpoint_pause",),
     "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "collective_overhead"),
     "slow": ("slow_link", "slow_rank"),
+    "generate": ("generate",),
 }
 """Folder -> the benchmarks in it, a module each."""
 BY_NAME = ("switch_bytes",)

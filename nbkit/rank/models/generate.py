@@ -1,13 +1,21 @@
 """Text from a model that is spread over ranks: every rank takes part in each token, and all say the same.
 
-The whole text so far goes through the model for each token: slow beside a cache of keys and values, and right under
-every strategy without the model knowing of it.
+A Hugging Face model is given the newest token alone, and what it kept of those before (key_value_cache); any other one
+gets the whole text so far for each token, which is right under every strategy without the model knowing of it.
+
+Through a pipeline several texts are on their way in different stages at once, in the order of schedules.token_rounds.
+On the wire, for each text and token: as in a forward pass, and the token from the last stage to the others of the pp
+axis.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,76 +23,225 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.models.key_value_cache import KeyValueCache, first_argument, why_no_cache
+from nbkit.rank.parallel.context.context_parallel import together
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
+_ROUNDS = 32
+"""Tokens of each text in one run of a pipeline: what a stage has sent is held to the end of the run, and filling the
+pipeline anew takes as long as its depth."""
+
+Prompt = str | bytes | Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. temperature 0: the likeliest. top_k: among this many. seed: of the draws."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise TrainingError("top_k is at least 1.", numbers=f"top_k={self.top_k}", hint="top_k=50")
+        if not self.temperature >= 0:
+            raise TrainingError(
+                "temperature is 0 or more.", numbers=f"temperature={self.temperature}", hint="temperature=0.8"
+            )
+
+    def pick(self, logits: Tensor, draws: Sequence[torch.Generator]) -> Tensor:
+        """(B, 1) token ids out of (B, V) logits; each row has a generator of its own."""
+        if not self.temperature:
+            return logits.argmax(dim=-1, keepdim=True)
+        logits = logits.cpu() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = torch.softmax(logits, dim=-1)
+        rows = zip(chances, draws, strict=True)
+        return torch.stack([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
 
 
 def generate(
     sharded_model: ShardedModel,
-    prompt: str | bytes | Tensor,
+    prompt: Prompt | Sequence[Prompt],
     tokens: int,
     *,
     inputs: Sequence[str] | None,
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     device: torch.device,
-) -> bytes | Tensor:
+) -> Any:
     """`prompt` continued by `tokens` tokens. Collective: every rank calls it with the same arguments.
 
-    prompt: ids (T,) or (B, T), or text, whose UTF-8 bytes are the ids; then bytes come back. temperature 0 takes the
-    likeliest token; else the draw depends on `seed` alone.
-    Raises TrainingError when the model gives no logits (B, T, V).
+    prompt: ids (T,) or (B, T), or text, whose UTF-8 bytes are the ids; then bytes come back. Or several of them, of
+    any lengths: a list comes back. The i-th text draws by seed + i, whatever is generated beside it.
+    Raises TrainingError when the model gives no logits (B, T, V), and for prompts without ids.
     """
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    prompts: list[Prompt] = list(prompt) if several else [prompt]  # type: ignore[arg-type, list-item]
+    rows = [row for one in prompts for row in _rows(one)]
+    if not tokens or not rows:
+        new = [row.new_empty(0) for row in rows]
+    else:
+        with sharded_model.evaluating():
+            new = _Generation(sharded_model, rows, tokens, inputs, sampling, device).run()
+    texts = iter([torch.cat([row.to(device), more]) for row, more in zip(rows, new, strict=True)])
+    answers = [_like(one, [next(texts) for _ in _rows(one)]) for one in prompts]
+    return answers if several else answers[0]
+
+
+def _rows(prompt: Prompt) -> list[Tensor]:
+    """Its ids, one (T,) for each text."""
     raw = prompt.encode() if isinstance(prompt, str) else prompt
     ids = torch.tensor(list(raw or b"\n")) if isinstance(raw, bytes) else raw
-    one_dim = ids.ndim == 1
-    ids = ids.to(device=device, dtype=torch.long).view(-1, ids.shape[-1])
-    longest, draw = _longest(sharded_model.module), torch.Generator().manual_seed(seed)
-    with sharded_model.evaluating():
-        for _ in range(tokens):
-            seen = ids[:, -longest:]
-            value: Any = seen if inputs is None else {inputs[0]: seen}
-
-            def forward(stage: int, number: int, received: tuple[Tensor, ...], value: Any = value) -> tuple[Any, ...]:
-                output = sharded_model.stage(stage, value, received)
-                return (_last_logits(output),) if stage == sharded_model.last_stage else output
-
-            found = sharded_model.outputs(1, forward, key=partial(_shape, tuple(seen.shape)))
-            chosen = torch.empty(len(ids), 1, dtype=torch.long, device=device)
-            if found:
-                chosen = _pick(found[0], temperature, draw).to(device)
-            if sharded_model.pipeline is not None:
-                source = sharded_model.axes.mesh.ranks("pp", sharded_model.axes.rank)[
-                    sharded_model.pipeline.schedule.rank_of(sharded_model.last_stage)
-                ]
-                dist.broadcast(chosen, src=source, group=sharded_model.axes.group("pp"))
-            ids = torch.cat([ids, chosen], dim=1)
-    if isinstance(raw, bytes):
-        return bytes(ids[0].tolist())
-    return ids[0] if one_dim else ids
+    if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or not ids.numel():
+        shape = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TrainingError("A prompt is text, or ids (T,) or (B, T), of one token or more.", numbers=f"got {shape}")
+    return list(ids.long().view(-1, ids.shape[-1]))
 
 
-def _shape(shape: tuple[int, ...], micro: int) -> tuple[Any, ...]:
-    return ("generate", *shape)
+def _like(prompt: Prompt, texts: list[Tensor]) -> bytes | Tensor:
+    if isinstance(prompt, str | bytes):
+        return bytes(texts[0].tolist())
+    return texts[0] if prompt.ndim == 1 else torch.stack(texts)
+
+
+@dataclass
+class _Texts:
+    """Texts of one length that go through the model together. ids: (B, T); numbers: which of all texts they are."""
+
+    numbers: list[int]
+    ids: Tensor
+    draws: list[torch.Generator]
+    cache: KeyValueCache | None
+
+
+class _Generation:
+    """Under way on one rank. rows: the texts, (T,) each."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        rows: list[Tensor],
+        tokens: int,
+        inputs: Sequence[str] | None,
+        sampling: Sampling,
+        device: torch.device,
+    ) -> None:
+        self.model, self.tokens, self.sampling, self.device = model, tokens, sampling, device
+        self.longest = _longest(model.module)
+        why = why_no_cache(model.module)
+        if why and tokens > 1 and not model.axes.rank:
+            # The filter of Python shows what comes from one line once.
+            warnings.warn(
+                f"{type(model.module).__name__} keeps no keys and values while it generates, so that each token takes "
+                f"the whole text anew: {why}.",
+                stacklevel=1,
+            )
+        self.input = inputs[0] if inputs is not None else None if why else first_argument(model.module)
+        self.cached = not why
+        self.lengths = [len(row) for row in rows]
+        self.texts = [self._texts(rows, numbers) for numbers in self._together()]
+        self.known = 0
+        self.coming: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self.source: int | None = None
+        if model.pipeline is not None:
+            pipeline = model.axes.mesh.ranks("pp", model.axes.rank)
+            self.source = pipeline[model.pipeline.schedule.rank_of(model.last_stage)]
+
+    def _together(self) -> list[list[int]]:
+        """Numbers of texts that are computed together: of one length, and no more than leaves every stage some."""
+        stages = 1 if self.model.pipeline is None else self.model.pipeline.schedule.num_stages
+        most = -(-len(self.lengths) // stages)
+        found = []
+        by_length = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
+        for _, some in groupby(by_length, key=self.lengths.__getitem__):
+            alike = list(some)
+            found += [alike[i : i + most] for i in range(0, len(alike), most)]
+        return found
+
+    def _texts(self, rows: list[Tensor], numbers: list[int]) -> _Texts:
+        ids = torch.stack([rows[i] for i in numbers]).to(self.device)
+        draws = [torch.Generator().manual_seed(self.sampling.seed + i) for i in numbers]
+        room = min(ids.shape[1] + self.tokens, self.longest)
+        cache = KeyValueCache(room, self.model.idle) if self.cached and ids.shape[1] <= self.longest else None
+        return _Texts(numbers, ids, draws, cache)
+
+    def run(self) -> list[Tensor]:
+        """The new tokens of each text."""
+        with together() if self.cached else nullcontext():
+            for start in range(0, self.tokens, _ROUNDS):
+                count = min(_ROUNDS, self.tokens - start)
+                self.known = 0
+                self.model.rounds(count, len(self.texts), self._forward, key=self._shape)
+                self._learn(count * len(self.texts))
+        found = {i: row[self.lengths[i] :] for t in self.texts for i, row in zip(t.numbers, t.ids, strict=True)}
+        return [found[i] for i in range(len(found))]
+
+    def _value(self, texts: _Texts) -> tuple[Tensor, KeyValueCache | None]:
+        """(ids that the model gets now, what it has kept of those before)."""
+        ids, cache = texts.ids, texts.cache
+        if cache is None or ids.shape[1] > self.longest:
+            # Beyond the positions that it knows, a model sees the last of them, each at another place than before.
+            texts.cache = None
+            return ids[:, -self.longest :], None
+        return (ids, cache) if ids.shape[1] == self.lengths[texts.numbers[0]] else (ids[:, -1:], cache)
+
+    def _forward(self, stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self._learn(number - len(self.texts) + 1)
+        texts = self.texts[number % len(self.texts)]
+        ids, cache = self._value(texts)
+        value: Any = ids if self.input is None else {self.input: ids}
+        if cache is not None:
+            cache.seen = texts.ids.shape[1] - ids.shape[1]
+            value |= {"past_key_values": cache, "use_cache": True}
+        if not self.model.gives_output and self.known + len(self.coming) == number:
+            # Awaited as soon as it is on its way: the ranks between may have to hand it on.
+            self._broadcast(torch.empty(len(texts.ids), 1, dtype=torch.long, device=self.device))
+        output = self.model.stage(stage, value, received)
+        if stage != self.model.last_stage:
+            return output  # type: ignore[no-any-return]
+        chosen = self.sampling.pick(_last_logits(output), texts.draws).to(self.device)
+        self._broadcast(chosen)
+        return (chosen,)
+
+    def _broadcast(self, chosen: Tensor) -> None:
+        """Send or receive the token of the next number. Collective along pp, in the order of numbers."""
+        axes = self.model.axes
+        group = axes.group("pp")
+        work = None if group is None else dist.broadcast(chosen, src=self.source, group=group, async_op=True)
+        self.coming.append((chosen, work))
+
+    def _learn(self, until: int) -> None:
+        """Take the tokens of the forwards before `until`."""
+        while self.known < until:
+            chosen, work = self.coming.popleft()
+            if work is not None:
+                work.wait()
+            texts = self.texts[self.known % len(self.texts)]
+            texts.ids = torch.cat([texts.ids, chosen], dim=1)
+            self.known += 1
+
+    def _shape(self, number: int) -> tuple[Any, ...]:
+        """What the shapes between stages depend on."""
+        texts = self.texts[number % len(self.texts)]
+        total = texts.ids.shape[1] + number // len(self.texts)  # asked before the first forward of a run
+        if texts.cache is not None and self.lengths[texts.numbers[0]] < total <= self.longest:
+            return ("generate", len(texts.ids), 1)
+        return ("generate", len(texts.ids), min(total, self.longest))
 
 
 def _last_logits(output: Any) -> Tensor:
-    """(B, V), on the CPU, of the last position."""
+    """(B, V), float32, of the last position."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise TrainingError(
             "The model gives no logits to generate from.", numbers=f"got {got}", hint="a model of (B, T) -> (B, T, V)"
         )
-    return torch.softmax(logits[:, -1].float(), dim=-1).cpu()
-
-
-def _pick(chances: Tensor, temperature: float, draw: torch.Generator) -> Tensor:
-    """(B, 1) token ids out of (B, V) probabilities."""
-    if temperature > 0:
-        return torch.multinomial(torch.softmax(chances.log() / temperature, dim=-1), 1, generator=draw)
-    return chances.argmax(dim=-1, keepdim=True)
+    return logits[:, -1].float()
 
 
 def _longest(module: nn.Module) -> int:

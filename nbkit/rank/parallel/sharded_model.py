@@ -75,6 +75,10 @@ class ShardedModel:
             return call(self.module, value)
         return self.staged.forward(self._range_of(stage), value, received)
 
+    def idle(self) -> bool:
+        """Whether a module that is called now is another rank's, and only the shape of its output is wanted."""
+        return self.staged is not None and self.staged.idle()
+
     def _range_of(self, stage: int) -> int:
         assert self.pipeline is not None
         own: list[int] = list(self.pipeline.schedule.stages_of(self.axes.index("pp")))
@@ -124,6 +128,17 @@ class ShardedModel:
         if self.pipeline is None:
             return [forward(0, micro, ())[0] for micro in range(micros)]
         return [output[0] for output in self.pipeline.run(micros, forward, key, training=False)]
+
+    def rounds(self, count: int, sequences: int, forward: Forward, *, key: Callable[[int], Hashable]) -> None:
+        """`count` forward passes of each of `sequences`, the next of one when it has been through the last stage.
+
+        forward: of a stage and a number, which is round * sequences + sequence.
+        """
+        if self.pipeline is not None:
+            self.pipeline.run(count * sequences, forward, key, training=False, rounds=count)
+            return
+        for number in range(count * sequences):
+            forward(0, number, ())
 
     def begin_again(self) -> None:
         """As at the beginning, on every rank alike, after a step that was broken off somewhere."""

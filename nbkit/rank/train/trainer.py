@@ -20,7 +20,7 @@ from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
 from nbkit.rank.data.stream import Stream
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.models.generate import generate
+from nbkit.rank.models.generate import Prompt, Sampling, generate
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
@@ -333,21 +333,21 @@ class Trainer:
             return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self.loop.collate)
 
     def generate(
-        self, prompt: str | bytes | Tensor, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
-    ) -> bytes | Tensor:
-        """`prompt` continued by `tokens` tokens, the same on every rank: see nbkit.rank.models.generate."""
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        tokens: int = 100,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> Any:
+        """`prompt`, or each of several, continued by `tokens` tokens, the same on every rank: see docs/generate.md."""
         check_counts(tokens=tokens)
+        sampling, inputs = Sampling(temperature, top_k, seed), self.job.config.inputs
         with self.job.ledger.clock.stopped():
             self.job.level()
-            return generate(
-                self.job.sharded_model,
-                prompt,
-                tokens,
-                inputs=self.job.config.inputs,
-                temperature=temperature,
-                seed=seed,
-                device=self.job.device,
-            )
+            model = self.job.sharded_model
+            return generate(model, prompt, tokens, inputs=inputs, sampling=sampling, device=self.job.device)
 
     def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.

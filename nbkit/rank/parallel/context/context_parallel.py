@@ -13,7 +13,8 @@ every rank. What all blocks get from another chain: 2 (n-1)/n of its bytes per b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -36,6 +37,18 @@ from nbkit.tensor_layout import bounds
 
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
+
+_together: ContextVar[bool] = ContextVar("together", default=False)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Inside, where there are no gradients, every rank computes all positions."""
+    before = _together.set(True)
+    try:
+        yield
+    finally:
+        _together.reset(before)
 
 
 @dataclass(frozen=True)
@@ -187,8 +200,8 @@ class Spread:
             named = {**dict(zip(names, args, strict=False)), **kwargs}
             hidden = self._hidden(next(iter(named.values()), None))
             total = self._total(hidden)
-            if total < 2 * self.peers.size() and not torch.is_grad_enabled():
-                # The first tokens of a generation: every rank computes them all.
+            if not torch.is_grad_enabled() and (_together.get() or total < 2 * self.peers.size()):
+                # Of a generation, the first tokens and what is kept for later ones: every rank computes them all.
                 return forward(*args, **kwargs)
             start, stop = bounds(total, self.peers.size(), self.peers.rank())
             if self.strict and not self.first and hidden.shape[1] != stop - start:

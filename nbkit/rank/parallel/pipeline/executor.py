@@ -27,6 +27,7 @@ from nbkit.rank.parallel.pipeline.routing import Message, Routes
 from nbkit.rank.parallel.pipeline.split_backward import Deferred, backward, backward_input, enter
 from nbkit.rank.parallel.pipeline.step_barrier import Barrier
 from nbkit.schedules import Op, Schedule
+from nbkit.schedules.token_rounds import token_rounds
 
 Forward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """(stage, micro, what the stage before returned) -> what the next one gets; of the last stage: (loss, and any more)."""
@@ -70,7 +71,7 @@ class Pipeline:
         # Only NCCL has edges: there the device's stream waits for the loss's reduction, launched after the last
         # operation, before it updates.
         self._barrier = Barrier(group) if group is not None and not edges else None
-        self._lists: dict[tuple[int, bool], tuple[tuple[Op, ...], Routes]] = {}
+        self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes]] = {}
 
     def begin_again(self) -> None:
         """As at the beginning, on every rank alike: after a run that did not end on all of them."""
@@ -83,20 +84,22 @@ class Pipeline:
         key: Callable[[int], Hashable],
         *,
         training: bool = True,
+        rounds: int | None = None,
         launch: Callable[[], None] | None = None,
         on_op: OnOp | None = None,
     ) -> list[tuple[Tensor, ...]]:
         """Every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other ranks.
 
         key: for a micro-batch, what the shapes between stages depend on, such as the shape of its input; equal on all
-        ranks. training: also backward, which adds to `.grad`; otherwise forward only, without gradients, and the
-        last stage may return any tensors. launch: called once, when all forwards of this rank are done and no other
-        rank waits for it any more; where `meet` does nothing, at the end. What `forward` raises is raised here; the
-        run is then over on this rank.
+        ranks. training: also backward, which adds to `.grad`; otherwise forward only, without gradients, and the last
+        stage may return any tensors. rounds: as nbkit.schedules.token_rounds has them, of num_micro / rounds
+        sequences, in which `forward` brings the token from the last stage to the first. launch: called once, when all
+        forwards of this rank are done and no other rank waits for it any more; where `meet` does nothing, at the end.
+        What `forward` raises is raised here; the run is then over on this rank.
         """
         if num_micro == 0:
             return []
-        ops, routes = self._list(num_micro, training)
+        ops, routes = self._list(num_micro, training, rounds)
         run = _Run(self, routes, forward)
         self._channels.begin(routes, [(training, key(micro)) for micro in range(num_micro)])
         idle = _needed_by_none(ops, routes) if self._barrier is not None else len(ops) - 1
@@ -130,14 +133,18 @@ class Pipeline:
                 self._channels.post(last)
             self._barrier.open(self._channels.tag_of_end)
 
-    def _list(self, num_micro: int, training: bool) -> tuple[tuple[Op, ...], Routes]:
+    def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes]:
         """This rank's operations and messages; without training, the forwards of the same lists."""
-        if (num_micro, training) not in self._lists:
-            schedule = self.schedule.with_microbatches(num_micro)
-            lists = [tuple(op for op in ops if training or op.kind == "F") for ops in schedule.ops]
+        if (num_micro, training, rounds) not in self._lists:
+            schedule = self.schedule
+            if rounds is None:
+                every = schedule.with_microbatches(num_micro).ops
+                lists = [tuple(op for op in ops if training or op.kind == "F") for ops in every]
+            else:
+                lists = list(token_rounds(schedule, num_micro // rounds, rounds))
             routes = Routes.of(lists, self.rank, schedule.rank_of, schedule.num_stages)
-            self._lists[num_micro, training] = lists[self.rank], routes
-        return self._lists[num_micro, training]
+            self._lists[num_micro, training, rounds] = lists[self.rank], routes
+        return self._lists[num_micro, training, rounds]
 
 
 def _needed_by_none(ops: Sequence[Op], routes: Routes) -> int:

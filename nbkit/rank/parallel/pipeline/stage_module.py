@@ -69,6 +69,10 @@ class Staged:
             return call(self.module, value)
         return self._gates.run(lo, hi, received, lambda: call(self.module, value))
 
+    def idle(self) -> bool:
+        """Whether a forward is on its way to the stage's first block."""
+        return self._gates is not None and self._gates.idle()
+
     def close(self) -> None:
         """Take the gates off the module."""
         if self._gates is not None:

@@ -1,0 +1,96 @@
+"""A rank that generates: a GPT-2 beside its own `generate`, or a stage that sleeps. Run by bench.rigs.forked."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nbkit
+from bench.rigs.jobs import config, data, token_loss, trainer
+from nbkit.rank.models.gpt import Block
+
+PROMPT = torch.arange(1, 17)
+
+
+class SlowBlock(Block):
+    """Takes a given time."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor, **mask: Tensor) -> Tensor:
+        time.sleep(SlowBlock.seconds)
+        return super().forward(x, **mask)
+
+
+class Worker:
+    """Generates, after `load` or `sleep`."""
+
+    def load(self) -> None:
+        """A GPT-2 of 6 layers, in a Trainer and by itself."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes: dict[str, Any] = {"n_layer": 6, "n_head": 8, "n_embd": 256, "n_positions": 256, "vocab_size": 4096}
+        torch.manual_seed(0)
+        made = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        self._plain: Any = GPT2LMHeadModel(made).eval()
+        ids = [(row, row) for row in torch.randint(0, 4096, (8, 16))]
+        self._trainer = trainer(
+            config(256, 1),
+            "ddp",
+            batch=4,
+            model=lambda: GPT2LMHeadModel(made),
+            loss=lambda output, target: token_loss(output.logits, target),
+            data=ids,
+        )
+        self._plain.load_state_dict(self._trainer.full_state_dict(), strict=False)
+        self._plain.tie_weights()
+
+    def alone(self, plain: bool, tokens: int) -> tuple[float, float]:
+        """(seconds, CPU-seconds); the tokens are the same."""
+        began, busy = time.perf_counter(), time.process_time()
+        if plain:
+            how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+            with torch.no_grad():
+                found = self._plain.generate(PROMPT[None], max_new_tokens=tokens, **how)[0]
+        else:
+            found = self._trainer.generate(PROMPT, tokens)
+        took = time.perf_counter() - began, time.process_time() - busy
+        assert len(found) == len(PROMPT) + tokens
+        self._same(found.tolist())
+        return took
+
+    def _same(self, found: list[int]) -> None:
+        before = getattr(self, "_found", found)
+        if before != found:
+            raise AssertionError(f"other tokens: {found}, before: {before}")
+        self._found = found
+
+    def sleep(self, seconds: float) -> None:
+        """A pipeline of as many stages as ranks, each a block that takes `seconds`."""
+        warnings.simplefilter("ignore")  # that a GPT keeps no keys and values
+        of = config(32, 4, heads=2)
+
+        def build() -> nbkit.GPT:
+            model = nbkit.GPT(of)
+            for block in model.blocks:
+                block.__class__ = SlowBlock
+            return model
+
+        self._trainer = trainer(of, "pp", batch=8, model=build, data=data(of, 64))
+        self._trainer.generate([PROMPT] * 4, 1)
+        SlowBlock.seconds = seconds
+
+    def texts(self, at_once: bool, tokens: int) -> float:
+        """Seconds for four of them."""
+        prompts = [PROMPT + i for i in range(4)]
+        began = time.perf_counter()
+        if at_once:
+            self._trainer.generate(prompts, tokens)
+        else:
+            for prompt in prompts:
+                self._trainer.generate(prompt, tokens)
+        return time.perf_counter() - began

@@ -1,0 +1,129 @@
+"""Tokens are those of Hugging Face, or of the model by itself, under every strategy, however many texts there are."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import cross_entropy, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import nbkit
+from nbkit.errors import TrainingError
+from nbkit.rank.models.generate import Sampling
+from nbkit.rank.models.key_value_cache import KeyValueCache
+from nbkit.rank.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
+PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
+TOKENS = 9
+STRATEGIES = {
+    hf_gpt2: ("pp=2 tp=2",),
+    hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4"),
+}
+
+
+def build(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make(4).double()  # type: ignore[no-any-return]
+
+
+def trainer(model: Any, strategy: str, data: Any, **changed: Any) -> Trainer:
+    return Trainer(
+        model=model, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), data=data, batch_size=8,
+        log_dir=None, progress=False, strategy=strategy, **changed,
+    )  # fmt: skip
+
+
+def of_hugging_face(world: Any) -> dict[str, Any]:
+    ids, target = next_tokens(16, torch.Generator().manual_seed(4))
+    data = [({"input_ids": x}, y) for x, y in zip(ids, target, strict=True)]
+    found: dict[str, Any] = {}
+    for make, strategies in STRATEGIES.items():
+        plain: Any = build(make).eval()
+        how = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        found[make.__name__] = [plain.generate(p[None], **how)[0].tolist() for p in PROMPTS]
+        job = trainer(lambda make=make: build(make), strategies[0], data, loss=object_cross_entropy)
+        for strategy in strategies:
+            if strategy != strategies[0]:
+                job.switch(strategy)
+            seen: list[int] = []
+            watched = job.model.register_forward_pre_hook(lambda _, args, kwargs, seen=seen: seen.append(
+                next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]
+            ), with_kwargs=True)  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                together = [text.tolist() for text in job.generate(PROMPTS, TOKENS)]
+            watched.remove()
+            drawn = job.generate(PROMPTS, TOKENS, temperature=0.9, top_k=5, seed=3)
+            alone = job.generate(PROMPTS[1], TOKENS, temperature=0.9, top_k=5, seed=4)
+            found[make.__name__, strategy] = together, [text.tolist() for text in drawn], alone.tolist(), max(seen)
+    return found
+
+
+def test_hugging_face_models_generate_what_they_do_by_themselves() -> None:
+    for of_rank in (every := run_ranks(of_hugging_face, 4, timeout=240)):
+        for make, strategies in STRATEGIES.items():
+            first = every[0][make.__name__, strategies[0]]
+            assert len({tuple(text[len(prompt) :]) for text, prompt in zip(first[0], PROMPTS, strict=True)}) > 1
+            for strategy in strategies:
+                greedy, drawn, alone, longest = of_rank[make.__name__, strategy]
+                assert greedy == of_rank[make.__name__], strategy
+                assert drawn == first[1] and drawn[1] == alone == first[2], strategy  # seed + i, whatever is beside it
+                assert longest == 5, strategy  # of the prompts: with a cache no forward has more positions
+
+
+def of_a_plain_model(world: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nbkit.GPT(nbkit.GPTConfig(vocab=256, block=12, layers=4, heads=2, width=16)).double()
+    expected = [model.generate(text, 40, temperature=0) for text in ("def ", "a longer text", "x")]
+    ids = torch.randint(0, 256, (16, 8), generator=torch.Generator().manual_seed(1))
+    data = list(zip(ids, ids, strict=True))
+    job = trainer(lambda: model, "pp=2 schedule=zbv microbatches=4", data, loss=cross_entropy)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        found = job.generate(["def ", "a longer text", "x"], 40)  # in several runs, and beyond the block
+        job.generate("y", 2)
+    rows = job.generate(torch.arange(6).view(2, 3), 2)
+    return expected, found, [str(one.message) for one in said if "keys and values" in str(one.message)], rows.shape
+
+
+def test_a_model_without_a_cache_generates_the_same_and_that_is_said_once() -> None:
+    for rank, (expected, found, said, shape) in enumerate(run_ranks(of_a_plain_model, 2)):
+        assert found == expected
+        assert len(said) == (rank == 0) and all("GPT keeps no keys and values" in text for text in said)
+        assert shape == (2, 5)
+
+
+def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, sliding_window=4, bos_token_id=None, eos_token_id=None,
+        )
+    ).double().eval()  # fmt: skip
+    ids = torch.randint(0, 32, (2, 10))
+    cache = KeyValueCache(10, lambda: False)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for start, stop in ((0, 6), (6, 7), (7, 10)):
+            cache.seen = start
+            found = model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits
+            assert (found - expected[:, start:stop]).abs().max() < 1e-12
+
+
+def test_of_the_likeliest_k_none_other_is_drawn() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(200, 4)
+    draws = [torch.Generator().manual_seed(i) for i in range(200)]
+
+    assert set(Sampling(2.0, top_k=2).pick(logits, draws).flatten().tolist()) == {1, 3}
+    assert set(Sampling(0.0).pick(logits, draws).flatten().tolist()) == {1}
+    with pytest.raises(TrainingError, match="top_k=0"):
+        Sampling(1.0, top_k=0)
