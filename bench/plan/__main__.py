@@ -1,4 +1,4 @@
-"""python -m bench.plan [peak regret published planning] [names of models]: what is foretold beside what is measured."""
+"""python -m bench.plan [peak seconds published planning] [names of models]: what is foretold beside the measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.plan import peak, published, regret
+from bench.plan import peak, published, seconds
 from bench.plan.models import NAMES
 from nbkit.notebook.planning import plan
 from nbkit.planner.gpt_config import GPTConfig
@@ -25,7 +25,7 @@ def planning() -> tuple[bool, str]:
         began = time.process_time()
         plan(config, batch=4096, on=on)
         took[on] = time.process_time() - began
-    text = ", ".join(f"{on} {seconds:.2f} s (bar {_BARS[on]:g})" for on, seconds in took.items())
+    text = ", ".join(f"{on} {spent:.2f} s (bar {_BARS[on]:g})" for on, spent in took.items())
     return all(took[on] <= bar for on, bar in _BARS.items()), f"a plan of GPT-175B: {text}"
 
 
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
         parts: dict[str, Callable[[], tuple[bool, str]]] = {
             "planning": planning,
             "published": lambda: published.bars(published.run()),
-            "regret": lambda: regret.bars(regret.run(Path(folder))),
+            "seconds": lambda: seconds.bars(seconds.run(Path(folder))),
             "peak": lambda: peak.bars(peak.run(Path(folder), names=names)),
         }
         asked = [word for word in words if word in parts] or list(parts)

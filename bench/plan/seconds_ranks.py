@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -10,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import nbkit
+from bench.pipeline.sleeping_rank import last
 from bench.rigs.jobs import config, data, token_loss
+from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.errors import NbkitError
+from nbkit.rank.comm import link_probe
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.models.gpt import GPT, Block
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
@@ -26,12 +28,12 @@ class _Nap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds * x.shape[0]
-        time.sleep(ctx.seconds)
+        last(ctx.seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
+        last(2 * ctx.seconds)
         return grad, None
 
 
@@ -45,41 +47,60 @@ class _Sleeping(Block):
 
 
 class Worker:
-    """Nothing is kept from one strategy to the next."""
+    """One job, which is switched from strategy to strategy."""
 
-    def tried(self, *, width: int, layers: int, batch: int, seconds: float, strategy: str) -> dict[str, Any]:
-        """measured: seconds of a step; predicted: before the first one."""
-        of = config(width, layers, block=16)
+    def __init__(self, *, width: int, layers: int, batch: int, seconds: float) -> None:
+        self._link, self._seconds, self._batch = SleptLink(), seconds, batch
+        of = config(width, layers, block=4)
+        rows = data(of, batch)
+        self._rows = tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
         def make() -> nn.Module:
             model = GPT(of)
             for block in model.blocks:
-                block.__class__, block.seconds = _Sleeping, seconds
+                block.__class__ = _Sleeping
             return model
 
-        rows = data(of, batch)
-        whole = tuple(torch.stack(part) for part in zip(*rows, strict=True))
+        _Sleeping.seconds = seconds
+        self._job = nbkit.prepare(
+            make,
+            lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+            loss=token_loss,
+            strategy="ddp",
+            example=tuple(part[:2] for part in self._rows),
+            log_dir=None,
+        )
+        _Sleeping.seconds = 0.0
+        self._rate: Rate | None = None
+
+    def link(self, *, latency: float, speed: float) -> None:
+        """From now on; it is measured."""
+        self._rate = self._link.rate = Rate(latency, speed)
+        link_probe.know(None)
+        self._job.builder.link = link_probe.link_of(self._job.device)
+        self._link.rate = None
+
+    def tried(self, *, strategy: str) -> dict[str, Any]:
+        """measured: seconds of a step; predicted: before any was made."""
+        job, asked = self._job, Strategy.parse(strategy, 4)
         try:
-            job = nbkit.prepare(
-                make,
-                lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
-                loss=token_loss,
-                strategy=strategy,
-                example=tuple(part[:2] for part in whole),
-                log_dir=None,
-            )
+            model = job.cost_model()
+            model.fits = lambda one: Arithmetic.of(self._batch, one, microbatch_size=None)
+            predicted = seconds_before_a_step(model, job.builder, asked, self._batch)
+            job.switch(strategy)
         except NbkitError as error:
             return {"refused": str(error).splitlines()[0]}
-        model = job.cost_model()
-        model.fits = lambda one: Arithmetic.of(batch, one, microbatch_size=None)
-        predicted = seconds_before_a_step(model, job.builder, Strategy.parse(strategy, job.world_size), batch)
         took = []
-        began = time.perf_counter()
-        for one in job.batches([whole] * STEPS):
+        for one in job.batches([self._rows] * (1 + STEPS)):
+            # The first step makes what later ones reuse; the ranks begin each of the others together.
+            if took:
+                torch.distributed.barrier()
+            self._link.rate, _Sleeping.seconds = (self._rate, self._seconds / asked.tp) if took else (None, 0.0)
+            began = time.perf_counter()
             job.backward(one)
             job.optimizer.step()
             job.optimizer.zero_grad()
             took.append(time.perf_counter() - began)
-            began = time.perf_counter()
-        job.sharded_model.data.close()
-        return {"measured": statistics.median(took[1:]), "predicted": predicted}
+            self._link.rate, _Sleeping.seconds = None, 0.0
+        # Load only adds to what is slept.
+        return {"measured": min(took[1:]), "predicted": predicted}

@@ -21,8 +21,8 @@ from nbkit.strategy import Strategy
 _PASSES = 3
 """A backward pass takes twice as long as its forward."""
 _FINE = 100
-_MOST = 64
-"""Stages and micro-batches up to which a division is worth its simulations."""
+_MOST, _MANY = 64, 1024
+"""Stages times micro-batches up to which a division is worth its simulations, and a forecast is worth one."""
 
 
 def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> float:
@@ -57,6 +57,23 @@ def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: 
         found, least = better, took
 
 
+@lru_cache(maxsize=4096)
+def makespan(schedule: str | None, micros: int, stages: tuple[float, ...], transfer: float = 0.0) -> float:
+    """Seconds of a pipeline's step. stages: of each, for all micro-batches, forward and backward.
+
+    transfer: of a message between two ranks. schedule: None where there is no pipeline.
+    """
+    if schedule is None:
+        return sum(stages)
+    ranks = len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
+    each = tuple(stage / micros / _PASSES for stage in stages)
+    if micros * len(stages) > _MANY and schedule in ("gpipe", "1f1b"):
+        # Full, the longest stage is never waited for; each of the others is passed once on the way in and out.
+        return _PASSES * (sum(each) + (micros - 1) * max(each)) + 2 * (len(stages) - 1) * transfer
+    run = Schedule.of(schedule, ranks, micros)
+    return simulate(run, forward=each, backward_input=each, backward_weight=each, transfer=transfer).makespan
+
+
 def _row_seconds(
     strategy: Strategy, ranges: Sequence[tuple[int, int]], costs: Sequence[float], speeds: Sequence[float]
 ) -> list[float]:
@@ -69,19 +86,8 @@ def _row_seconds(
             sum(costs[start:stop]) / whole / speeds[ranks[home]]
             for (start, stop), home in zip(ranges, homes, strict=True)
         ]
-        found.append(_makespan(strategy.schedule, strategy.microbatches or 1, tuple(stages)))
+        found.append(makespan(strategy.schedule, strategy.microbatches or 1, tuple(stages)))
     return found
-
-
-@lru_cache(maxsize=1024)
-def _makespan(schedule: str | None, micros: int, stages: tuple[float, ...]) -> float:
-    """stages: seconds of each for all micro-batches, forward and backward."""
-    if schedule is None:
-        return sum(stages)
-    ranks = len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
-    each = [stage / micros / _PASSES for stage in stages]
-    timeline = simulate(Schedule.of(schedule, ranks, micros), forward=each, backward_input=each, backward_weight=each)
-    return timeline.makespan
 
 
 def _neighbours(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbkit.planner.link_speed import Link, Way
+from nbkit.planner.overlap import Unit
 from nbkit.planner.step_time import Seen, Sends, step_seconds
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
@@ -37,8 +38,42 @@ def test_a_pipeline_idles_and_is_as_slow_as_its_longest_stage() -> None:
     even = Strategy.parse("pp microbatches=8", 4)
     found = step_seconds(DDP, Sends([GRADIENTS], 400), even, Sends([], 100), LINK, COSTS)
     assert found == pytest.approx(1.0 / (1 - 3 / 11) + 0.4 + 0.05 + 0.05)
+    # Six blocks over four stages: two of two, two of one, which are waited for only on the way in and out.
     uneven = step_seconds(DDP, Sends([GRADIENTS], 400), even, Sends([], 100), LINK, (1.0,) * 6)
-    assert uneven - 0.5 == pytest.approx(4 / 3 * (found - 0.5))
+    assert 4 / 6 * 8 * 2 / 8 < uneven - 0.5 < 4 / 6 * (8 * 2 + 2 + 1 + 1) / 8
+    # What arrives late makes the pipeline longer to fill and to drain, and where nothing is to spare each turn.
+    sent = Traffic("pp", "send", 2, 8, 8 * 10**6, "hidden states")  # 1 ms each
+    late = step_seconds(DDP, Sends([GRADIENTS], 400), even, Sends([sent], 100), LINK, COSTS)
+    assert 6e-3 <= late - found <= 6e-3 + 14e-3
+
+
+def test_backward_hides_the_buckets_that_are_ready_before_it_ends() -> None:
+    alone, mb = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20
+    units = tuple(Unit(0.25, (26 * mb,)) for _ in range(4))
+    for text, op in (("ddp", "all_reduce"), ("zero1", "reduce_scatter")):
+        strategy = Strategy.parse(text, 4)
+        terms = [Traffic("dp", op, 4, 1, 4 * 26 * mb, "")]
+        if strategy.zero:
+            terms.append(Traffic("dp", "all_gather", 4, 1, 4 * 26 * mb, ""))
+        slow = Link(4, dict.fromkeys(WAYS, Way(0.001, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
+        found = step_seconds(alone, Sends((), 0), strategy, Sends(terms, 0, units), slow, COSTS)
+        one = 0.001 + (1.5 if op == "all_reduce" else 0.75) * 26 * mb / 1e9
+        # Backward takes 0.8 s of 1.2: the last of four buckets is sent behind it; the gathers are behind the step.
+        assert found == pytest.approx(1.2 + one + (4 * one if strategy.zero else 0.0))
+        crawling = Link(4, dict.fromkeys(WAYS, Way(0.0, 1e8)), None, None, 1e10, (0,) * 4, crowded=False)
+        found = step_seconds(alone, Sends((), 0), strategy, Sends(terms, 0, units), crawling, COSTS)
+        one = (1.5 if op == "all_reduce" else 0.75) * 26 * mb / 1e8  # longer than the backward of a unit
+        assert found == pytest.approx(0.4 + 0.2 + 4 * one + (4 * one if strategy.zero else 0.0))
+
+
+def test_zero3_gathers_the_next_unit_while_one_computes() -> None:
+    alone, mb = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20
+    units = tuple(Unit(0.25, (20 * mb,)) for _ in range(4))
+    terms = [Traffic("dp", op, 4, 1, 4 * 20 * mb, "") for op in ("reduce_scatter", "all_gather")]
+    found = step_seconds(alone, Sends((), 0), Strategy.parse("zero3", 4), Sends(terms, 0, units), LINK, COSTS)
+    one = 0.75 * 20 * mb / 1e9  # shorter than a forward
+    # Waited for: the first gather of forward and of backward, and the last reduction.
+    assert found == pytest.approx(1.2 + 3 * one)
 
 
 def test_across_nodes_the_slow_way_counts() -> None:

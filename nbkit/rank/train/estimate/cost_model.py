@@ -15,11 +15,13 @@ from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.planner.forecast import Forecast, Term, terms_of
-from nbkit.planner.job_facts import Cuts, Facts, Weight
+from nbkit.planner.job_facts import Cuts, Facts, Weight, held
 from nbkit.planner.memory import Bytes
+from nbkit.planner.overlap import Unit
 from nbkit.planner.reshard.placement import placed
 from nbkit.planner.stage_partition import place, ranks_of_stages
-from nbkit.planner.traffic import Traffic, per_step
+from nbkit.planner.step_time import Sends
+from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import casts_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
@@ -76,6 +78,35 @@ class CostModel:
         if strategy not in self._terms:
             self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
         return self._terms[strategy]
+
+    def sends(self, strategy: Strategy) -> Sends | None:
+        """What the busiest rank sends and updates in a step, and behind what; None where it is not known."""
+        terms = self.terms(strategy)
+        if not terms and strategy.mesh.size > 1:
+            return None
+        busiest = max(terms, key=lambda own: wire_bytes([term for term in own if term.axis != "pp"]), default=[])
+        return Sends(
+            busiest,
+            self.census.at_rest(strategy)[0].optimizer,
+            self._units(strategy) if strategy.pp == 1 and strategy.dp > 1 else (),
+            getattr(self.fits(strategy), "accum", 1) if strategy.pp == 1 else 1,
+        )
+
+    def _units(self, strategy: Strategy) -> tuple[Unit, ...]:
+        """The pieces of the chain, or the model as one, as a rank without a pipeline computes with them."""
+        chain, costs = self.options.chain, self.options.costs
+        count = len(chain) if chain is not None else 1
+        shares = [cost / sum(costs) for cost in costs] if len(costs) == count else [1 / count] * count
+        element = {name: one["weight"] for name, one in self.kinds.items()}
+        pieces: list[list[tuple[int, bool]]] = [[] for _ in range(count)]
+        for weight in self._weights(strategy):
+            if weight.trained or strategy.zero == 3:
+                size = element[weight.name] * held(weight, strategy, 0, None)
+                pieces[weight.blocks[0] if weight.blocks else 0].append((size, weight.outside))
+        return tuple(
+            Unit(share, tuple(size for size, _ in own), sum(size for size, outside in own if outside))
+            for share, own in zip(shares, pieces, strict=True)
+        )
 
     def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
         """What a step of all ranks together sends; empty where it is not known."""

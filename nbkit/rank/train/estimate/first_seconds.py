@@ -21,8 +21,7 @@ def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy
     compute = sum(costs) / rows_of(example) * batch
     if link is None:
         return compute
-    terms = model.terms(strategy)
-    if not terms and strategy.mesh.size > 1:
+    sends = model.sends(strategy)
+    if sends is None:
         return None
-    seen = Seen(Strategy(), {"compute": compute})
-    return step_seconds(seen, Sends((), 0), strategy, Sends(terms[0] if terms else (), 0), link, costs)
+    return step_seconds(Seen(Strategy(), {"compute": compute}), Sends((), 0), strategy, sends, link, costs)

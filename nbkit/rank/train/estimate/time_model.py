@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from nbkit.planner.reshard.placement import orders
-from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.planner.step_time import Seen, step_seconds
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
@@ -67,15 +67,12 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy) -> float | Non
     parts, batch = _parts(job), getattr(seen.fits(strategy), "total", None)
     if not job.recorder.recent and batch is not None:
         return seconds_before_a_step(seen, job.builder, strategy, batch)
-    terms, here = seen.terms(strategy), seen.terms(now)
+    then, here = seen.sends(strategy), seen.sends(now)
     chain = job.builder.options.chain
-    if not parts or not terms or not here or (chain is None and max(strategy.pp, now.pp) > 1):
+    if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    updates = [seen.census.at_rest(each)[0].optimizer for each in (now, strategy)]
-    return step_seconds(
-        Seen(now, parts), Sends(here[0], updates[0]), strategy, Sends(terms[0], updates[1]), link, costs
-    )
+    return step_seconds(Seen(now, parts), here, strategy, then, link, costs)
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:

@@ -1,0 +1,104 @@
+"""A link of a given latency and rate between ranks on one machine, without the machine's: each rank has one of its own.
+
+What a rank sends leaves it one after the other. An operation is handed to its process group when its bytes would have
+gone, so that it ends when the last rank's have; whoever waits for it sleeps meanwhile, and load of the machine delays
+it little. `tc tbf` on the loopback interface would make all ranks share one rate.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bench.pipeline.sleeping_rank import until
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.comm.operations import COLLECTIVES, num_bytes
+
+
+@dataclass(frozen=True)
+class Rate:
+    """latency: seconds of an operation. speed: bytes per second that leave a rank."""
+
+    latency: float
+    speed: float
+
+
+class _Later:
+    """The work of an operation that has not been handed over yet."""
+
+    def __init__(self) -> None:
+        self.given = threading.Event()
+        self.inner: Any = None
+        self.error: Exception | None = None
+
+    def wait(self, *args: Any) -> bool:
+        self.given.wait()
+        if self.error is not None:
+            raise self.error
+        return self.inner.wait(*args) if self.inner is not None else True
+
+    def is_completed(self) -> bool:
+        return self.given.is_set() and (self.inner is None or self.inner.is_completed())
+
+    def get_future(self) -> Any:
+        self.given.wait()
+        return self.inner.get_future()
+
+
+class SleptLink:
+    """Of this process. rate: None hands everything on at once."""
+
+    def __init__(self) -> None:
+        self.rate: Rate | None = None
+        self._free = 0.0
+        self._queue: queue.SimpleQueue[tuple[float, _Later, Callable[[], Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._carry, daemon=True).start()
+        issue = delegating_group.method
+
+        def method(inner: Any, name: str) -> Callable[..., Any]:
+            own = issue(inner, name)
+            return lambda *args, **kwargs: self._send(name, inner.size(), args, lambda: own(*args, **kwargs))
+
+        delegating_group.method = method
+        transfer = DelegatingGroup._transfer
+
+        def later(group: Any, operation: str, tensors: Any, peer: Any, counts: Any, own: Any, how: Any) -> Any:
+            if operation == "send":
+                issue = own
+                own = lambda *args: self._send("send", 1, (tensors,), lambda: issue(*args))  # noqa: E731
+            return transfer(group, operation, tensors, peer, counts, own, how)
+
+        DelegatingGroup._transfer = later  # type: ignore[method-assign]
+
+    def _send(self, name: str, ranks: int, args: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
+        if self.rate is None:
+            return issue()
+        now = time.perf_counter()
+        self._free = max(now, self._free) + _leaving(name, ranks, args) / self.rate.speed
+        work = _Later()
+        self._queue.put((self._free + self.rate.latency, work, issue))
+        return work
+
+    def _carry(self) -> None:
+        while True:
+            due, work, issue = self._queue.get()
+            until(due)
+            try:
+                work.inner = issue()
+            except Exception as error:  # whoever waits raises it
+                work.error = error
+            work.given.set()
+
+
+def _leaving(name: str, ranks: int, args: tuple[Any, ...]) -> float:
+    """Bytes that leave a rank."""
+    if name == "send":
+        return num_bytes(args[0])
+    spoken, payload = COLLECTIVES[name]
+    size = num_bytes(args[payload]) if payload is not None else 0
+    return size * {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1.0}.get(spoken, (ranks - 1) / ranks)
