@@ -123,7 +123,7 @@ def check(
                 proof = prove(module, run, [chosen.tp], tp_plan, brief=brief)
             if chosen.zero == 3:
                 with suppress(Exception):
-                    gathers = plan_gathers(module, brief)
+                    gathers = plan_gathers(module, run, brief=brief)
             if chosen.pp > 1 or chosen.cp > 1 or (chosen.zero == 3 and gathers is None):
                 with repeating(module, look.draws, example) as drawing:
                     chain = find_chain(module, lambda: drawing(run), stages=stages, brief=lambda: drawing(brief))

@@ -365,8 +365,8 @@ class Builder:
                 # What is wrong with the model is said, in full, where it is trained.
                 found["gathers"] = plan_gathers(
                     self.module,
-                    brief,
-                    lambda: _loss(brief(), few, config),
+                    lambda: _loss(run(), example, config),
+                    brief=lambda: _loss(brief(), few, config),
                     autocast=PRECISIONS.get(config.precision or ""),
                 )
         with repeating(self.module, draws, example) as drawing:

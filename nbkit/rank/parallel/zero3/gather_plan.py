@@ -52,21 +52,33 @@ class GatherPlan:
 def plan_gathers(
     module: nn.Module,
     call: Callable[[], Any],
-    loss: Callable[[], Tensor] | None = None,
     *,
+    brief: Callable[[], Any] | None = None,
     autocast: torch.dtype | None = None,
 ) -> GatherPlan:
     """The plan of `module`, which is in the mode in which it trains, and is afterwards as before.
 
-    call: runs the whole model once on an example and returns its output. loss: does so too, and returns the loss, a
-    scalar; None: the sum of the output. autocast: the dtype in which the model trains. Raises what the model raises.
+    call: runs the whole model once on an example, and returns its output or the loss. brief: makes the same operations
+    on fewer numbers; what fails or is refused there is tried with `call`. autocast: the dtype in which the model
+    trains. Raises what the model raises.
     """
-    run = loss or (lambda: _sum(call()))
+    if brief is not None:
+        with suppress(Exception):
+            if (plan := _plan(module, brief, autocast)).refused is None:
+                return plan
+    return _plan(module, call, autocast)
+
+
+def _plan(module: nn.Module, call: Callable[[], Any], autocast: torch.dtype | None) -> GatherPlan:
+    def run() -> Tensor:
+        return _sum(call())
+
     with unchanged(module), _kept(module):
         candidates = structural_blocks(module)
         counts = call_counts(module, call)
         notes = {name: f"called {counts[name]} times" for name in candidates if counts[name] != 1}
-        plan = _tried(module, [name for name in counts if name in candidates and counts[name] == 1], notes, run)
+        names = [name for name in counts if name in candidates and counts[name] == 1]
+        plan = _tried(module, names, notes, run)
     if autocast is None or plan.refused is not None:
         return plan
     casts = None

@@ -244,6 +244,19 @@ def test_the_plan_gathers_as_much_as_it_can_one_block_at_a_time() -> None:
     assert "called 3 times" in " ".join(plan_of(Albert).notes)
 
 
+def test_a_plan_that_few_positions_refuse_is_made_on_all() -> None:
+    def scaled_where_short(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return in_place(model, x) if x.shape[1] < 5 else model.through(x, range(3))
+
+    model, ids = built(doing(scaled_where_short)), torch.stack([row[0] for row in rows(2)])
+    assert ids.shape[1] >= 5
+    refused = plan_gathers(model, lambda: model(ids[:, :4]))
+    assert refused.refused is not None and "in place" in str(refused.refused)
+    for brief in (lambda: model(ids[:, :4]), lambda: model(ids[:, :0])):
+        plan = plan_gathers(model, lambda: model(ids), brief=brief)
+        assert plan.refused is None and plan.units == ("blocks.0", "blocks.1", "blocks.2")
+
+
 def test_check_says_the_same_without_ranks() -> None:
     batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
     fits = nbkit.check(built(doing(penalty)), "zero3", batch, 2)
