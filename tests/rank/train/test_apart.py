@@ -28,7 +28,7 @@ from tests.rank.train.switch.test_switch import trainer
 said = [train_adamw(None)]
 for strategy in sys.argv[1:]:
     job = trainer(strategy=strategy)
-    job.fit(4)
+    job.fit(2)
     said.append([record["loss"] for record in job.history])
 said.append([module for module in ("IPython", "ipyparallel", "ipykernel") if module in sys.modules])
 print(json.dumps(said))
@@ -49,7 +49,7 @@ def alone(world: Any) -> list[float]:
     from tests.rank.train.switch.test_switch import trainer
 
     job = trainer()
-    job.fit(4)
+    job.fit(2)
     return [record["loss"] for record in job.history]
 
 
@@ -91,7 +91,7 @@ def evaluated(world: Any, strategies: Sequence[str]) -> list[float]:
 
 
 def test_evaluate_is_the_same_under_a_pipeline_and_every_other_strategy() -> None:
-    strategies = ("pp microbatches=4", "dp=2 pp=2 schedule=zbv", "zero3", "tp=2 cp=2")
+    strategies = ("dp=2 pp=2 schedule=zbv", "tp=2 cp=2")
     expected = run_ranks(evaluated, 1, ["ddp"])[0][0]
     for values in run_ranks(evaluated, 4, strategies, timeout=150):
         for strategy, value in zip(strategies, values, strict=True):

@@ -137,7 +137,7 @@ def test_what_is_cut_short_or_no_file_is_refused_before_anything_is_changed(tmp_
 def flips(folder: Path) -> dict[str, Callable[[Path], Any]]:
     draw = random.Random(4)
     found: dict[str, Callable[[Path], Any]] = {}
-    for number in range(60):
+    for number in range(24):
         which, place, value = number % 3, draw.random(), draw.randrange(1, 256)
         found[f"flip {number}"] = lambda path, which=which, place=place, value=value: flip(
             [path / ".metadata", *data_files(path)][which], place, value
@@ -148,7 +148,7 @@ def flips(folder: Path) -> dict[str, Callable[[Path], Any]]:
 def test_flipped_bytes_are_refused_or_change_nothing(tmp_path: Path) -> None:
     texts = refused_everywhere(tmp_path, flips, or_equal=True)
 
-    assert sum("checksum" in text for text in texts) > 20
+    assert sum("checksum" in text for text in texts) > 8
 
 
 def seen_by_one(world: Any, folder: Path) -> list[str]:

@@ -22,14 +22,14 @@ from nbkit.tensor_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
-# What a rank holds: all weights and a part of the state; parts of tensors; parts that others hold too; layers; both.
-THROUGH = ("zero1", "dp=2 tp=2", "hsdp", "tp=2 pp=2", "dp=2 pp=2 schedule=zbv")
+# What a rank holds: parts of tensors that another holds too; parts of what is flat; layers.
+THROUGH = ("dp=2 tp=2", "hsdp", "dp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}
 STEPS = len(THROUGH)
 
 
 def gpt() -> nn.Module:
-    made = GPT(GPTConfig(vocab=33, block=8, layers=4, heads=4, width=16, dropout=0.1)).double()
+    made = GPT(GPTConfig(vocab=33, block=8, layers=4, heads=2, width=8, dropout=0.1)).double()
     made.head.weight = made.tokens.weight  # tied, so that stages share it
     made.register_buffer("seen", torch.zeros(3))
     return made
@@ -108,7 +108,7 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(tmp_pa
     dcp_to_torch_save(saved, tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
     assert torch.equal(plain["weight/tokens.weight"], whole["head.weight"])
-    assert plain["exp_avg/tokens.weight"].shape == (33, 16)
+    assert plain["exp_avg/tokens.weight"].shape == (33, 8)
 
     failed = subprocess.run([*command[:-2], str(tmp_path), command[-1]], capture_output=True, text=True, timeout=120)
     assert failed.returncode == 1 and "could not be exported" in failed.stderr and "Traceback" not in failed.stderr

@@ -30,20 +30,25 @@ class Case(NamedTuple):
     place: str
 
 
-# One rank stays to the end, and knows of all.
+# One rank stays to the end, and knows of all. Here rank 0 dies too, and groups are made again.
 REPLICATED = [
-    Case("ddp", 0, "forward"),
     Case("hsdp shard=2", 1, "backward"),
     Case("dp=2 pp=2 microbatches=2", 0, "forward"),
+]
+ALSO_REPLICATED = [
+    Case("ddp", 0, "forward"),
     Case("cp=4", 1, "forward"),
 ]
 
+# Before an update, and after one's own.
 HELD_ONCE = [
-    Case("zero1", 1, "updated"),
     Case("zero3", 1, "backward"),
+    Case("dp=2 tp=2", 3, "updated"),
+]
+ALSO_HELD_ONCE = [
+    Case("zero1", 1, "updated"),
     Case("tp=4", 3, "backward"),
     Case("pp=4 microbatches=4", 2, "forward"),
-    Case("dp=2 tp=2", 3, "updated"),
 ]
 
 doomed: str = ""  # on the rank that is to die: where in step KILLED_IN + 1
@@ -132,20 +137,22 @@ def expected() -> list[float]:
     return run_ranks(undisturbed, 1)[0]
 
 
-def test_a_rank_that_others_replicate_is_replaced_in_mid_step(expected: list[float]) -> None:
-    found = run_replaced(survived, 4, REPLICATED, deaths=len(REPLICATED), timeout=120)
+@pytest.mark.parametrize("cases", [REPLICATED, pytest.param(ALSO_REPLICATED, marks=pytest.mark.long)])
+def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case], expected: list[float]) -> None:
+    found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
-    check(found, REPLICATED, expected)
+    check(found, cases, expected)
 
 
 def protected(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     return survived(seat, cases, backup_every=1)
 
 
-def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: list[float]) -> None:
-    found = run_replaced(protected, 4, HELD_ONCE, deaths=len(HELD_ONCE), timeout=200)
+@pytest.mark.parametrize("cases", [HELD_ONCE, pytest.param(ALSO_HELD_ONCE, marks=pytest.mark.long)])
+def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(cases: list[Case], expected: list[float]) -> None:
+    found = run_replaced(protected, 4, cases, deaths=len(cases), timeout=170)
 
-    check(found, HELD_ONCE, expected)
+    check(found, cases, expected)
 
 
 def crowded(world: Any) -> tuple[list[str], list[bool]]:

@@ -19,18 +19,8 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
-THROUGH = (
-    "zero1",
-    "zero3",
-    "tp",
-    "pp microbatches=4",
-    "dp=2 tp=2",
-    "dp=2 pp=2 schedule=zbv",
-    "tp=2 pp=2",
-    "cp=2 tp=2",
-    "hsdp",
-    "ddp",
-)
+# Each family; from and to every pair of them: tests/rank/parallel/reshard, and in long chains make parity and make zoo.
+THROUGH = ("zero3", "tp", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2", "hsdp", "ddp")
 EACH = 2
 
 
@@ -114,7 +104,7 @@ def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened(
         assert [each["identical"] for each in rank["said"]] == [True] * len(THROUGH)
         assert [each["strategy"] for each in rank["said"] if not each["outline"]] == []
         assert [each for each in rank["said"] if each["bytes"][0] != each["bytes"][1]] == []
-    assert found[0]["strategies"][EACH * 3] == "tp=4"
+    assert found[0]["strategies"][EACH * 2] == "tp=4"
     options = {option["strategy"]: option for option in found[0]["options"]}
     assert options["tp=4"]["ok"] and options["tp=4"]["step_s"] > 0 and options["tp=4"]["moved_bytes"] == 0
     assert options["dp=4 zero=2"]["step_s"] is None

@@ -32,8 +32,8 @@ from tests.rank.train.switch.test_switch import losses, trainer
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
-THROUGH = ("zero1", "zero3", "tp", "pp microbatches=4", "zero2", "tp", "ddp")
-STEPS = 16
+THROUGH = ("zero3", "tp", "pp microbatches=4", "zero2", "ddp")
+STEPS = 12
 
 
 def never_switched(world: Any) -> list[float]:
@@ -95,7 +95,7 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(e
     for rank in run_ranks(through_all, 2, timeout=120):
         assert [(place, same) for place, same, *_ in rank["said"]] == [(True, True)] * len(THROUGH)
         assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
-        assert len(rank["losses"]) == 16 and rank["beside"] is False
+        assert len(rank["losses"]) == STEPS and rank["beside"] is False
         for number, (_, _, counted, said) in enumerate(rank["said"]):
             # Padding of flat parts, canaries, step counters.
             assert said * 0.98 <= counted <= said * 1.05, THROUGH[number]

@@ -20,7 +20,7 @@ THROUGH = ("dp=2 tp=2", "tp", "tp=2 pp=2 microbatches=4", "dp=2 tp=2 zero=3", "h
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 SLOWEST = {"dp=2 tp=2", "tp=2 pp=2 schedule=1f1b microbatches=4", "dp=2 tp=2 zero=3"}
-EACH = 2
+EACH = 1
 RUNS = "runs"
 
 
