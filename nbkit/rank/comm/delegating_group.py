@@ -8,10 +8,10 @@ told to whoever listens. How groups come to be is in forming.py.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from time import perf_counter_ns as now
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import Meeting
-from nbkit.rank.comm.gloo_reduce_scatter import method
+from nbkit.rank.comm.gloo_reduce_scatter import EXCHANGED, method
 from nbkit.rank.comm.operations import COLLECTIVES, ROOTED, SILENT, first_of, num_bytes
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives
@@ -34,7 +34,7 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
 
-_last: tuple[str, int | str | None, collectives.Seen, int, float] | None = None
+_last: tuple[str, int | str | None, collectives.Seen, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
 _born_lock = threading.Lock()
 
@@ -165,7 +165,7 @@ class DelegatingGroup(ProcessGroup):
     ) -> Any:
         global _last
         counts[peer] = number = counts.get(peer, 0) + 1
-        _last = (operation, peer, self.seen, number, time.monotonic())
+        _last = (operation, peer, self.seen, number, now())
         alone = not self._batching and isinstance(peer, int)
         if self.meeting is not None and alone and accelerator().holds(tensors[0]):
             # nccl has a communicator for each pair of ranks that sends by itself.
@@ -186,38 +186,50 @@ class DelegatingGroup(ProcessGroup):
 
 
 def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
+    exchanged, rooted = name in EXCHANGED, spoken in ROOTED
+
+    # Every collective of a training passes here, so what is constant is found out above, and a clock is read once.
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
+        entered = now()
         self.count = number = self.count + 1
-        _last = (spoken, None, self.seen, number, time.monotonic())
+        _last = (spoken, None, self.seen, number, entered)
         if self.meeting is not None and "all" not in self.meeting.been and name != "monitored_barrier":
             tensor = _tensor(args[payload]) if payload is not None and payload < len(args) else None
             # CPU tensors of such a group go over gloo, which has met when it was formed.
             if tensor is None or accelerator().holds(tensor):
                 self.meeting.at("all", self.size())
-        if not listeners and collectives.mode() == "off":
-            return method(self.inner, name)(*args, **kwargs)
+                entered = now()
+        own = method(self.inner, name) if exchanged else getattr(self.inner, name)
+        noting = collectives.mode() != "off"
+        if not noting and not listeners:
+            return own(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         given = None if payload is None or payload >= len(values) else values[payload]
         moved = num_bytes(given)
         for tell in listeners:
             tell(spoken, self.label, moved)
-        if collectives.mode() == "off":
-            return method(self.inner, name)(*args, **kwargs)
-        timed = not self._batching
+        if not noting:
+            return own(*args, **kwargs)
         tensor = _tensor(given)
-        cuda = timed and self._nccl and accelerator().holds(tensor)
-        dtype = None if tensor is None else tensor.dtype
-        call = collectives.begin(spoken, self.seen, None, number, moved, cuda=cuda, dtype=dtype)
-        if spoken in ROOTED:
-            call.root = self.members[args[-1].rootRank]
-        work = method(self.inner, name)(*args, **kwargs)
-        # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
-        return (
-            collectives.follow(call, work, at_once=not getattr(args[-1] if args else None, "asyncOp", True))
-            if timed
-            else work
+        timed = not self._batching
+        call = collectives.begin(
+            spoken,
+            self.seen,
+            None,
+            number,
+            moved,
+            cuda=timed and self._nccl and accelerator().holds(tensor),
+            dtype=None if tensor is None else tensor.dtype,
+            entered=entered,
         )
+        if rooted:
+            call.root = self.members[args[-1].rootRank]
+        work = own(*args, **kwargs)
+        if not timed:
+            return work
+        # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
+        return collectives.follow(call, work, at_once=bool(args) and not getattr(args[-1], "asyncOp", True))
 
     issue.__name__ = name
     return issue
@@ -300,7 +312,7 @@ def where() -> str:
         return ""
     operation, peer, seen, number, since = _last
     whom = "" if peer is None else f" {'to' if operation == 'send' else 'from'} {peer}"
-    return f"{operation}{whom} #{number} of group {seen.label}, issued {time.monotonic() - since:.1f} s ago"
+    return f"{operation}{whom} #{number} of group {seen.label}, issued {(now() - since) / 1e9:.1f} s ago"
 
 
 def last_issued() -> Operation | None:
@@ -309,7 +321,7 @@ def last_issued() -> Operation | None:
         return None
     operation, peer, seen, number, since = _last
     other = peer if peer is None else seen.members[peer] if isinstance(peer, int) else ANYONE
-    seconds = time.monotonic() - since
+    seconds = (now() - since) / 1e9
     return Operation(operation, seen.label, seen.axis, seen.members, number, other, seconds=seconds)
 
 

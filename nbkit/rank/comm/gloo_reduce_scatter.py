@@ -153,6 +153,9 @@ _INSTEAD: dict[str, Callable[..., dist.Work | None]] = {
     "reduce_scatter_tensor_coalesced": _coalesced,
 }
 
+EXCHANGED = frozenset(_INSTEAD)
+"""Names for which `method` has another one than the inner group."""
+
 
 def method(inner: Any, name: str) -> Callable[..., Any]:
     """The method `name` of an inner group; of a reduce-scatter one that goes over gloo as an exchange."""

@@ -59,7 +59,7 @@ def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
     if type(payload) is list and len(payload) == 1:  # as nearly every call has it
         payload = payload[0]
     if isinstance(payload, torch.Tensor):
-        return payload.numel() * payload.element_size()
+        return payload.nbytes
     return sum(map(num_bytes, payload)) if isinstance(payload, (list, tuple)) else 0
 
 

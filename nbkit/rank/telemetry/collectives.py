@@ -18,7 +18,7 @@ from typing import Any
 
 from nbkit.errors import UsageError
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.telemetry.timed_work import CudaCall, Timed
+from nbkit.rank.telemetry.timed_work import CudaCall, Timed, wait_on_host
 from nbkit.wire.user_code import is_users
 
 BATCH = "batch"
@@ -181,11 +181,24 @@ def axis_of(desc: str, name: str) -> str:
 
 
 def begin(
-    op: str, group: Seen, peer: int | None, place: int, num_bytes: int, *, cuda: bool, dtype: Any = None, tag: int = 0
+    op: str,
+    group: Seen,
+    peer: int | None,
+    place: int,
+    num_bytes: int,
+    *,
+    cuda: bool,
+    dtype: Any = None,
+    tag: int = 0,
+    entered: int | None = None,
 ) -> Call:
-    """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host."""
+    """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host.
+
+    entered: when noting it began, where that was read (ns of perf_counter).
+    """
     global _own
-    entered = now()
+    if entered is None:
+        entered = now()
     call = Call(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
     frame: FrameType | None = sys._getframe(2)
@@ -212,13 +225,16 @@ def begin(
 def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
     """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
 
-    at_once: it is waited for before anything else.
+    at_once: it is waited for before anything else; on the host that is done here, which saves it a handle of ours.
     """
     global _own
     if _mode != "time":
         return work
-    entered = now()
     state = call.group.blocked if call.peer is None and call.op != BATCH else call.group.transfer
+    if at_once and work is not None and call.cuda is None:
+        wait_on_host(work, call, state)
+        return work
+    entered = now()
     if work is None:
         if call.cuda is not None:
             call.cuda.ended_in_stream()
@@ -231,7 +247,7 @@ def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
     if call.cuda is None:
         # A thread of the backend's would have to take the interpreter from the one that waits. Of a message gloo has no
         # future, and to be told so costs more than all else here.
-        if not at_once and call.peer is None:
+        if call.peer is None:
             call.heard = clock.listens
             if call.heard:
                 timed.listen()

@@ -23,7 +23,7 @@ from nbkit.rank.comm.operations import num_bytes
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.collectives import Call
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.telemetry.timed_work import Timed
+from nbkit.rank.telemetry.timed_work import Timed, wait_on_host
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
 
@@ -34,7 +34,7 @@ _CALL_CHARACTERS = 60
 _C10D = dist.distributed_c10d.__file__
 _AUTOGRAD = torch.autograd.graph.__file__
 _READERS = ("torch/utils/data/", "nbkit/rank/data/")
-_WAIT = Timed.wait.__code__
+_WAITS = (Timed.wait.__code__, wait_on_host.__code__)  # each knows it as `call`
 _NEW_GROUP = "_new_group_with_tag"
 
 
@@ -46,7 +46,7 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
     waits, on_device = _awaited(main, line, cells), False
     for ident, frame in frames.items():  # on a device the backward pass runs in a thread of its own
         if waits is None and ident not in (threading.main_thread().ident, threading.get_ident()):
-            call = next((each.f_locals["call"] for each in _outwards(frame) if each.f_code is _WAIT), None)
+            call = next((each.f_locals["call"] for each in _outwards(frame) if each.f_code in _WAITS), None)
             waits = None if call is None else _operation(call, cells, line)
     if waits is None:
         waits = _on_device(cells)
@@ -115,7 +115,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
         code = frame.f_code
         if is_users(code.co_filename):
             return None
-        if code is _WAIT:
+        if code in _WAITS:
             return _operation(frame.f_locals["call"], cells, line)
         if code.co_filename == delegating_group.__file__ and code.co_name in ("issue", "_transfer"):
             return _being_issued(frame, line)
