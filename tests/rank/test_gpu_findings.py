@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +122,10 @@ def asserted(world: Any, gpu: PretendAccelerator) -> str:
     return ""
 
 
+def queues(world: Any, gpu: PretendAccelerator) -> str:
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+
+
 def leaving(world: Any, gpu: PretendAccelerator) -> str:
     """With a group that somebody holds, as a mesh of the user's does."""
     held = dist.new_group([0, 1])
@@ -145,7 +150,7 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """By rank: what became of the scenes after which the ranks go on."""
-    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, asserted, leaving]
+    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=4, timeout=120)
 
 
@@ -172,6 +177,10 @@ def test_a_rank_that_comes_alone_to_the_first_use_of_a_group_is_released(lasting
 def test_a_device_that_computes_nothing_any_more_is_named(lasting: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(lasting):
         assert rank["asserted"].startswith(f"The CUDA context of rank {number} is gone")
+
+
+def test_the_streams_of_a_rank_share_no_queue_of_its_gpu(lasting: list[dict[str, Any]]) -> None:
+    assert [rank["queues"] for rank in lasting] == [os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")] * 2
 
 
 def test_a_pipeline_of_gpus_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,9 @@ class World:
             # A failing collective must not end a process whose state the user wants to keep.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+            # Each communicator has a stream, and a pipeline four of them beside those of computing and copying: on
+            # CUDA's 8 hardware queues one that waits would hold up others. Read when CUDA is first used.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     def _meet(self, listen: socket.socket | None, address: str, port: int, timeout_s: float) -> None:
         serves = self.place.rank == 0
