@@ -22,6 +22,7 @@ STRATEGIES = (
     "tp",
     "pp",
     "pp schedule=gpipe",
+    "pp schedule=zbv",
     "dp=2 tp=2",
     "dp=2 pp=2",
     "dp=2 cp=2",

@@ -8,6 +8,7 @@ from nbkit.planner.memory import Rest
 from nbkit.planner.peak.activations import Line, Piece, Updating, most, upper
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
+from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
 PIECE = Piece((Line(0, 12),), Line(0, 10), (Line(100, 14),), Line(0, 2))
@@ -58,6 +59,24 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_are_under_way(schedule: str, 
     for number, each, under_way in ((0, 8000, first), (3, 12000, last)):
         rest, text = Rest(100, 100, 200), f"pp schedule={schedule} microbatches=8"
         assert of(text, ranks=4, number=number, rows=1000, micros=8, rest=rest).activations == each * under_way
+
+
+def test_a_split_backward_keeps_the_gradients_behind_its_layers_until_those_of_the_weights() -> None:
+    strategy, rest = Strategy.parse("pp schedule=zbv microbatches=8", 4), Rest(100, 100, 200)
+    ranges = place([1.0] * 8, strategy)[0]
+    schedule, held, most_held = Schedule.of("zbv", 4, 8), [0, 0], [0, 0]
+    for op in schedule.ops[0]:
+        held[0] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        held[1] += {"I": 1, "W": -1}.get(op.kind, 0)
+        most_held = max(most_held, [held[0] + held[1], held[1]])
+    assert most_held[1] > 0
+    # The same bytes for what forward keeps and for what waits between the halves; nothing is handed on.
+    plain, split = (Piece((), Line(0, 10), (), Line(), Line(0, size)) for size in (0, 10))
+    tops = [
+        peak(strategy, 0, (piece,) * 8, (Weights((100,)),) * 8, ranges, rest, rows=1000, micros=8).activations
+        for piece in (plain, split)
+    ]
+    assert tops[1] == 10_000 * most_held[0] > tops[0]
 
 
 def test_an_optimizer_that_works_on_all_at_once_takes_more_for_a_moment() -> None:

@@ -65,12 +65,14 @@ class Piece:
 
     forward, backward: at their highest moments; backward includes what is kept, and the gradients that it makes.
     kept: from the end of its forward to its backward, with what it hands on. carried: what it hands on alone.
+    deferred: gradients behind each of its layers, which a split backward keeps for those of the weights.
     """
 
     forward: Peak
     kept: Line
     backward: Peak
     carried: Line
+    deferred: Line = Line()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ and take (activations.py) and what the data axis has under way:
     int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
     zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
     a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
-                hidden states that arrive for the next operations. With zero 3 all its units are whole throughout
+                hidden states that arrive for the next operations; from an I to its W also the gradients behind each
+                layer. With zero 3 all its units are whole throughout
 
 Left out: the batch itself, what kernels and communication libraries take for themselves, and an allocator's gaps.
 """
@@ -260,11 +261,15 @@ class _Step:
                 yield _Moment("forward", kept, extra + stage.received + stage.forward, own)
                 kept += stage.kept
             elif kind == "W":
-                kept -= stage.kept
+                yield _Moment("backward", kept, extra + stage.weights, own)
+                kept -= stage.kept + stage.deferred
             else:
+                deferred = stage.deferred if kind == "I" else 0.0
                 top = stage.again if made else stage.backward
-                yield _Moment("backward", kept, extra + stage.handed + max(top + stage.received - stage.kept, 0.0), own)
-                made = True
+                yield _Moment(
+                    "backward", kept, extra + stage.handed + deferred + max(top + stage.received - stage.kept, 0.0), own
+                )
+                made, kept = True, kept + deferred
                 if kind == "B":
                     kept -= stage.kept
         if self.strategy.zero in (1, 2):
@@ -291,7 +296,8 @@ class _Step:
 @dataclass(frozen=True)
 class _Stage:
     """forward, backward: at the highest moment, above what was there before its forward. again: of a backward that
-    adds to gradients. received, handed: what comes from the stage before, and from the one behind it."""
+    adds to gradients. received, handed: what comes from the stage before, and from the one behind it. deferred: from
+    an I to its W; weights: of the largest gradient that a W makes."""
 
     forward: float
     kept: float
@@ -299,6 +305,8 @@ class _Stage:
     again: float
     received: float
     handed: float
+    deferred: float
+    weights: float
 
 
 def _stage(pieces: Sequence[Piece], weights: Sequence[Weights], lo: int, hi: int, rows: float) -> _Stage:
@@ -312,7 +320,9 @@ def _stage(pieces: Sequence[Piece], weights: Sequence[Weights], lo: int, hi: int
         again = max(again, top - weights[i].total + max(_all(weights[i]), default=0))
         made += weights[i].total
     forward = max(kept[i - lo] + most(pieces[i].forward, rows) for i in range(lo, hi))
-    return _Stage(forward, kept[-1] + received - handed, backward, again, received, handed)
+    deferred = sum(pieces[i].deferred.at(rows) for i in range(lo, hi))
+    largest = max(max(_all(weights[i]), default=0) for i in range(lo, hi))
+    return _Stage(forward, kept[-1] + received - handed, backward, again, received, handed, deferred, largest)
 
 
 def _all(weights: Weights) -> tuple[int, ...]:

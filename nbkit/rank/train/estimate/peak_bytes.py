@@ -52,9 +52,7 @@ class PeakBytes:
         Raises StrategyError for what cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
-        # What waits between the two halves of a split backward is not measured.
-        split = strategy.schedule in ("zb", "zbv", "dualpipev")
-        if traced is None or split or (strategy.pp > 1 and self.builder.options.chain is None):
+        if traced is None or (strategy.pp > 1 and self.builder.options.chain is None):
             return []
         pieces = traced.pieces
         costs = self.builder.options.costs or (1.0,) * len(pieces)

@@ -94,7 +94,7 @@ class _Segment:
     def __init__(self) -> None:
         self.forward: list[int] = []
         self.backward: list[int] = []
-        self.kept = self.carried = 0
+        self.kept = self.carried = self.deferred = 0
 
 
 class _Run:
@@ -118,10 +118,19 @@ class _Run:
                 starts.append(len(self._live.levels))
                 ends.append(self._live.now)
                 given = [t for t in tensors_in((args, kwargs)) if t.requires_grad][:1]
-                self.segments[number - 1].carried = sum((t.part if isinstance(t, InParts) else t).nbytes for t in given)
+                self.segments[number - 1].carried = sum(map(_bytes, given))
                 return marked(args, kwargs, lambda: self._mark(marks, number, params))
 
-            with watched(module, enter, names=names), self._live, precision.autocast():
+            def leave(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+                # What is recomputed is not split: its backward is whole.
+                if not in_backward() and not options.recompute:
+                    self.segments[len(starts) - 1].deferred += sum(
+                        _bytes(t) for t in tensors_in(out) if t.requires_grad
+                    )
+
+            layers = [name for name, part in module.named_modules() if next(part.parameters(False), None) is not None]
+            around = watched(module, enter, names=names), watched(module, leave=leave, names=layers)
+            with around[0], around[1], self._live, precision.autocast():
                 output = call(module, value)
                 loss = weigh(config.loss(output, target), rows).value
                 del output
@@ -149,6 +158,10 @@ class _Run:
         marks.setdefault(number, (len(self._live.levels), made))
 
 
+def _bytes(tensor: Tensor | InParts) -> int:
+    return (tensor.part if isinstance(tensor, InParts) else tensor).nbytes
+
+
 def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
     def line(a: float, b: float) -> Line:
         return Line.through((rows, a), (2 * rows, b))
@@ -163,6 +176,7 @@ def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
         line(few.kept, many.kept),
         peak(few.backward, many.backward),
         line(few.carried, many.carried),
+        line(few.deferred, many.deferred),
     )
 
 
