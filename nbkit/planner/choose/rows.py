@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from nbkit.planner.choose.seconds import Parts
 from nbkit.planner.peak.peak import Peak
@@ -15,7 +16,8 @@ class Row:
     strategy: as one types it. microbatch_size: rows of a forward where there is no pipeline. recompute: of the blocks.
     peak: bytes of the fullest rank. seconds: of a step, and by part; low, high: between which they are. sent: bytes
     that the busiest rank sends in a step, by axis. rate: of samples or, where a sample has positions, of tokens per
-    second. limit: what takes longest.
+    second. limit: what takes longest. levers: seconds of the same with a key of nbkit/levers.py, where a link is waited
+    for that it would relieve; what they compute is not what one process does.
     """
 
     strategy: str
@@ -31,6 +33,7 @@ class Row:
     rate: float
     device_seconds_per_million: float
     limit: str
+    levers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def settings(self) -> str:

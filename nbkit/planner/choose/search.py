@@ -13,6 +13,7 @@ from math import log
 from typing import Protocol
 
 from nbkit.errors import StrategyError
+from nbkit.levers import Levers
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.rows import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Parts, Rates, interval, seconds, spans
@@ -329,7 +330,19 @@ def _row(candidate: _Candidate, load: Load, top: Peak, on: Hardware, rates: Rate
         units / parts.total,
         parts.total * on.devices / units * 1e6,
         _limit(parts, load, strategy, on),
+        dict(_relieved(parts, load, strategy, on, rates)),
     )
+
+
+def _relieved(parts: Parts, load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> Iterator[tuple[str, float]]:
+    """What a step would take with levers of the data axis that save at least a twentieth of it."""
+    if strategy.zero or "dp" not in load.sent:
+        return
+    for lever in (Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)):
+        sent = load.sent | {"dp": load.sent["dp"] * (lever.share if lever.compress else 1 / lever.sync_every)}
+        took = seconds(replace(load, sent=sent), strategy, on, rates).total
+        if took <= 0.95 * parts.total:
+            yield str(lever), took
 
 
 def _limit(parts: Parts, load: Load, strategy: Strategy, on: Hardware) -> str:

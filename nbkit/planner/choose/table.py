@@ -22,7 +22,7 @@ def text(plan: Plan) -> str:
     marked = [f"{mark} {line}" for mark, line in zip([" ", "→", *" " * len(lines)], lines, strict=False)]
     left = len(plan.rows) - _SHOWN
     more = [f"  … {left} more that fit: .rows"] if left > 0 else []
-    return "\n".join([_title(plan), *marked, *more, *_refusals(plan)])
+    return "\n".join([_title(plan), *marked, *more, *_levers(plan), *_refusals(plan)])
 
 
 def page(plan: Plan) -> str:
@@ -33,7 +33,7 @@ def page(plan: Plan) -> str:
         weight = "font-weight:bold" if not number else ""
         cells = "".join(f"<td style='text-align:left;{weight}'>{html.escape(c)}</td>" for c in _cells(row, plan))
         body += f"<tr>{cells}</tr>"
-    notes = "".join(f"<div>{html.escape(line.strip())}</div>" for line in _refusals(plan))
+    notes = "".join(f"<div>{html.escape(line.strip())}</div>" for line in [*_levers(plan), *_refusals(plan)])
     title = html.escape(_title(plan))
     return f"<div>{title}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
@@ -75,6 +75,15 @@ def _title(plan: Plan) -> str:
         f"{plan.model}, {plan.batch:,} rows a step, on {plan.on}: {len(plan.rows)} strategies fit, "
         f"{len(plan.refused)} do not; predicted, not measured"
     )
+
+
+def _levers(plan: Plan) -> list[str]:
+    """What would relieve the link of the best row that has such a key."""
+    row = next((row for row in plan.rows if row.levers), None)
+    if row is None:
+        return []
+    each = ", ".join(f"{lever} {span(took)}" for lever, took in row.levers.items())
+    return [f"  {row.strategy} waits for its link: {span(row.seconds)} a step. Not equal to one process: {each}"]
 
 
 def _refusals(plan: Plan) -> list[str]:

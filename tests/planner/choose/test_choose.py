@@ -125,6 +125,18 @@ def test_one_measured_step_calibrates() -> None:
     assert rates.spread < Rates().spread
 
 
+def test_where_a_link_is_waited_for_the_plan_says_what_levers_save() -> None:
+    slow, quick = (plan(SMALL, batch=64, on=f"4 x 1 A100 net={net}") for net in ("0.1GB/s", "100GB/s"))
+    ddp = next(row for row in slow.rows if row.strategy == "dp=4")
+    assert list(ddp.levers) == ["compress=bf16", "compress=int8", "sync_every=8"]
+    assert ddp.seconds > ddp.levers["compress=bf16"] > ddp.levers["compress=int8"] > ddp.levers["sync_every=8"]
+    # What is waited for shrinks with the bytes; nothing else changes.
+    saved = ddp.seconds - ddp.levers["compress=int8"]
+    assert 0.5 * saved < ddp.seconds - ddp.levers["compress=bf16"] < saved < ddp.parts.exposed
+    assert "compress=int8 " in repr(slow) and "compress=int8 " in slow._repr_html_()
+    assert not any(row.levers for row in quick.rows) and "compress" not in repr(quick)
+
+
 def test_a_plan_needs_no_torch() -> None:
     code = "import sys, nbkit; print(nbkit.plan(nbkit.GPTConfig(), batch=8, on='2 A100').rows[0].strategy)"
     done = subprocess.run(
