@@ -12,8 +12,9 @@ L ?=
 SEEDS ?=
 G ?=
 W ?=
+C ?=
 
-.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why check clean
+.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
 	@echo "make gpu-check  strategies, switches, errors and what else a training does, on a pretended GPU: about 20 minutes"
 	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
+	@echo "make chaos   kill ranks, parents, controllers and notebooks under trainings, fill disks and memory: up to an hour"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -74,7 +76,11 @@ fuzz-tp: $(READY)
 	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
-plan-check: $(READY)
+plan-# Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill
+chaos: $(READY)
+	@$(BIN)/python -m tests.support.chaos $(C)
+
+check: $(READY)
 	@$(BIN)/python -m bench.plan $(P)
 
 # As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
