@@ -123,7 +123,7 @@ def items(n: int) -> tuple[Item, ...]:
 
 def trained(strategy: str, at: Place) -> str:
     """A few steps under `strategy`, beside one process."""
-    at.cell(f"trainer = small_job.trainer({_allowed(strategy, at.n)!r})\ntrainer.fit({STEPS})")
+    at.cell(f"trainer = small_job.under({_allowed(strategy, at.n)!r})\ntrainer.fit({STEPS})")
     return at.as_one_process()
 
 
