@@ -23,7 +23,8 @@ CASES = {
     "06_which_strategy": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.01', ("108", "None", "1.25")),
 }
 
-pytestmark = pytest.mark.timeout(400)
+# Left to make long: see tests/rank/train/test_unequal_speeds.py and tests/bench/test_formulas.py.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -40,7 +40,8 @@ def printed(notebook: dict[str, Any], tag: str) -> str:
     return text_of(cell)
 
 
-pytestmark = pytest.mark.timeout(400)
+# Left to make long: what the pictures show is proven in tests/rank/telemetry and tests/notebook/widgets.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
 def test_the_slow_rank_is_read_from_the_picture(executed: dict[str, Any]) -> None:
