@@ -31,6 +31,7 @@ GROUPS = {
     "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "collective_overhead"),
     "slow": ("slow_link", "slow_rank"),
     "generate": ("generate",),
+    "data": ("loading",),
 }
 """Folder -> the benchmarks in it, a module each."""
 BY_NAME = ("switch_bytes",)

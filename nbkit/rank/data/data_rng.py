@@ -26,6 +26,12 @@ def seed(of_job: int, step: int, rank: int) -> None:
     _seed_others(mixed(of_job, step, rank))
 
 
+def seed_host(of_job: int, step: int, rank: int) -> None:
+    """The same in a process that reads for the rank and has no GPU: it draws what the rank would have drawn."""
+    torch.default_generator.manual_seed(mixed(of_job, step, rank))
+    _seed_others(mixed(of_job, step, rank))
+
+
 @contextmanager
 def own_draws() -> Iterator[None]:
     """Around a training, whose steps seed numpy and Python: after it both go on as before."""

@@ -1,9 +1,10 @@
 """Endless streams of this rank's shards of the batches, whose position is a small value.
 
-Map-style data: epoch e is `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches;
-a rank fetches its own rows alone. Iterable data: every rank iterates the same stream and keeps its rows. Either
-way the position is (epoch, samples taken in it), and nothing is read ahead, so a resumed stream misses and repeats no
-sample. What iterable data draws comes from a generator state of the stream's own, so that it is drawn again alike.
+Map-style data: epoch e is `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches; a
+rank fetches its own rows alone. Iterable data: every rank iterates the same stream and keeps its rows. Either way the
+position is (epoch, samples taken in it): what workers have read ahead does not count, so a resumed stream misses and
+repeats no sample. What iterable data draws comes from a generator state of the stream's own, so that it is drawn again
+alike.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
-from itertools import islice
+from itertools import count, islice
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +27,7 @@ from nbkit.rank.data.balanced_order import BalancedOrder
 from nbkit.rank.data.batch import Parts, Shard, bounds, fingerprint, numbers_of, parts_by_speed, rows_of
 from nbkit.rank.data.data_rng import Compared, content
 from nbkit.rank.data.equal_shares import equal_shares
+from nbkit.rank.data.workers import Draws, ReadAhead, Reader, ToRead
 from nbkit.rank.rng.seeding import ITERATED, mixed
 
 Collate = Callable[[list[Any]], Any]
@@ -40,7 +44,8 @@ class Stream(ABC):
     """Shards without end, and where it stands: `offset` samples into `epoch`.
 
     rank, ranks, speeds: which part of each global batch is read; may change between batches. own: each rank reads other
-    samples, not all the same stream. goes_back: what was read can be read again.
+    samples, not all the same stream. goes_back: what was read can be read again. workers: processes that read ahead,
+    where the data allows it; pin: into memory that a GPU copies from.
     """
 
     data: Any
@@ -53,14 +58,24 @@ class Stream(ABC):
     shuffle: bool
     drop_last: bool
     collate: Collate
+    workers: int = 0
+    pin: bool = False
     epoch: int = field(default=0, init=False)
     offset: int = field(default=0, init=False)
     own: ClassVar[bool]
     goes_back: bool = field(default=True, init=False)
 
     @abstractmethod
-    def next(self) -> Shard:
-        """This rank's rows of the next global batch."""
+    def next(self, draws: Draws | None = None) -> Shard:
+        """This rank's rows of the next global batch. draws: what a worker that reads them draws from."""
+
+    def close(self) -> None:  # noqa: B027
+        """End the workers, where there are some; `next` starts others."""
+
+    def follow(self, other: Stream) -> None:
+        """Stand where `other` stands, which is not read any more."""
+        other.close()
+        self.seek(other.epoch, other.offset)
 
     @abstractmethod
     def seek(self, epoch: int, offset: int) -> None:
@@ -86,6 +101,8 @@ class MapStream(Stream):
                 hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
             )
         self.length = len(data)
+        self._reader = Reader(data, self.collate)
+        self._ahead = ReadAhead(self._reader, self.workers, pin=self.pin) if self.workers else None
         self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 1), self.collate).data))
         self.seek(0, 0)
 
@@ -95,8 +112,6 @@ class MapStream(Stream):
             raise _shorter(epoch, offset, self.length)
         self.epoch, self.offset = epoch, offset
         self._order = self._ordered(epoch)
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(epoch)
 
     def after(self, step: int) -> dict[str, int]:
         """Where `step` batches end, from the first sample on."""
@@ -107,9 +122,27 @@ class MapStream(Stream):
             offset += self._rows(self.length - offset)
         return {"epoch": epoch, "offset": offset}
 
-    def next(self) -> Shard:
-        """This rank's rows of the next global batch."""
+    def close(self) -> None:
+        """End the workers; `next` starts others."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def next(self, draws: Draws | None = None) -> Shard:
+        """This rank's rows of the next global batch. draws: what a worker that reads them draws from."""
         self._compared.check(self.ranks)
+        shard = self._advance()
+        own = self._own(shard)
+        if not own:
+            return shard
+        wanted = ToRead(own, self.epoch, draws)
+        if self._ahead is None:
+            data = self._reader.read(wanted)
+        else:
+            data = self._ahead.next(wanted, lambda: self._following(draws))
+        return replace(shard, data=_checked(data, len(own)))
+
+    def _advance(self) -> Shard:
+        """The next batch without its data; the position is behind it."""
         left = self.length - self.offset
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)
@@ -121,8 +154,25 @@ class MapStream(Stream):
         mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
         self.offset += total
         parts = self._parts(indices)
-        shard = _fetched(self.data, indices, numbers_of(parts, total, self.ranks, self.rank), self.collate)
-        return replace(shard, fingerprint=zlib.crc32(mark.encode()), parts=parts)
+        rows = len(numbers_of(parts, total, self.ranks, self.rank))
+        return Shard(None, rows, total, indices, fingerprint=zlib.crc32(mark.encode()), parts=parts)
+
+    def _own(self, shard: Shard) -> tuple[int, ...]:
+        """Indices of this rank's rows."""
+        return tuple(shard.indices[row] for row in numbers_of(shard.parts, shard.total, self.ranks, self.rank))
+
+    def _following(self, draws: Draws | None) -> Iterator[ToRead]:
+        """This rank's rows of the batches behind the position, one for each step, if nothing happens."""
+        later = copy(self)
+
+        def each() -> Iterator[ToRead]:
+            for number in count(1):
+                own = later._own(later._advance())
+                by = None if draws is None else (draws[0], draws[1] + number, draws[2])
+                if own:
+                    yield ToRead(own, later.epoch, by)
+
+        return each()
 
     def _ordered(self, epoch: int) -> Order:
         if self.shuffle:
@@ -207,7 +257,7 @@ class IterableStream(Stream):
             raise _shorter(self.epoch, self.offset, passed)
         return samples
 
-    def next(self) -> Shard:
+    def next(self, draws: Draws | None = None) -> Shard:
         """This rank's rows of the next global batch."""
         samples = self._read()
         if not self._enough(samples) and (self.offset or not samples):
@@ -265,6 +315,15 @@ class IterableStream(Stream):
         return len(samples) == self.batch_size or (bool(samples) and not self.drop_last)
 
 
+@contextmanager
+def reading(current: Callable[[], Stream]) -> Iterator[None]:
+    """Around a training: after it no workers are left. current: what it reads, which may be opened anew meanwhile."""
+    try:
+        yield
+    finally:
+        current().close()
+
+
 def open_stream(data: Any, **how: Any) -> Stream:
     """The stream that fits the kind of `data`; how: see Stream. Raises TrainingError when it is neither kind."""
     _refuse_loader(data)
@@ -303,14 +362,18 @@ def _fetched(data: Any, indices: list[int], mine: Sequence[int], collate: Collat
     if not own:
         return Shard(None, 0, len(indices), indices)
     samples = data.__getitems__(own) if hasattr(data, "__getitems__") else [data[i] for i in own]
-    batch = collate(samples)
-    if (rows := rows_of(batch)) != len(own):
+    return Shard(_checked(collate(samples), len(own)), len(own), len(indices), indices)
+
+
+def _checked(batch: Any, samples: int) -> Any:
+    """`batch`, which has a row for each of so many samples."""
+    if (rows := rows_of(batch)) != samples:
         raise TrainingError(
             "The collated batch has another number of rows than samples.",
-            numbers=f"{len(own)} samples, {rows} rows",
+            numbers=f"{samples} samples, {rows} rows",
             hint="collate so that dim 0 of every tensor is the sample",
         )
-    return Shard(batch, len(own), len(indices), indices)
+    return batch
 
 
 def _refuse_loader(data: Any) -> None:

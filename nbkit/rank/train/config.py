@@ -120,8 +120,9 @@ class LoopSettings:
     on_failure: str
     on_oom: str | None
     balance: bool
+    workers: int
 
-    def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:
+    def stream(self, axes: Axes, strategy: Strategy, seed: int, device: torch.device) -> Stream:
         """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
         return open_stream(
             self.data,
@@ -133,6 +134,8 @@ class LoopSettings:
             shuffle=self.shuffle,
             drop_last=self.drop_last,
             collate=self.collate,
+            workers=self.workers,
+            pin=accelerator().holds(device),
         )
 
 
@@ -144,6 +147,7 @@ def warn_without_effect(
     save_every: int | str | bool | None,
     save_path: Any,
     keep: Asked,
+    workers: int = 0,
 ) -> None:
     """Name every setting of a Trainer that means nothing beside the others."""
     never = not (save_every or (save_every is None and DETACHED.get()))
@@ -151,6 +155,10 @@ def warn_without_effect(
         (
             shuffle is not None and not is_map_style(data),
             "shuffle= has no effect on data that can only be iterated: it comes in its own order",
+        ),
+        (
+            bool(workers) and not is_map_style(data),
+            "workers= has no effect on data that can only be iterated: it is read in the step",
         ),
         (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
         *(

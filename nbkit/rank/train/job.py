@@ -311,11 +311,11 @@ class Job(Switchable):
             # Nobody waits for this one's result, and the training goes on under the old strategy.
             self.pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
-    def seed_data(self, *, own: bool) -> None:
-        """Seed what reading the next batch draws: on this rank alone, or the same on every rank."""
-        data_rng.seed(
-            self.seed, self.step, self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
-        )
+    def seed_data(self, *, own: bool) -> tuple[int, int, int]:
+        """Seed what reading the next batch draws, on this rank alone or the same on every rank; returns what by."""
+        rank = self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
+        data_rng.seed(self.seed, self.step, rank)
+        return self.seed, self.step, rank
 
 
 def _warn_if_taken_back(error: BaseException | None) -> None:

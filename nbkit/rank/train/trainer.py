@@ -18,7 +18,7 @@ from nbkit.rank.data.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
-from nbkit.rank.data.stream import Stream
+from nbkit.rank.data.stream import Stream, reading
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import Prompt, Sampling, generate
 from nbkit.rank.telemetry.clock_offset import clock_offset
@@ -55,28 +55,28 @@ class Trainer:
     names what the model takes and loss gets (output, batch). batch_size: global, over all ranks. strategy: "ddp";
     "auto" takes the first of a plan (docs/plan.md) and says so. seed: of weights, order and dropout.
     precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
-    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
-    microbatch_size: samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style
-    data only). drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. eval_data,
-    eval_every: evaluate every so many steps, into `history` as eval_loss. save_every, save_path: a checkpoint every so
-    many steps, or "10min" of training (the default in a detached cell; False: never), into checkpoint in the run's
-    directory, or save_path, beside the training. keep: 3, "2h" or (3, "2h") of them, instead of one. snapshot_every:
-    steps from one to the next of what `rewind` goes back to. callbacks: f(trainer, record), with each finished record.
+    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch_size:
+    samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
+    drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. workers: processes of each
+    rank that read ahead, map-style data only (docs/data.md). eval_data, eval_every: evaluate every so many steps, into
+    `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
+    in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
+    3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
+    to. callbacks: f(trainer, record), with each finished record.
     log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
-    records), which %dashboard and TensorBoard read; name: the run's.
-    progress: print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline; tp_plan:
-    module name (with *) -> how tensor parallelism splits it; both only where nbkit does not find out by itself.
-    example: a small batch to run the model on, for iterable data. recompute: compute activations again in the backward
-    pass. offload: "cpu" keeps the optimizer's state in host memory. compile: each block, where that is sound.
-    dropout: "keyed", the same under every strategy (default on CPU ranks); "fused": that of attention is drawn by its
-    kernel (default on GPUs, whose fused kernels take no mask).
-    switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the first.
-    balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
+    records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
+    the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
+    splits it; both only where nbkit does not find out by itself. example: a small batch to run the model on, for
+    iterable data. recompute: compute activations again in the backward pass. offload: "cpu" keeps the optimizer's state
+    in host memory. compile: each block, where that is sound. dropout: "keyed", the same under every strategy (default
+    on CPU ranks); "fused": that of attention is drawn by its kernel (default on GPUs, whose fused kernels take no
+    mask). switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the
+    first. balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
     on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
-    on_oom: a step that runs out of memory is taken back (docs/memory.md) and made again with what "fit"s, or as you
-    say when it "ask"s (the default in a notebook); "raise": the error ends `fit` (the default elsewhere).
-    backup_every: steps between backups of what one rank alone holds, in the host memory of another; default: as many as
-    cost below 5 % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
+    on_oom: a step that runs out of memory is taken back (docs/memory.md) and made again with what "fit"s, or as you say
+    when it "ask"s (the default in a notebook); "raise": the error ends `fit` (the default elsewhere). backup_every:
+    steps between backups of what one rank alone holds, in the host memory of another; default: as many as cost below 5
+    % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
 
     Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
     """
@@ -124,14 +124,15 @@ class Trainer:
         on_failure: str = "replace",
         on_oom: str | None = None,
         backup_every: int | None = None,
+        workers: int = 0,
     ) -> None:
         check_policy(on_failure)
         check_on_oom(on_oom)
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
-        check_counts(backup_every=backup_every or None, snapshot_every=snapshot_every)
-        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep)
+        check_counts(backup_every=backup_every or None, snapshot_every=snapshot_every, workers=workers or None)
+        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep, workers)
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
@@ -164,6 +165,7 @@ class Trainer:
             on_failure=on_failure,
             on_oom=on_oom,
             balance=balance,
+            workers=workers,
         )
         job = Job(model, optimizer, config, strategy=strategy, switches=switches)
         check_packed(data, job.model)
@@ -184,11 +186,11 @@ class Trainer:
 
     def reopen(self) -> None:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
-        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
+        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         self.snapshots.clear()
-        stream.seek(self._stream.epoch, self._stream.offset)
+        stream.follow(self._stream)
         self._stream = stream
         self._rebalancing.forget()
         if self.run_dir is not None and mode() != "off":
@@ -197,7 +199,7 @@ class Trainer:
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop = job, loop
         self.arithmetic = self._cut_for(self.strategy)
-        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
+        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed, job.device)
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)
@@ -270,6 +272,7 @@ class Trainer:
             self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
             self._rebalancing.listening() if self.loop.balance else nullcontext(),
             rescue(self, self.loop.on_oom) as memory,
+            reading(lambda: self._stream),
         ):
             self.saves.begin()
             if joined is None:  # else the ranks have begun already
@@ -343,18 +346,16 @@ class Trainer:
     ) -> Any:
         """`prompt`, or each of several, continued by `tokens` tokens, the same on every rank: see docs/generate.md."""
         check_counts(tokens=tokens)
-        sampling, inputs = Sampling(temperature, top_k, seed), self.job.config.inputs
+        sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
             self.job.level()
-            model = self.job.sharded_model
-            return generate(model, prompt, tokens, inputs=inputs, sampling=sampling, device=self.job.device)
+            return generate(self.job.sharded_model, prompt, tokens, inputs=inputs, sampling=sampling, device=device)
 
     def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
         Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands. beside: go
-        on once it has been copied to host memory; a thread writes it, and what fails there is said. `fit` and the next
-        save wait for it.
+        on once it is copied to host memory; a thread writes it, and says what fails. `fit` and the next save wait.
         """
         self.saves.save(path, beside=beside)
 
@@ -404,8 +405,7 @@ class Trainer:
                     with phase("optimizer"):
                         self._rate.prepare(step)
                     with phase("data"):
-                        job.seed_data(own=self._stream.own)
-                        shard = self._stream.next()
+                        shard = self._stream.next(job.seed_data(own=self._stream.own))
                     job.backward(shard)
                     if self.loop.clip_norm is not None:
                         job.clip(self.loop.clip_norm)

@@ -1,0 +1,1 @@
+"""Reading data: how much of it is hidden behind steps."""

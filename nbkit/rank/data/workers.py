@@ -1,0 +1,143 @@
+"""Batches of map-style data, read ahead by worker processes: samples, and what they draw, are those without workers.
+
+Torch's DataLoader starts the workers and brings what they read. It is told to read the batches that come next if
+nothing happens; where something does (a switch, a step that is made again, another position), it begins anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data import data_rng
+
+Collate = Callable[[list[Any]], Any]
+Draws = tuple[int, int, int]
+"""(seed of the job, step, rank): what reading a batch draws from."""
+
+_BATCHES_PER_WORKER = 2
+
+
+@dataclass(frozen=True)
+class ToRead:
+    """One rank's rows of one batch. indices: of the data. epoch: None where the data is not told of it."""
+
+    indices: tuple[int, ...]
+    epoch: int | None
+    draws: Draws | None
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What reading raised, in words. index: of the sample; None where all were read together, or collating failed."""
+
+    index: int | None
+    error: str
+    trace: str
+    worker: int
+
+
+class Reader(Dataset[Any]):
+    """Reads batches, here or in a worker."""
+
+    def __init__(self, data: Any, collate: Collate) -> None:
+        self.data, self.collate = data, collate
+        self._epoch: int | None = None
+        self._at: int | None = None
+
+    def read(self, wanted: ToRead) -> Any:
+        """The collated rows."""
+        if wanted.epoch != self._epoch and hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(wanted.epoch)
+        self._epoch, self._at = wanted.epoch, None
+        if hasattr(self.data, "__getitems__"):
+            return self.collate(self.data.__getitems__(list(wanted.indices)))
+        return self.collate(list(self._samples(wanted.indices)))
+
+    def _samples(self, indices: Sequence[int]) -> Iterator[Any]:
+        for self._at in indices:
+            yield self.data[self._at]
+        self._at = None
+
+    def __getitem__(self, wanted: ToRead) -> Any:
+        """In a worker."""
+        info = get_worker_info()
+        try:
+            if wanted.draws is not None:
+                data_rng.seed_host(*wanted.draws)
+            return self.read(wanted)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return _Failed(self._at, text, traceback.format_exc(), info.id if info is not None else 0)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """In the place of torch's conversion, which makes tensors and lists of what it finds."""
+    return batch
+
+
+class ReadAhead:
+    """The batches that follow a position, `workers` processes ahead. pin: into memory that a GPU copies from."""
+
+    def __init__(self, reader: Reader, workers: int, *, pin: bool) -> None:
+        self._told: deque[ToRead] = deque()
+        self._ahead: Iterator[ToRead] = iter(())
+        self._loader: DataLoader[Any] = DataLoader(
+            reader,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            sampler=self,  # type: ignore[arg-type]
+            num_workers=workers,
+            prefetch_factor=_BATCHES_PER_WORKER,
+            persistent_workers=True,
+            # What a cell has defined need not be imported by a process that is forked.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            pin_memory=pin,
+            generator=torch.Generator(),  # what it draws for its workers is not drawn from the job's
+        )
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[ToRead]:
+        for wanted in self._ahead:
+            self._told.append(wanted)
+            yield wanted
+
+    def next(self, wanted: ToRead, after: Callable[[], Iterator[ToRead]]) -> Any:
+        """The batch `wanted`; `after` gives those that come behind it, where reading has to begin anew.
+
+        Raises TrainingError for a sample that could not be read, with its index.
+        """
+        try:
+            if self._batches is None or not self._told or self._told[0] != wanted:
+                self._told.clear()
+                self._ahead = chain((wanted,), after())
+                self._batches = iter(self._loader)
+            self._told.popleft()
+            batch = next(self._batches)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(batch, _Failed):
+            self.close()
+            what = "A batch" if batch.index is None else f"Sample {batch.index}"
+            index = wanted.indices[0] if batch.index is None else batch.index
+            raise TrainingError(
+                f"{what} could not be read by worker {batch.worker}: {batch.error}",
+                numbers=f"samples {', '.join(map(str, wanted.indices[:16]))}{', ...' * (len(wanted.indices) > 16)}",
+                hint=f"data[{index}] in a cell raises it here; workers=0 reads without workers",
+            ) from RuntimeError(batch.trace)
+        return batch
+
+    def close(self) -> None:
+        """End the workers; `next` starts others."""
+        self._batches, self._loader._iterator = None, None
+        self._told.clear()

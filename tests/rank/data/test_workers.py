@@ -1,0 +1,99 @@
+"""Workers read ahead what would have been read without them: the same samples, draws and losses, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from jobs import order, quiet
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.stream import open_stream
+from nbkit.rank.train.trainer import Trainer
+
+
+class Augmented:
+    """32 points with noise of three kinds of generator, as augmentations draw it; remembers what this process read."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.epoch, self.fails_at, self.read = 0, fails_at, list[int]()
+
+    def __len__(self) -> int:
+        return 32
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if i == self.fails_at:
+            raise OSError(f"image {i} is truncated")
+        self.read.append(i)
+        noise = random.random() + float(numpy.random.rand()) + self.epoch
+        return torch.full((6,), i / 32.0) + torch.randn(6) * 0.1 + noise * 0.01, torch.tensor(i % 3)
+
+
+def stream(data: Any, **changed: Any) -> Any:
+    asked = {"batch_size": 8, "rank": 0, "ranks": 1, "seed": 7, "shuffle": True, "drop_last": False, "collate": list}
+    return open_stream(data, **(asked | changed))
+
+
+def trained(job: Trainer) -> list[float]:
+    """Steps over an epoch's end, a switch, a trial, going back, and data that is read again."""
+    job.fit(5)
+    job.switch("tp" if job.strategy.dp > 1 else "ddp")
+    job.fit(2)
+    job.try_out("zero3", steps=2)
+    job.fit(1)
+    return [record["loss"] for record in job.history]
+
+
+def with_and_without(world: Any) -> tuple[Any, ...]:
+    data = Augmented()
+    read = quiet(data=data, workers=2)
+    known = list(data.read)
+    losses = trained(read)
+    return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._batches is None
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_losses_are_those_without_workers_through_switches_and_trials() -> None:
+    for expected, found, read_elsewhere, ended in run_ranks(with_and_without, 2, timeout=180):
+        assert found == expected
+        assert read_elsewhere, "the rank itself has read samples"
+        assert ended, "workers are left behind"
+
+
+def test_the_order_is_kept_over_epochs_and_where_the_position_is_moved() -> None:
+    data = stream(list(range(21)), workers=2)
+    epochs = [order(21, epoch) for epoch in range(3)]
+    try:
+        assert [data.next().data for _ in range(4)] == [*(epochs[0][at : at + 8] for at in (0, 8, 16)), epochs[1][:8]]
+        data.seek(2, 8)
+        assert data.next().data == epochs[2][8:16]
+        data.rank, data.ranks = 1, 2
+        assert data.next().data == epochs[2][16:][3:]
+    finally:
+        data.close()
+
+
+def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> None:
+    data = stream(Augmented(fails_at=21), workers=2, shuffle=False, collate=default_collate)
+    try:
+        assert [len(data.next((7, step, 1)).data[0]) for step in range(2)] == [8, 8]
+        with pytest.raises(TrainingError, match=r"Sample 21 could not be read by worker [01]: OSError: image 21"):
+            data.next((7, 2, 1))
+        data.seek(0, 24)
+        assert len(data.next((7, 3, 1)).data[0]) == 8
+    finally:
+        data.close()
+
+
+def test_data_that_can_only_be_iterated_has_no_workers_and_that_is_said() -> None:
+    with pytest.warns(UserWarning, match="workers= has no effect"):
+        quiet(data=iter([(torch.zeros(6), torch.tensor(0))] * 32), workers=2)
