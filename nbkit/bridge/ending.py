@@ -26,7 +26,7 @@ class Ending:
 
     def __init__(self, runner: Runner, folder: Path, loop: Any) -> None:
         self.runner, self.folder, self._loop = runner, folder, loop
-        self._began = False
+        self._began, self._pid = False, os.getpid()
         step_boundary.handlers["ended"] = lambda told: cluster_end.write(folder, ClusterEnd(*told))
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -51,5 +51,9 @@ class Ending:
             running.ended.wait()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
-    def _on_sigterm(self, *_: object) -> None:
+    def _on_sigterm(self, number: int, _: object) -> None:
+        if os.getpid() != self._pid:  # a fork of this rank, such as a pool's, which is told to end by itself
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         self.begin("the ranks were told to end (SIGTERM)", now=True)

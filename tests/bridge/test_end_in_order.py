@@ -55,6 +55,15 @@ def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
     return step, *([record["loss"] for record in trainer.history] for trainer in (loaded, alone))
 
 
+def test_a_process_that_a_cell_has_forked_ends_by_sigterm_as_ever(two: Cluster) -> None:
+    code = (
+        "import multiprocessing, time\nfork = multiprocessing.get_context('fork')\n"
+        "other = fork.Process(target=time.sleep, args=(60,))\n"
+        "other.start(); other.terminate(); other.join(20); other.exitcode"
+    )
+    assert two.run(code).values == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
     whom, number, why = WAYS[way]
