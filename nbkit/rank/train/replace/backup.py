@@ -98,9 +98,12 @@ class Backups:
     def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
         """Make backups from now on, every so many steps; 0: none; None: as many as cost below 5 % of a step.
 
-        Whatever was kept before is another training's. say: told what one costs, when that is known.
+        Whatever was kept before is another training's. say: told what one costs, when that is known. Collective.
         """
-        self.wait()
+        # Where another `fit` has ended on some ranks by an error, what is under way on the others may stay so for ever.
+        if (every != 0 or self.on) and largest([self._under_way is None], device=self.device)[0]:
+            self.abandon()
+        self.break_off()
         if every != self.asked or self.every == 0:
             self.asked = self.every = every
             self._shares = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -163,6 +164,25 @@ def crowded(world: Any) -> tuple[list[str], list[bool]]:
         trainer.job.back_up()
         on.append(trainer.job.backups.on)
     return said, on
+
+
+def ended_apart(world: Any) -> list[float]:
+    """One rank's `fit` ends with an error behind its last step, the other one's does not; both train on."""
+
+    def fail(trainer: Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == 2 and world.place.rank == 1:
+            raise ValueError("planted")
+
+    trainer = made("zero1", backup_every=1, callbacks=[fail])
+    with pytest.raises(ValueError, match="planted") if world.place.rank == 1 else nullcontext():
+        trainer.fit(2)
+    trainer.fit(until=STEPS)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_backups_go_on_where_fit_has_ended_on_one_rank_by_an_error(expected: list[float]) -> None:
+    for losses in run_ranks(ended_apart, 2, timeout=60):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def test_backups_that_would_fill_a_host_are_not_made_unasked() -> None:
