@@ -133,6 +133,9 @@ def cluster_parser() -> MagicParser:
     stop = verbs.add_parser("stop", help="end the cluster")
     stop.add_argument("name", nargs="?", metavar="NAME", help="another one than this notebook's")
     verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids")
+    resize = verbs.add_parser("resize", help="go on with another number of ranks, also while a Trainer makes steps")
+    resize.add_argument("n", type=int, metavar="N", help="ranks; tp, pp and cp stay, and dp takes the rest")
+    resize.add_argument("--strategy", nargs="+", default=[], metavar="WORD", help="another one: zero3, tp=2 pp=2")
     verbs.add_parser("list", help="all clusters of this user")
     verbs.add_parser("clean", help="end what half-dead clusters have left")
     return parser

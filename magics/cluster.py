@@ -1,4 +1,4 @@
-"""`%cluster`: start, attach, status, stop, restart, list, clean."""
+"""`%cluster`: start, attach, status, stop, restart, resize, list, clean."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _restart(self, options: Any) -> Any:
         return current().restart().status()
+
+    def _resize(self, options: Any) -> Any:
+        return current().resize(options.n, strategy=" ".join(options.strategy))
 
     def _list(self, options: Any) -> Any:
         return Cluster.list()

@@ -86,9 +86,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]
             self.loop.add_callback(self._take_over, newcomer, message)
         elif message["do"] == "end":
             self.ending.begin(message["why"], now=message["now"])
-        elif message["do"] in ("form", "kept") or message.get("replaced"):
+        elif message["do"] in ("form", "kept", "leave") or message.get("replaced"):
             self.survivor.hear(message)
-        elif message["do"] == "replaced":
+        elif message["do"] in ("replaced", "resized"):
             self.runner.capture.publish("nbkit_replaced", {}, self.kernel.iopub_socket)
         elif message["do"] == "died":
             calls.dead.add(message["rank"])
@@ -118,7 +118,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
 
 def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
-    """Be rank `rank` until the cluster stops. Never returns. replaces: one of this number has died in a training."""
+    """Be rank `rank` until the cluster stops. Never returns. replaces: the others are in a world, which it joins later:
+    one of this number has died in a training, or there are more ranks from now on."""
     pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)

@@ -264,7 +264,7 @@ class Runner:
 def _status(failure: Failure | None, running: Running) -> Status:
     if failure is None:
         return "ok"
-    if running.stopped or failure.ename == "Stopped":
+    if running.stopped or failure.ename in ("Stopped", "Left"):
         return "interrupted"
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"

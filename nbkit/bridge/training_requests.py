@@ -23,6 +23,9 @@ from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.estimate.time_model import measured_step
 from nbkit.rank.train.out_of_memory import question
+from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.train.resize.plan_resize import Resizing, Wanted, planned
+from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
@@ -68,6 +71,9 @@ class Controls:
         job = getattr(owner, "job", owner)
         try:
             result = _act(control, owner)
+        except Resizing as asked:  # `fit` goes on with it
+            asked.done = lambda done, error: self._tell(control, owner, result=done, error=error)
+            raise
         except BaseException as error:
             self._tell(control, owner, error=error)
             # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not.
@@ -181,7 +187,7 @@ def _torn(owner: Any) -> bool:
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:
     """Do it, on all ranks; what is told of it, plain values only."""
-    if owner is None:
+    if owner is None and control.do != "resize":
         raise UsageError("There is no Trainer on the ranks.", hint="trainer = nbkit.Trainer(...)   in %%distributed")
     if control.do not in _ACTIONS:
         raise UsageError(f"{control.do!r} is not a control.", numbers=f"controls: {', '.join(_ACTIONS)}")
@@ -239,6 +245,30 @@ def _save(owner: Any, path: str = "") -> dict[str, Any]:
     return {"path": str(to)}
 
 
+def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -> dict[str, Any]:
+    """owner: None where nothing trains on the ranks."""
+    assert resume_fit.host is not None
+    if owner is None:
+        resume_fit.host.resize(Wanted(ranks, None, tuple(pins)), None, None)
+        resume_fit.host.tell(f"The cluster has {ranks} ranks now.")
+        return {"ranks": ranks}
+    if not hasattr(owner, "loop"):
+        raise UsageError(
+            "Only a Trainer goes on with another number of ranks: nbkit cannot hand over a loop of your own.",
+            hint="%cluster start -n N   and load a checkpoint",
+        )
+    wanted = planned(owner, ranks, strategy, tuple(pins))
+    if step_boundary.training() is None:
+        return resize(owner, wanted, None)
+    if ranks > owner.job.world_size and not resume_fit.host.enterable:
+        raise UsageError(
+            "New ranks cannot enter this cell where it stands.",
+            numbers="they can where NAME.fit(...) is a statement of its own, on all ranks, with on_failure='replace'",
+            hint=f"%train stop, %cluster resize {ranks}, trainer.fit(...)",
+        )
+    raise Resizing(wanted)
+
+
 def _trace(owner: Any, steps: int) -> dict[str, Any]:
     if step_boundary.training() is None:
         raise UsageError("Nothing makes steps, so there is nothing to trace.", hint="trainer.fit(...)   with --detach")
@@ -258,6 +288,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": _fit,
     "save": _save,
     "trace": _trace,
+    "resize": _resize,
 }
 
 controls: Controls | None = None  # set once, by the engine

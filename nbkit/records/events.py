@@ -119,6 +119,30 @@ class Replaced(Event):
 
 
 @dataclass(frozen=True)
+class Resized(Event):
+    """The training goes on with another number of ranks. old, new: strategies. moved_bytes: over all ranks.
+
+    pause_s: how long no step could be made.
+    """
+
+    kind: ClassVar[str] = "resized"
+    old_ranks: int = 0
+    ranks: int = 0
+    old: str = ""
+    new: str = ""
+    moved_bytes: int = 0
+    pause_s: float = 0.0
+
+    @property
+    def said(self) -> str:
+        """One sentence about it."""
+        return (
+            f"{self.old_ranks} → {self.ranks} ranks after step {self.step}: {self.old} → {self.new}, "
+            f"{self.moved_bytes / 1e6:.3g} MB moved, {self.pause_s:.1f} s without a step."
+        )
+
+
+@dataclass(frozen=True)
 class OutOfMemory(Event):
     """A step ran out of memory and was taken back; then another one: the training goes on with another setting.
 

@@ -34,6 +34,7 @@ from nbkit.bridge.parent.controller import controller_of, end_schedulers
 from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.replacement import Replacer, Seat
+from nbkit.bridge.parent.resizing import Resizer
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
@@ -74,7 +75,7 @@ class Parent:
             self.spec = replace(self.spec, port=self.listener.getsockname()[1])
         self.children: dict[int, Child] = {}
         self.dead: set[int] = set()
-        self.replacer = Replacer(self)
+        self.replacer, self.resizer = Replacer(self), Resizer(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
         self.seen = time.monotonic()
         self.oom_kills = oom_kills()
@@ -116,13 +117,14 @@ class Parent:
             self._reap()
             self._release_due()
             self.replacer.go_on()
+            self.resizer.go_on()
             self._let_go()
         log("every rank has ended")
 
     def start_rank(self, rank: int, *, replaces: bool = False) -> None:
         """Fork a rank from this process, which has torch in memory; where forking is unsafe, start it afresh.
 
-        replaces: another one of this number has died.
+        replaces: another one of this number has died, or the ranks that are there have been in a world without it.
         """
         mine, theirs = socket.socketpair()
         listener = self.listener if rank == 0 and not replaces else None
@@ -186,6 +188,8 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
+        elif event in ("waits", "replaced") and self.resizer.takes(child, message):
+            pass
         elif event in ("seat", "waits", "replaced"):
             self.replacer.hear(child, message)
         elif event in ("interrupt", "end"):
@@ -279,7 +283,8 @@ class Parent:
     def _mourn(self, child: Child, how: str) -> None:
         """A rank ended that should not have: tell everybody, and release those that wait for it."""
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
-        if self.replacer.takes(child, death):
+        self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
+        if child.dismissed or self.replacer.takes(child, death):
             return
         self.dead.add(child.rank)
         self.note(death)

@@ -16,6 +16,7 @@ from nbkit.rank.train.replace.by_value import dumps
 
 LIMIT_BYTES = 1 << 20  # of one value
 _OF_THE_TRAINER = ("", "model", "optimizer")
+_OF_THE_RANK = ("rank", "local_rank", "device")  # every rank has its own, though one alone differs from nobody
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Names:
 
 def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> Names:
     """The names that the user has given. hidden: those of the shell itself."""
-    parts = {id(getattr(trainer, name) if name else trainer): name for name in _OF_THE_TRAINER}
-    foreign = {*parts, id(trainer.job)}
+    parts, foreign = dict[int, str](), set[int]()
+    if trainer is not None:
+        parts = {id(getattr(trainer, name) if name else trainer): name for name in _OF_THE_TRAINER}
+        foreign = {*parts, id(trainer.job)}
     digests, bound, others = dict[str, str](), dict[str, str](), list[str]()
     for name, value in list(namespace.items()):
-        if name.startswith("_") or (name in hidden and hidden[name] is value):
+        if name.startswith("_") or name in _OF_THE_RANK or (name in hidden and hidden[name] is value):
             continue
         if id(value) in parts:
             bound[name] = parts[id(value)]

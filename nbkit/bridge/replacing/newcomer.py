@@ -1,4 +1,7 @@
-"""A rank that takes the place of one that died: it joins the world, gets names and a Trainer, and enters the cell."""
+"""A rank that is new in a world that is there: it joins, gets names and a Trainer, and enters the cell.
+
+It takes the place of one that died, or there are more ranks from now on.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace.by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, together
+from nbkit.rank.train.resize.resize import joined
 from nbkit.rank.world.world import World
 
 
 class Newcomer:
-    """One per rank that replaces another."""
+    """One per rank that is new."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -47,9 +51,13 @@ class Newcomer:
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns
         names.update(loads(handed.names))
-        trainer = together(None, NewWorld(newcomers, word["how"], word["since"]))
-        names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
-        trainer.join(handed.span)
+        if handed.trains:
+            resizes = "size" in word
+            trainer = joined(newcomers) if resizes else together(None, NewWorld(newcomers, word["how"], word["since"]))
+            names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
+            if handed.span is not None:
+                trainer.join(handed.span)
         lacks = ", ".join(name for name in handed.lacks if name not in names)
         remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""
-        self.runner.run(handed.request, enters=Entering(word["statement"]), remark=remark)
+        if handed.span is not None:
+            self.runner.run(handed.request, enters=Entering(word["statement"]), remark=remark)

@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 
 from nbkit.bridge import calls
+from nbkit.bridge.replacing.form_resized import Left, form_resized
 from nbkit.bridge.replacing.namespace import Names, equal_names, names_of
 from nbkit.bridge.replacing.statement import statement_of
 from nbkit.bridge.runner import Runner
-from nbkit.errors import ClusterError
+from nbkit.errors import ClusterError, NbkitError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.replace.by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import NewWorld, Span
+from nbkit.rank.train.resize.plan_resize import Resizing, Wanted
+from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.cells import CellRequest
@@ -36,11 +39,15 @@ _TICK = 0.05
 
 @dataclass(frozen=True)
 class Handed:
-    """What a new rank gets before it has a Trainer. dtype: torch's default. names: pickled. bound: see Names. lacks:
-    names that it does not get."""
+    """What a new rank gets before it has a Trainer.
+
+    trains: there will be one. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound: see
+    Names. lacks: names that it does not get.
+    """
 
     request: CellRequest
-    span: Span
+    trains: bool
+    span: Span | None
     dtype: torch.dtype
     names: bytes
     bound: dict[str, str]
@@ -54,6 +61,7 @@ class Survivor:
         self.runner, self.link = runner, runner.link
         self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._broken = False  # a rank has died, and the world was not formed since
+        self.enterable = False
 
     # From the link's thread
 
@@ -78,11 +86,12 @@ class Survivor:
             return False
         while not self._words.empty():
             self._words.get()  # of an earlier training
-        self._broken = False
+        self._broken, self.enterable = False, True
         self.link.send(event="seat", cell=request.id, statement=statement)
         return True
 
     def leave(self, why: str = "") -> None:
+        self.enterable = False
         self.link.send(event="seat", cell="", why=why)
 
     def is_broken(self, error: BaseException) -> bool:
@@ -105,19 +114,45 @@ class Survivor:
             word = self._form(error, trainer.step)
             try:
                 self._join(word)
-                self._hand_over(trainer, span, word["newcomers"])
+                self.hand_over(trainer, span, word["newcomers"])
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):
                     raise
                 continue  # another one has died
             return NewWorld(tuple(word["newcomers"]), word["how"], word["since"])
 
-    def _form(self, error: BaseException, step: int) -> dict[str, Any]:
-        """Say that this rank waits, and wait for the word to form the world. Raises `error` if it does not come."""
+    def resized(self, trainer: Any, asked: Resizing, span: Span | None) -> None:
+        here = world.current()
+        assert here is not None
+        try:
+            asked.done(resize(trainer, asked.wanted, span), None)
+        except (NbkitError, RuntimeError) as error:
+            asked.done(None, error)
+            if world.current() is not here or not isinstance(error, NbkitError):
+                raise
+
+    def resize(self, wanted: Wanted, trainer: Any, span: Span | None) -> tuple[int, ...]:
+        here = world.current()
+        assert here is not None and calls.place is not None
+        while not self._words.empty():
+            self._words.get()
+        about = {"size": wanted.ranks, "pins": list(wanted.pins), "cell": self.runner.running[0].request.id}
+        error = ClusterError("The world could not be formed with another number of ranks.")
+        word = self._form(error, -1 if trainer is None else trainer.step, **about)
+        if word["do"] == "leave":
+            here.leave()
+            raise Left(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
+        return form_resized(self, word, trainer, span)
+
+    def _form(self, error: BaseException, step: int, **about: Any) -> dict[str, Any]:
+        """Say that this rank waits, and wait for the word to form the world. Raises `error` if it does not come.
+
+        about: what else is said. The word may be that this rank leaves.
+        """
         here = world.current()
         assert here is not None
         listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if here.place.rank == 0 else {}
-        self.link.send(event="waits", generation=here.generation, step=step, **listening)
+        self.link.send(event="waits", generation=here.generation, step=step, **listening, **about)
         deadline = time.monotonic() + WORD_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -125,9 +160,9 @@ class Survivor:
             except queue.Empty:
                 continue
             if word["do"] == "kept":
-                error.add_note(f"It was not replaced: {word['why']}.")
+                error.add_note(f"It was not {'resized' if about else 'replaced'}: {word['why']}.")
                 raise error
-            if word["do"] == "form":
+            if word["do"] in ("form", "leave"):
                 return word
         raise ClusterError(
             "A rank has died, and its replacement does not come.",
@@ -146,7 +181,7 @@ class Survivor:
             word["generation"], listen=listener, address=word["address"], port=word["port"], timeout_s=FORM_SECONDS
         )
 
-    def _hand_over(self, trainer: Any, span: Span, newcomers: list[int]) -> None:
+    def hand_over(self, trainer: Any, span: Span | None, newcomers: list[int]) -> None:
         """Give the new ranks the names that are equal here, and where the cell is. Collective, of all ranks."""
         shell, place = self.runner.shell, calls.place
         assert place is not None
@@ -159,7 +194,7 @@ class Survivor:
         if place.rank == giver:
             names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
             request, dtype = self.runner.running[0].request, torch.get_default_dtype()
-            handed = Handed(request, span, dtype, names, bound, tuple(sorted(lacks)))
+            handed = Handed(request, trainer is not None, span, dtype, names, bound, tuple(sorted(lacks)))
         broadcast(handed, giver)
 
 

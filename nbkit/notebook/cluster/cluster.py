@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbkit.durations import seconds_given
-from nbkit.errors import ClusterError, ClusterExists, NbkitError
+from nbkit.errors import ClusterError, ClusterExists, NbkitError, UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
@@ -30,6 +30,7 @@ from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
+from nbkit.notebook.cluster.launch.resized_pins import resized_pins
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
@@ -43,6 +44,7 @@ from nbkit.notebook.cluster.why.why import Why, ask_why
 from nbkit.notebook.tracing import Traced
 from nbkit.wire.cells import CellRequest
 
+REACH_SECONDS = 30.0
 _current: Cluster | None = None
 _observers: list[Callable[[Cluster, Execution], object]] = []
 
@@ -197,9 +199,43 @@ class Cluster:
         else:  # the notebook that started it died before the ranks were there
             entry, client = with_all_ranks(entry)
         connection = Connection(entry, client)
-        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(entry)))
+        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(connection.entry)))
         connection.take_up(display.here())
         return cluster
+
+    def resize(self, n: int, *, strategy: str = "") -> ControlResult:
+        """Go on with `n` ranks, also while a Trainer makes steps: between two of them, with the same global batch.
+
+        strategy: default: the one in force, whose tp, pp and cp stay and whose dp takes the rest. New ranks have what
+        is equal on all ranks, and the Trainer; ranks that go lose what they have. Raises, with what would fit,
+        UsageError for more ranks than there are devices, or several hosts, and StrategyError or TrainingError where
+        the training cannot go on so: then nothing has changed.
+        """
+        self.connection.check_open()
+        if self.pinning is None:
+            raise UsageError(
+                "A cluster on several hosts keeps its number of ranks.",
+                numbers=f"{self.entry.n} ranks; resize works on one host",
+                hint="trainer.save(path), %cluster start with another -n, trainer.load(path)",
+            )
+        if n == self.entry.n:
+            raise UsageError("The cluster has so many ranks already.", numbers=f"{n} ranks", hint="%cluster status")
+        pinning = resized_pins(site_settings.read(), read_machine(), self.pinning, n)
+        pins = [
+            {"env": dict(p.env), "cores": list(p.cores), "threads": p.threads, "label": p.label, "why": p.why}
+            for p in pinning.pins
+        ]
+        result = self.training.ask("resize", ranks=n, strategy=strategy, pins=pins)
+        while self.entry.n != n:  # the ranks' parent writes it when all go on
+            self.connection.check_open()
+            self.connection.client.soon(self.connection.read_size)
+            time.sleep(0.02)
+        self.pinning, client = pinning, self.connection.client
+        if self.connection.busy() is None:  # what is sent to a rank before it is connected is lost
+            client.reach(range(n), REACH_SECONDS, self.entry.parent.is_alive)
+        else:
+            client.listen_to(range(n), REACH_SECONDS)
+        return result
 
     @staticmethod
     def list() -> ClusterList:

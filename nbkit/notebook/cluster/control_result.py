@@ -62,6 +62,13 @@ class ControlResult:
         if self.do == "fit":
             then = "going on" if self.result["goes_on"] else "trainer.fit(...) goes on"
             return f"{self.result['changes']} after step {self.step}: {then}"
+        if self.do == "resize" and "moved_bytes" in self.result:
+            told = self.result
+            moved = f"{size(told['moved_bytes'])} moved, {seconds(told['pause_s'])} without a step"
+            ranks = f"{told['old_ranks']} → {told['ranks']} ranks after step {told['step']}"
+            return f"{ranks}, {told['old']} → {told['new']}: {moved}"
+        if self.do == "resize":
+            return f"{self.result['ranks']} ranks; nothing trains on them"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "save" else ""

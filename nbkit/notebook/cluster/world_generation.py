@@ -30,6 +30,11 @@ class Generation:
         self.spoilt = ""
         self.counts: dict[int, Mapping[str, int]] = {}
 
+    def resized(self, n: int) -> None:
+        """The world has been formed with `n` ranks."""
+        self._n = n
+        self.counts.clear()
+
     def spoil(self, why: str) -> None:
         self.spoilt = self.spoilt or why
 

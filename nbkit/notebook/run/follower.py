@@ -57,7 +57,9 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Ranks of the job, now: of a rank that has left, the records stay."""
+        if (first := self.headers.get(self.first)) is not None:
+            return first.world_size
         known = max((header.world_size for header in self.headers.values()), default=0)
         return max(known, 1 + max(self.files, default=-1))
 
@@ -224,7 +226,9 @@ class Run:
         reached = sorted(self._last.values())
         for step in sorted(step for step in self.steps if step > self.newest):
             here = self.steps[step]
-            complete = len(here) == len(self.files) or (reached and step + _PATIENCE <= reached[-1])
+            complete = len(here) >= min(len(self.files), self.world_size) or (
+                reached and step + _PATIENCE <= reached[-1]
+            )
             if not complete:
                 break
             self.newest = step

@@ -126,13 +126,24 @@ class Builder:
         self._begin()
 
     @classmethod
-    def joining(cls, blueprint: Blueprint, *, rank: int, world_size: int, device: torch.device) -> Builder:
-        """On a process that joins a training under way: nothing is looked at again, and nothing sent."""
+    def joining(
+        cls,
+        blueprint: Blueprint,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        module: nn.Module | None = None,
+    ) -> Builder:
+        """On a process that joins a training under way: nothing is looked at again, and nothing sent.
+
+        module: that its user holds, if one does.
+        """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
         self.offload, self.shells, self._short = blueprint.config.offload is not None, [], None
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
-        self.module = skeleton_of(self.skeleton)
+        self.module = skeleton_of(self.skeleton) if module is None else module
         self._warned, self._agreed = set(blueprint.proven), set(blueprint.proven)
         self.link = know(blueprint.link)
         self._begin()
@@ -224,6 +235,15 @@ class Builder:
         if not alike:
             forget(self.device)
             self._connected.clear()
+        self.agree_on(strategy)
+        if strategy not in self._connected:
+            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
+        # Groups of an earlier visit too: in a new generation of the world they have not met.
+        meet(self._connected[strategy].edges, self.device)
+        return self._connected[strategy]
+
+    def agree_on(self, strategy: Strategy) -> None:
+        """Before the first visit of `strategy`: what a step of it shows is the same on all ranks. Collective."""
         if strategy not in self._warned:
             if strategy.zero or strategy.tp > 1:
                 self.template.check_elementwise(str(strategy))
@@ -241,11 +261,6 @@ class Builder:
             if (finding := proofs[0].finding(strategy)) is not None:
                 warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
             self._agreed.add(composed)
-        if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
-        # Groups of an earlier visit too: in a new generation of the world they have not met.
-        meet(self._connected[strategy].edges, self.device)
-        return self._connected[strategy]
 
     def _step_proof(self, strategy: Strategy) -> StepProof:
         """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""

@@ -88,10 +88,24 @@ class Job(Switchable):
         super().__init__(model, optimizer, config, strategy=self.plan.first(strategy))
 
     @classmethod
-    def joining(cls, blueprint: Blueprint, plan: SwitchPlan, *, seed: int, switches: Sequence[Switched]) -> Job:
-        """The job of a process that joins a training under way, which has no sharded model before `start`."""
+    def joining(
+        cls,
+        blueprint: Blueprint,
+        plan: SwitchPlan,
+        *,
+        seed: int,
+        switches: Sequence[Switched],
+        like: Job | None = None,
+    ) -> Job:
+        """The job of a process that joins a training under way, which has no sharded model before `start`.
+
+        like: of this process, in a world that is no more; the model that its user holds is the new one's.
+        """
         self = cls.__new__(cls)
-        self._begin(Builder.joining(blueprint, **self._take_place()))
+        here = self._take_place()
+        self._begin(Builder.joining(blueprint, module=None if like is None else like.model, **here))
+        if like is not None:
+            self.recorder.base_bytes = like.recorder.base_bytes
         self.plan, self.seed, self.switches = plan, seed, list(switches)
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
-from nbkit.errors import NotFinite, Stopped, TrainingError
+from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.data.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
@@ -31,13 +31,15 @@ from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.make_steps import make_steps
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.switch_plan import Given
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.out_of_memory.rescue import check_on_oom, rescue
+from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.progress import ProgressLine
-from nbkit.rank.train.replace.resume_fit import Span, check_policy, go_on, seat, span_of
+from nbkit.rank.train.replace.resume_fit import Span, check_policy, resized, seat, span_of
+from nbkit.rank.train.resize.plan_resize import Resizing
 from nbkit.rank.train.rewind import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
@@ -264,44 +266,19 @@ class Trainer:
         if resume is not None and joined is None and not self.step:
             self.saves.resume(resume, self.load)
         span = joined or span_of(self, steps, until)
-        left = span.goal - self.step
-        if not left and joined is None:
+        if span.goal == self.step and joined is None:
             return Records()
         with (
             seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
-            self.job.running(total=left, owner=self, arithmetic=str(self.arithmetic), joins=joined is not None),
-            self._rebalancing.listening() if self.loop.balance else nullcontext(),
-            rescue(self, self.loop.on_oom) as memory,
             reading(lambda: self._stream),
         ):
-            self.saves.begin()
-            if joined is None:  # else the ranks have begun already
-                every = self.loop.backup_every
-                self.job.backups.begin(0 if every is None and not replaceable else every, self._say)
-                self.job.back_up()
-                self.snapshots.take()
-            while left:
-                goal = self.step + left
+            while True:
                 try:
-                    with memory.step():
-                        self._make_step()
-                        self.job.at_boundary()
-                        if self.loop.balance:
-                            self._rebalancing.act(self.job, self.arithmetic.total)
-                    left -= 1
-                except (NotFinite, Stopped):
-                    self.saves.collect(wait=True)
-                    raise
-                except Exception as error:
-                    if not memory.went_back(error):
-                        if not replaceable:
-                            raise
-                        go_on(self, Span(span.first, goal), error)
-                    self.job.follow_plan()
-                    self.saves.begin()
-                    left = goal - self.step
-            self.saves.collect(wait=True)
-        return Records(record for record in self.history if record["step"] > span.first)
+                    make = self._make_step, self._rebalancing, self._say
+                    make_steps(self, span, *make, replaceable=replaceable, joins=joined is not None)
+                    return Records(record for record in self.history if record["step"] > span.first)
+                except Resizing as asked:
+                    joined = span = resized(self, asked, Span(span.first, self.job.ledger.goal))
 
     def join(self, span: Span) -> None:
         """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""

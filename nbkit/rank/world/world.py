@@ -137,6 +137,21 @@ class World:
             self._form_groups(registered())
         self.dirty = ""
 
+    def resize(
+        self, place: Place, generation: int, *, listen: socket.socket | None, address: str, port: int, timeout_s: float
+    ) -> World:
+        """Leave this world, and join the next generation, of another number of ranks, at `place`. Returns that.
+
+        Every group is destroyed: its members are numbers of this world. Raises as `join` does.
+        """
+        forming.stop("a world of another size is formed")
+        abort(live())
+        self.leave()
+        c10d._world.pg_coalesce_state.clear()
+        clear_broken_steps()
+        ends = {"listen": listen, "address": address, "port": port}
+        return World.join(place, timeout_s=timeout_s, generation=generation, **ends)  # type: ignore[arg-type]
+
     def rejoin(self, backend: str | None = None, **options: Any) -> None:
         """Form the default group again in this generation, after user code destroyed it; all ranks must call this.
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from nbkit.errors import CellRunning, ClusterError
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import registry, resized
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.hosts.progress import how_ended
@@ -46,6 +46,7 @@ class Connection:
 
     def __init__(self, entry: Entry, client: Client) -> None:
         self.entry, self.client = entry, client
+        self._resized = 0.0  # when the number of ranks has changed last
         self.ended = ""
         self.cells: dict[str, Execution] = {}
         self.latest: Execution | None = None
@@ -56,6 +57,7 @@ class Connection:
         self.request_number = 0
         self._looks, self._said_end = 0, False  # since the cluster is gone
         self.comms = Comms(lambda *message: client.soon(client.relay, *message))
+        self.read_size()
         client.listen(self._on_message, self._on_gone)
         client.soon(self._keep_in_touch, min(60.0, entry.ttl / 4))
         client.soon(self._watch)
@@ -278,6 +280,7 @@ class Connection:
             self._on_record(execution, record)
 
     def _on_record(self, execution: Execution, record: CellRecord) -> None:
+        self.read_size()
         try:
             execution.on_record(record)
         except Exception as error:
@@ -296,7 +299,8 @@ class Connection:
         """The hub has lost a rank. Another rank says how it ended, or else a file in the cluster's folder does."""
 
         def read() -> None:
-            if not any(read["rank"] == rank and read.get("replaced") for read in self._read_deaths()):
+            found = self._read_deaths()
+            if rank < self.entry.n and not any(read["rank"] == rank and read.get("replaced") for read in found):
                 self._on_death(Death(rank, "its process ended", time.time()))
 
         if not self.ended:
@@ -304,13 +308,29 @@ class Connection:
 
     def _read_deaths(self) -> list[dict[str, Any]]:
         """Read what the parent of the ranks wrote of those that ended, before it told anybody, and act on it."""
-        found = list(ends_in(self.entry.folder))
+        self.read_size()
+        found = [each for each in ends_in(self.entry.folder) if each["rank"] < self.entry.n]
         for read in found:
             if read.get("replaced") == "done":
                 self._on_replaced(read)
             elif not read.get("replaced"):
                 self._on_death(Death(read["rank"], read["how"], read["when"]))
         return found
+
+    def read_size(self) -> None:
+        """Take over the number of ranks that the parent has written, where it has changed."""
+        read = None if self.ended else resized.read(self.entry.folder, since=self._resized)
+        if read is None or read["n"] == self.entry.n:
+            return
+        self._resized = read["when"]
+        self.entry = resized.entry_of(self.entry, read)
+        self.generation.resized(self.entry.n)
+        self.client.heard -= {*read["newcomers"], *(rank for rank in self.client.heard if rank >= read["n"])}
+        if execution := self.cells.get(read["cell"]):
+            newcomers = read["newcomers"] if read["enters"] else []
+            execution.guard("another number of ranks", None, execution.on_resized, read["n"], newcomers, read["said"])
+            for rank in newcomers:
+                self._greet(execution, rank)
 
     def _on_replaced(self, read: dict[str, Any]) -> None:
         """Another process has taken the place of a rank that died in a training. read: what the parent wrote of it."""
@@ -361,15 +381,17 @@ class Connection:
             lost = partial(execution.guard, "the answer", rank, execution.on_lost, rank, error)
             self.client.soon(self.client.later, 3 * DEATH_NEWS_SECONDS, lost)
         elif isinstance(record, CellRecord):
+            self.read_size()  # a rank that has left is waited for by nobody
             execution.on_record(record)
-            if execution.arrived[rank] < record.outputs:
+            if execution.arrived.get(rank, record.outputs) < record.outputs:
                 self.client.later(LATE_SECONDS, execution.guard, "late output", rank, self._fetch_late, execution, rank)
         elif "died while running" not in str(record):  # a message about the death follows
             execution.on_lost(rank, record if isinstance(record, BaseException) else RuntimeError(str(record)))
 
     def _fetch_late(self, execution: Execution, rank: int) -> None:
         """Ask for outputs that have not arrived: a cell must end, whatever messages a connection has lost."""
-        if not execution.done.done() and execution.arrived[rank] < execution.records[rank].outputs:
+        record = None if execution.done.done() else execution.records.get(rank)
+        if record is not None and execution.arrived[rank] < record.outputs:
             self._follow(execution, rank, 0)
 
     def _on_death(self, death: Death) -> None:
@@ -404,7 +426,9 @@ class Connection:
         if record is not None:
             self._on_record(execution, record)
         if rank in execution.waiting_for or (
-            not execution.fault and execution.arrived[rank] < execution.records[rank].outputs
+            rank in execution.records
+            and not execution.fault
+            and execution.arrived[rank] < execution.records[rank].outputs
         ):
             pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
             self.client.later(pause, self._follow, execution, rank, content["cursor"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ class Execution:
         self._maybe_close()
 
     def on_record(self, record: CellRecord) -> None:
-        if record.rank in self.deaths or record.rank in self.records:
+        if record.rank in self.deaths or record.rank in self.records or record.rank not in self.arrived:
             return
         self.records[record.rank] = record
         if self.fault:
@@ -128,6 +129,20 @@ class Execution:
         """Another process goes on with the cell in the place of rank `rank`, and counts its outputs anew."""
         self.arrived[rank] = 0
         self.followed.add(rank)
+
+    def on_resized(self, n: int, newcomers: list[int], said: str) -> None:
+        """The cluster has `n` ranks now. newcomers: of those that run the cell from now on. said: what is shown."""
+        self.say(said)
+        ranks = sorted({*(rank for rank in self.request.ranks if rank < n), *newcomers})
+        self.request = replace(self.request, ranks=tuple(ranks))
+        for rank in [rank for rank in self.arrived if rank >= n]:
+            for of in (self.arrived, self.records, self.deaths):
+                of.pop(rank, None)  # type: ignore[attr-defined]
+        for rank in newcomers:
+            self.arrived[rank], self.kept[rank], self.text[rank] = 0, 0, self.text.get(rank, [])
+        self.followed |= {*newcomers}
+        self.lines.ranks = self.request.ranks
+        self._maybe_close()
 
     def on_lost(self, rank: int, error: BaseException) -> None:
         """The call itself failed, so no record will come."""

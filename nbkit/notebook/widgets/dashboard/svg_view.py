@@ -97,8 +97,9 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
 
 def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: float) -> list[str]:
     drawn, free = [], 0.0
-    for event in (event for event in events if event["kind"] in ("switch", "replaced")):
-        name = f"⇄ {event.get('new', '')}" if event["kind"] == "switch" else f"✚ rank {event['ranks']}"
+    for event in (event for event in events if event["kind"] in ("switch", "replaced", "resized")):
+        names = {"switch": f"⇄ {event.get('new', '')}", "resized": f"⤢ {event.get('ranks')} ranks"}
+        name = names.get(event["kind"], f"✚ rank {event.get('ranks')}")
         x = across(event["step"])
         drawn.append(_line(x, top, x, bottom, _INK, dashes="3 3"))
         wide = 7.0 * len(name)

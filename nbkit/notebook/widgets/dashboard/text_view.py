@@ -58,7 +58,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
     events = snapshot["events"]
-    lines += [*_switches(events), *_replacements(events), *_failures(events)]
+    lines += [*_switches(events), *_replacements(events), *_resizes(events), *_failures(events)]
     if step.get("ranks"):
         lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
     return lines
@@ -100,6 +100,20 @@ def _replacements(events: Sequence[dict[str, Any]]) -> list[Line]:
             Piece(
                 f"✚ after step {event['step']}: {event['why']}, replaced: "
                 f"{event['steps_lost']} steps and {seconds(event['seconds'])} lost",
+                "strong",
+            ),
+        )
+        for event in newest
+    ]
+
+
+def _resizes(events: Sequence[dict[str, Any]]) -> list[Line]:
+    newest = [event for event in events if event["kind"] == "resized"][-3:]
+    return [
+        (
+            Piece(
+                f"⤢ after step {event['step']}: {event['old_ranks']} → {event['ranks']} ranks, {event['new']}, "
+                f"{seconds(event['pause_s'])} without a step",
                 "strong",
             ),
         )

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait as wait_futures
+from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import CellStopped, ClusterError, NbkitError
@@ -122,7 +123,9 @@ class PanelController:
 
     def _news(self, news: News) -> State:
         with self._lock:
-            state = reduce(self.state, news)
+            cluster = self._cluster()
+            now = self.state if cluster is None else replace(self.state, ranks=cluster.entry.n)  # it may be resized
+            state = reduce(now, news)
             if state != self.state:
                 self.state = state
                 for listener in list(self._listeners):

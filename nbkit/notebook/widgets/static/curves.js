@@ -4,7 +4,7 @@ import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } fro
 
 const LEFT = 58;
 const RIGHT = 12;
-const SIGNS = { checkpoint: "▾", failure: "✕", replaced: "✚", rebalanced: "÷", out_of_memory: "▤", lr_changed: "lr" };
+const SIGNS = { checkpoint: "▾", failure: "✕", replaced: "✚", resized: "⤢", rebalanced: "÷", out_of_memory: "▤", lr_changed: "lr" };
 
 // Columns of a point, as nbkit.notebook.widgets.loss_curve has them.
 export const STEP = 0;
@@ -227,6 +227,7 @@ function drawEvents(picture, events, points, column, x, loss, rate) {
     const colour = event.kind === "failure" ? alarm() : ink();
     picture.line(at, loss.y0, at, rate.y1, colour, { dash: [2, 4] });
     if (event.kind === "replaced") picture.words(`${sign} rank ${event.ranks}`, at + 4, loss.y1 - 6, { colour, bold: true });
+    else if (event.kind === "resized") picture.words(`${sign} ${event.ranks} ranks`, at + 4, loss.y1 - 6, { colour, bold: true });
     else picture.words(sign, at, loss.y1 - 6, { colour, align: "center", bold: true });
     const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n${wordsOf(event)}`;
     picture.late = picture.late || [];
@@ -238,6 +239,7 @@ function wordsOf(event) {
   const rank = Number.isInteger(event.rank) ? `rank ${event.rank}` : "";
   if (event.kind === "failure") return [rank, event.error, event.what].filter(Boolean).join(": ");
   if (event.kind === "replaced") return `${event.why}: ${event.steps_lost} steps and ${seconds(event.seconds)} lost`;
+  if (event.kind === "resized") return `${event.old_ranks} → ${event.ranks} ranks\n${event.old} → ${event.new}\n${bytes(event.moved_bytes)} moved, no step for ${seconds(event.pause_s)}`;
   if (event.kind === "rebalanced") return `speeds ${event.speeds}: ${Math.round(100 * event.gain)} % less computing`;
   if (event.kind === "out_of_memory") return [event.changes && `now ${event.changes}`, event.what].filter(Boolean).join("\n");
   return event.path || (event.new ?? "");

@@ -37,9 +37,9 @@ class Handed:
     seed: int
     saved: LastCheckpoint
 
-    def job(self) -> Job:
-        """The new process' job, without a sharded model."""
-        return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches)
+    def job(self, like: Job | None = None) -> Job:
+        """The new process' job, without a sharded model. like: one of this process, whose model its user holds."""
+        return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def trainer(self, job: Job) -> Trainer:
         """The new process' Trainer, once `job` has started. Collective: see Trainer.joining."""
@@ -47,9 +47,17 @@ class Handed:
 
 
 def hand_over(
-    trainer: Trainer | None, source: int, newcomers: Collection[int], *, rank: int, device: torch.device
+    trainer: Trainer | None,
+    source: int,
+    newcomers: Collection[int],
+    *,
+    rank: int,
+    device: torch.device,
+    strategy: Strategy | None = None,
 ) -> Handed | None:
     """What rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
+
+    strategy: under which all go on; default: the one in force.
 
     Raises TrainingError, on every rank, naming what cannot be pickled.
     """
@@ -57,7 +65,7 @@ def hand_over(
 
     def pack() -> None:
         if rank == source and trainer is not None:
-            packed[0] = _packed(trainer)
+            packed[0] = _packed(trainer, strategy or trainer.strategy)
 
     def unpack() -> None:
         if rank in newcomers:
@@ -78,7 +86,14 @@ def hand_over(
     return found[0] if found else None
 
 
-def _packed(trainer: Trainer) -> bytes:
+def handed_by(trainer: Trainer, strategy: Strategy) -> Handed:
+    """What a Trainer is made of that goes on from `trainer`, under `strategy`."""
+    job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
+    switches = tuple(job.switches)
+    return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, trainer.run_dir, job.seed, saved)
+
+
+def _packed(trainer: Trainer, strategy: Strategy) -> bytes:
     job, loop = trainer.job, trainer.loop
     if not job.feed.remakes:
         raise TrainingError(
@@ -87,11 +102,8 @@ def _packed(trainer: Trainer) -> bytes:
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
     blueprint = job.builder.blueprint
-    handed = Handed(
-        blueprint, loop, job.plan, job.strategy, tuple(job.switches), trainer.run_dir, job.seed, trainer.saves.last
-    )
     try:
-        return dumps(handed)
+        return dumps(handed_by(trainer, strategy))
     except Exception:
         named: dict[str, Any] = {"model": blueprint.skeleton, "optimizer": blueprint.template}
         _name_unpicklable(named | vars(loop) | vars(blueprint.config))

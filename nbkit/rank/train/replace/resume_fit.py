@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.agree import largest
@@ -18,8 +18,7 @@ from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Replaced
 
-if TYPE_CHECKING:
-    from nbkit.rank.train.trainer import Trainer
+Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
 POLICIES = ("replace", "stop")
 
@@ -64,7 +63,9 @@ class NewWorld:
 
 
 class Host(Protocol):
-    """Who has started this rank, and can start another one in the place of one that died."""
+    """Who has started this rank, and can start another one. enterable: where `fit` was called a new rank can enter."""
+
+    enterable: bool
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
         """`caller` calls `fit`. Whether a new rank could enter there; it is known from now until `leave`."""
@@ -83,6 +84,18 @@ class Host(Protocol):
 
     def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
         """See nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
+        ...
+
+    def resize(self, wanted: Any, trainer: Any, span: Span | None) -> tuple[int, ...]:
+        """Form the world of `wanted.ranks` ranks (see Wanted); its new ranks. Collective, on all ranks of the old one.
+
+        Raises ClusterError where it cannot be formed, and Left on a rank that it does not have.
+        """
+        ...
+
+    def resized(self, trainer: Any, asked: Any, span: Span | None) -> None:
+        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
+        which is told what came of it. Raises what leaves no training to go on with."""
         ...
 
     def is_broken(self, error: BaseException) -> bool:
@@ -127,6 +140,14 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
             if not host.is_broken(another):
                 raise
             error = another
+
+
+def resized(trainer: Trainer, asked: Any, span: Span) -> Span:
+    """A step boundary of `fit` has raised `asked`: go on with another number of ranks, or with the old one where that
+    could not be formed. Returns `span`. Raises Left on a rank that is not needed any more."""
+    assert host is not None
+    host.resized(trainer, asked, span)
+    return span
 
 
 def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:

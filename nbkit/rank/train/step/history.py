@@ -52,7 +52,7 @@ class History:
     def begin(self, total: int) -> None:
         """A run of `total` steps (0: not known) begins now."""
         self._first, self._total = self.step, total
-        step_boundary.report(step=self.step, goal=self._goal, step_s=self._longest)
+        step_boundary.report(step=self.step, goal=self.goal, step_s=self._longest)
         self.clock.restart()
 
     def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
@@ -62,7 +62,7 @@ class History:
         self.newest = None  # a rank that has just joined knows nothing of it
 
     @property
-    def _goal(self) -> int:
+    def goal(self) -> int:
         """The step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0
 
@@ -183,8 +183,8 @@ class History:
     def _report(self, record: dict[str, Any]) -> None:
         step, seconds = record["step"], record["seconds"]
         self._pace = seconds if step == self._first + 1 else 0.9 * self._pace + 0.1 * seconds
-        left = (self._goal - step) * self._pace if self._total else None
+        left = (self.goal - step) * self._pace if self._total else None
         speed = record["tokens"] / self._pace if self._pace else 0.0
         step_boundary.report(
-            step=step, goal=self._goal, loss=record["loss"], tokens_per_s=speed, step_s=self._longest, eta_s=left
+            step=step, goal=self.goal, loss=record["loss"], tokens_per_s=speed, step_s=self._longest, eta_s=left
         )

@@ -96,7 +96,7 @@ function drawChanges(picture, shown, x, y1) {
   }
 }
 
-const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", replaced: "✚", rebalanced: "÷", out_of_memory: "▤", run_started: "▸", run_stopped: "■", lr_changed: "lr" };
+const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", replaced: "✚", resized: "⤢", rebalanced: "÷", out_of_memory: "▤", run_started: "▸", run_stopped: "■", lr_changed: "lr" };
 
 const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in", steps_lost: "steps lost", seconds: "seconds lost", gain: "of computing saved" };
 

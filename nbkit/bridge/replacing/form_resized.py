@@ -1,0 +1,53 @@
+"""A rank that stays when the number of ranks changes: it takes its new place, and forms the world with the others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbkit.bridge import calls
+from nbkit.errors import Stopped
+from nbkit.rank.train.replace.resume_fit import Span
+from nbkit.rank.world import world
+
+if TYPE_CHECKING:
+    from nbkit.bridge.replacing.survivor import Survivor
+
+FORM_SECONDS = 30.0
+
+
+class Left(Stopped):
+    """This rank has left: it ends its cell where it stands, and then its process ends."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]  # nobody reads it, and IPython takes seconds for one with frames
+
+
+def form_resized(rank: Survivor, word: dict[str, Any], trainer: Any, span: Span | None) -> tuple[int, ...]:
+    """Form the world that `word` says, and give its new ranks what they enter the cell with; those are returned."""
+    here, size, newcomers = world.current(), word["size"], word["newcomers"]
+    assert here is not None
+    place = replace(here.place, world_size=size, local_world_size=size)
+    take_pin(word["pins"][place.rank])
+    calls.place = place
+    running, names = rank.runner.running[0], rank.runner.shell.user_ns
+    if names.get("world_size") == here.place.world_size:
+        names["world_size"] = size
+    listener = calls.take_listener() if place.rank == 0 else None
+    address, port = word["address"], word["port"]
+    here.resize(place, word["generation"], listen=listener, address=address, port=port, timeout_s=FORM_SECONDS)
+    running.request = replace(running.request, ranks=tuple(range(size)))
+    if newcomers:
+        rank.hand_over(trainer, span, newcomers)
+    return tuple(newcomers)
+
+
+def take_pin(pin: dict[str, Any]) -> None:
+    """Cores and threads as planned for the new number of ranks; a GPU stays the one that it is."""
+    if pin["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, pin["cores"])
+    os.environ["OMP_NUM_THREADS"] = str(pin["threads"])
+    torch.set_num_threads(pin["threads"])

@@ -1,0 +1,31 @@
+"""What the parent of the ranks wrote when their number changed, as the notebook takes it over."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.processes import Process
+
+
+def read(folder: Path, *, since: float) -> dict[str, Any] | None:
+    """What was written after `since` (time.time()); None where nothing was."""
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / "resized.json").read_text())
+        return found if found["when"] > since else None
+    return None
+
+
+def entry_of(entry: Entry, read: dict[str, Any]) -> Entry:
+    """The entry of the cluster as it is now, which is registered."""
+    with suppress(ProcessLookupError):
+        ranks = tuple(map(Process.of, read["pids"]))
+        labels, reasons = (tuple(pin[key] for pin in read["pins"]) for key in ("label", "why"))
+        entry = replace(entry, n=read["n"], ranks=ranks, labels=labels, reasons=reasons)
+        registry.save(entry)
+    return entry

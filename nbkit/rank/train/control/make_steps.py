@@ -1,0 +1,63 @@
+"""The steps of one `fit`: until they are made, with what may come between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from nbkit.errors import NotFinite, Stopped
+from nbkit.rank.train.control.rebalance import Rebalancing
+from nbkit.rank.train.out_of_memory.rescue import rescue
+from nbkit.rank.train.replace.resume_fit import Span, go_on
+
+Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+
+
+def make_steps(
+    trainer: Trainer,
+    span: Span,
+    make_step: Callable[[], None],
+    rebalancing: Rebalancing,
+    say: Callable[[str], None],
+    *,
+    replaceable: bool,
+    joins: bool,
+) -> None:
+    """Make those that are left of `span`. Collective. joins: other ranks have begun it, or all have in another world.
+
+    replaceable: a rank that dies is replaced. Raises as `fit` does, and Resizing where another number of ranks goes on.
+    """
+    job, loop, left = trainer.job, trainer.loop, span.goal - trainer.step
+    with (
+        job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
+        rebalancing.listening() if loop.balance else nullcontext(),
+        rescue(trainer, loop.on_oom) as memory,
+    ):
+        trainer.saves.begin()
+        if not joins:  # else the ranks have begun already
+            every = loop.backup_every
+            job.backups.begin(0 if every is None and not replaceable else every, say)
+            job.back_up()
+            trainer.snapshots.take()
+        while left:
+            goal = trainer.step + left
+            try:
+                with memory.step():
+                    make_step()
+                    job.at_boundary()
+                    if loop.balance:
+                        rebalancing.act(job, trainer.arithmetic.total)
+                left -= 1
+            except (NotFinite, Stopped):
+                trainer.saves.collect(wait=True)
+                raise
+            except Exception as error:
+                if not memory.went_back(error):
+                    if not replaceable:
+                        raise
+                    go_on(trainer, Span(span.first, goal), error)
+                job.follow_plan()
+                trainer.saves.begin()
+                left = goal - trainer.step
+        trainer.saves.collect(wait=True)

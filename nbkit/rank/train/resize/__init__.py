@@ -1,0 +1,1 @@
+"""The number of ranks of a training changes while it lives."""

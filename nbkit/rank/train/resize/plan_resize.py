@@ -1,0 +1,114 @@
+"""What a training would be on another number of ranks, and why it cannot be: before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbkit.errors import NbkitError, Stopped, StrategyError, TrainingError
+from nbkit.rank.comm.agree import largest
+from nbkit.rank.train.estimate.free_memory import left, side_bytes
+from nbkit.rank.world.world import World
+from nbkit.strategy import Strategy
+
+Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+
+_OFFERED = 4  # sizes that fit, beside the one that does not
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """ranks: of the world to come. strategy: under which the training goes on there; None where nothing trains.
+
+    pins: of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why.
+    """
+
+    ranks: int
+    strategy: Strategy | None
+    pins: tuple[dict[str, Any], ...]
+
+
+class Resizing(Stopped):
+    """Raised on all ranks at one step boundary: the training goes on with another number of ranks.
+
+    done: is told what came of it, (event as a dict, or None; error, or None).
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__(f"goes on with {wanted.ranks} ranks")
+        self.wanted = wanted
+        self.done: Callable[[dict[str, Any] | None, BaseException | None], None] = lambda result, error: None
+
+
+def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> Wanted:
+    """The strategy of `ranks` ranks: `text`, or the one in force with its degrees, of which dp takes what is left.
+
+    Collective. Raises StrategyError or TrainingError, on every rank alike, with what would fit: the degrees or the
+    global batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.
+    """
+    job = trainer.job
+    job.level()
+    try:
+        strategy = _strategy(job.strategy, ranks, text)
+        job.feed.fits(strategy)
+        job.plan.check(ranks, job.feed.fits)
+        job.builder.shard_layouts.check(strategy)
+    except (StrategyError, TrainingError) as error:
+        raise type(error)(
+            f"The training cannot go on with {ranks} ranks. {error.what}",
+            numbers=error.numbers,
+            hint=_offers(trainer, ranks, text) or error.hint,
+        ) from error
+    strategy = job.cost_model().placed(strategy, now=strategy)
+    _check_memory(trainer, strategy, ranks)
+    job.builder.agree_on(strategy)
+    return Wanted(ranks, strategy, pins)
+
+
+def scaled(now: Strategy, ranks: int) -> Strategy:
+    """`now` on so many ranks: tp, pp and cp stay, dp takes the rest. Raises StrategyError where they do not divide."""
+    rest, left_over = divmod(ranks, now.tp * now.pp * now.cp)
+    if left_over or not rest:
+        return Strategy.parse(f"tp={now.tp} pp={now.pp} cp={now.cp}", ranks)  # which says why
+    shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
+    # What was measured of other ranks says nothing of these.
+    return replace(now, dp=rest, shard=shard, speeds=())
+
+
+def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:
+    return Strategy.parse(text, ranks) if text else scaled(now, ranks)
+
+
+def _offers(trainer: Trainer, ranks: int, text: str) -> str:
+    """The numbers of ranks near `ranks` that would do."""
+    job = trainer.job
+
+    def fits(other: int) -> bool:
+        try:
+            job.feed.fits(_strategy(job.strategy, other, text))
+        except NbkitError:
+            return False
+        return bool(other != job.world_size)
+
+    near = sorted(range(1, 2 * max(ranks, job.world_size) + 1), key=lambda other: abs(other - ranks))
+    return "   or   ".join(f"%cluster resize {n}" for n in sorted(list(filter(fits, near))[:_OFFERED]))
+
+
+def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
+    """Between the two worlds a rank holds its old part and its new one; of a smaller world the new one twice."""
+    job, local = trainer.job, max(ranks, World.join_from_env().place.local_world_size)
+    kinds = job.bytes_per_element()
+    part = max(side_bytes(job.builder, kinds, strategy, rank) for rank in range(ranks))
+    times = 2 if ranks < job.world_size else 1
+    free = left(job.device, ranks=local)
+    # The one with the least room, as a negative number; -1 << 60 where nothing says.
+    least = -largest([-free if free is not None else -(1 << 60)], device=job.device)[0]
+    if times * part > least:
+        raise TrainingError(
+            f"{ranks} ranks do not hold this training.",
+            numbers=f"{part / 1e6:,.4g} MB of weights, gradients and optimizer on a rank under {strategy}"
+            + (", twice while it moves" if times == 2 else "")
+            + f"; {least / 1e6:,.4g} MB are free",
+            hint=f"%cluster resize {ranks} --strategy zero3   or more ranks; %cluster status shows memory",
+        )

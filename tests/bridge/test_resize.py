@@ -1,0 +1,177 @@
+"""The number of ranks changes while a Trainer makes steps, and when none does: nothing of the training is another one.
+
+One cluster for all; each compares with a training that was left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import StrategyError, TrainingError, UsageError
+from nbkit.notebook.run.follower import Run
+
+STEPS = 30
+SETUP = f"""
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.set_default_dtype(torch.float64)
+steps = {STEPS}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        return self.second(F.dropout(torch.tanh(self.first(x)), 0.1, self.training))
+
+def rows():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return [(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)]
+
+def pace(trainer, record):
+    time.sleep(slow)
+
+slow = 0.0
+
+def make(**options):
+    optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = dict(data=rows(), batch_size=8, callbacks=[pace], progress=False, log_dir=None, backup_every=0)
+    settings |= dict(lr_schedule=lambda step: 1 / (1 + 0.1 * step))
+    return nbkit.Trainer(model=Net, loss=F.mse_loss, optimizer=optimizer, **{{**settings, **options}})
+"""
+CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
+
+
+WEIGHTS = 64 * 8 + 64  # that zero3 parts; the second layer has one row, which one rank has
+BUFFERS = 3 * 8
+BYTES = 3 * 8  # of an element and its two moments
+
+
+@pytest.fixture(scope="module")
+def cluster(nbkit_home: Path) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        cluster = Cluster.start(2, cpu=True, name="resized", ttl=600)
+    cluster.run(SETUP)
+    yield cluster
+    cluster.stop()
+
+
+def until(cluster: Cluster, step: int) -> None:
+    while True:
+        told = cluster.connection.client.ask([0], "status").get(0, {})
+        if told.get("training") and told["progress"].get("step", 0) >= step:
+            return
+        time.sleep(0.02)
+
+
+def check_whole(cluster: Cluster, n: int) -> None:
+    """Every rank runs cells and is in the world, and the notebook knows the processes that are there."""
+    results = cluster.run(
+        "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank, world_size)"
+    )
+    assert sorted(results.values) == list(range(n))
+    for number, (total, pid, rank, world_size) in results.values.items():
+        assert (total, rank, world_size) == (n, number, n)
+        assert pid == cluster.entry.ranks[number].pid
+    rows = cluster.status().rows
+    assert [row.state for row in rows] == ["idle"] * n
+
+
+def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) -> tuple[list[Any], Any]:
+    """What came of each resize, and the cell's results; each acts some steps after the one before."""
+    written = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    cluster.run(f"trainer = make({written}); slow = 0.05; held = trainer.model, trainer.optimizer")
+    handle = cluster.run(CELL, detach=True)
+    told = []
+    for number, n in enumerate(sizes):
+        until(cluster, 4 + 8 * number)
+        told.append(cluster.resize(n))
+    return told, handle.wait(timeout=120)
+
+
+def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp_path: Path) -> None:
+    alone = cluster.run(f"trainer = make(strategy='zero3')\n{CELL}").values[0]
+    told, results = resized_while_it_trains(cluster, [4, 2], strategy="zero3", log_dir=str(tmp_path))
+
+    assert sorted(results.values) == [0, 1]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+    assert [(one.result["old_ranks"], one.result["ranks"], one.strategy) for one in told] == [
+        (2, 4, "dp=4 zero=3"),
+        (4, 2, "dp=2 zero=3"),
+    ]
+    # Three of four ranks lack their quarter; of two, the second lacks its half, and the first the second quarter.
+    # Buffers come from the first rank, since they may differ.
+    assert told[0].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + 3 * BUFFERS
+    assert told[1].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + BUFFERS
+    check_whole(cluster, 2)
+    # What the user held before is what trains now, and the next training and switch know of nothing.
+    cluster.run("assert held[0] is trainer.model and held[1] is trainer.optimizer\ntrainer.switch('ddp')")
+    assert len(cluster.run("trainer.fit(2)\nhistory = trainer.history").values) == 2
+    events = events_of(next(tmp_path.iterdir()))
+    assert [(event["old_ranks"], event["ranks"]) for event in events if event["kind"] == "resized"] == [(2, 4), (4, 2)]
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    run = Run(run_dir)
+    run.refresh()
+    assert run.world_size == 2
+    return list(run.curve.events)
+
+
+def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) -> None:
+    cluster.run("trainer = make(); slow = 0.05")
+    handle = cluster.run(CELL, detach=True)
+    until(cluster, 3)
+    with pytest.raises(TrainingError, match="batch_size 8 / dp 3") as refused:
+        cluster.resize(3)
+    assert "%cluster resize 4" in refused.value.hint
+    with pytest.raises(StrategyError, match="3 ranks"):
+        cluster.resize(3, strategy="tp=2")
+    with pytest.raises(UsageError, match="so many ranks already"):
+        cluster.resize(2)
+    assert len(handle.wait(timeout=60).values[1]) == STEPS
+    cluster.run("import os\nos.environ['NBKIT_MEMORY_LIMIT'] = '1'")
+    with pytest.raises(TrainingError, match="4 ranks do not hold this training") as refused:
+        cluster.resize(4)
+    assert re.search(r"[\d.]+ MB of weights, gradients and optimizer on a rank under dp=4", refused.value.numbers)
+    cluster.run("del os.environ['NBKIT_MEMORY_LIMIT']")
+    check_whole(cluster, 2)
+
+
+def test_an_idle_cluster_is_resized_with_its_trainer_and_without(cluster: Cluster) -> None:
+    cluster.run("del trainer, held, history\nimport gc; gc.collect()")
+    cluster.resize(3)
+    check_whole(cluster, 3)
+    assert cluster.run("steps, rank").values[2] == (STEPS, 2)
+    cluster.run("trainer = make(batch_size=12, data=rows()[:60]); trainer.fit(4); slow = 0.0")
+    told = cluster.resize(2)
+    assert (told.result["old_ranks"], told.result["ranks"], told.step) == (3, 2, 4)
+    check_whole(cluster, 2)
+    cluster.run("other = make(batch_size=12, data=rows()[:60]); other.fit(8); trainer.fit(4)")
+    differ = "max(abs(a['loss'] - b['loss']) for a, b in zip(trainer.history, other.history, strict=True))"
+    assert max(cluster.run(differ).values.values()) < 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp=2", "pp=2 microbatches=2"])
+def test_four_ranks_are_two_then_eight(cluster: Cluster, strategy: str) -> None:
+    cluster.resize(4)
+    alone = cluster.run(f"trainer = make(strategy={strategy!r})\n{CELL}").values[0]
+    _, results = resized_while_it_trains(cluster, [2, 8], strategy=strategy)
+    for rank in range(8):
+        assert results.values[rank] == pytest.approx(alone, abs=1e-10)
+    check_whole(cluster, 8)

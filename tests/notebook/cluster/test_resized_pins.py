@@ -1,0 +1,58 @@
+"""Which devices another number of ranks gets: a rank that stays keeps its GPU, and what is not there is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.launch.device_pinning import pins_on
+from nbkit.notebook.cluster.launch.resized_pins import resized_pins
+from nbkit.notebook.cluster.machine.gpus import Gpu, Survey
+from nbkit.notebook.cluster.machine.machine import Machine
+from nbkit.notebook.cluster.machine.torch_build import TorchBuild
+from nbkit.notebook.cluster.site_settings import Site
+
+
+@pytest.fixture(autouse=True)
+def no_other_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
+
+
+def gpus(count: int) -> Machine:
+    """Idle, as those of our own ranks are until they compute."""
+    found = tuple(Gpu(i, f"GPU-{i}000", "A100", 81920, 4) for i in range(count))
+    return Machine(TorchBuild("2.13.0", cuda="13.0"), Survey(found), cores=tuple(range(8)))
+
+
+def test_gpus_stay_with_their_ranks_and_new_ranks_get_others() -> None:
+    machine = gpus(4)
+    two = pins_on(machine, gpus="1,2")
+    four = resized_pins(Site(), machine, two, 4)
+    assert four.pins[:2] == two.pins
+    assert [pin.env["CUDA_VISIBLE_DEVICES"] for pin in four.pins[2:]] == ["GPU-0000", "GPU-3000"]
+    assert [pin.rank for pin in four.pins] == [0, 1, 2, 3]
+    assert resized_pins(Site(), machine, four, 3).pins == four.pins[:3]
+
+
+def test_more_ranks_than_there_are_gpus_or_the_site_allows_are_refused_with_what_fits() -> None:
+    machine = gpus(3)
+    two = pins_on(machine, gpus="0,1")
+    with pytest.raises(UsageError, match=r"cannot grow to 4 ranks\. More ranks than idle GPUs") as refused:
+        resized_pins(Site(), machine, two, 4)
+    assert refused.value.hint == "%cluster resize 3"
+    three = resized_pins(Site(), machine, two, 3)
+    with pytest.raises(UsageError, match="0 idle"):
+        resized_pins(Site(), machine, three, 4)
+    limited = Site(max_ranks=1, sources={"max_ranks": Path("nbkit.toml")})
+    with pytest.raises(UsageError, match=r"max_ranks is 1 in nbkit\.toml"):
+        resized_pins(limited, machine, pins_on(machine, 2, cpu=True), 4)
+
+
+def test_cores_of_cpu_ranks_are_shared_anew() -> None:
+    machine = gpus(0)
+    two = pins_on(machine, 2, cpu=True)
+    four = resized_pins(Site(), machine, two, 4)
+    assert [len(pin.cores) for pin in four.pins] == [2] * 4
+    assert [pin.threads for pin in resized_pins(Site(), machine, four, 1).pins] == [8]
