@@ -328,6 +328,15 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
     assert "✚ rank 2" in svg_of(snapshot)
 
 
+def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
+    reader = RunReader(run.folder)
+    run.event("resized", old_ranks=4, ranks=2, new="dp=2 zero=3", moved_bytes=1, pause_s=1.2)
+    snapshot = reader.snapshot()
+    said = plain(lines_of(snapshot))
+    assert "after step 20: 4 → 2 ranks, dp=2 zero=3, 1.2 s without a step" in said, said
+    assert "⤢ 2 ranks" in svg_of(snapshot)
+
+
 def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     reader = RunReader(run.folder)
     what = "dp=4 → dp=4 zero=3 was taken back after step 20: the first step under it failed"
