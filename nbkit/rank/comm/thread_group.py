@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -71,10 +72,17 @@ class ThreadGroup(dist.ProcessGroup):
         return "threads"
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        reduce = _sum if opts.reduceOp == dist.ReduceOp.SUM else _max
-        if reduce is _max and opts.reduceOp != dist.ReduceOp.MAX:
+        combine = torch.add if opts.reduceOp == dist.ReduceOp.SUM else torch.maximum
+        if combine is torch.maximum and opts.reduceOp != dist.ReduceOp.MAX:
             raise NotImplementedError(f"all_reduce with {opts.reduceOp}")
-        return self._collective("all_reduce", tensors[0], tensors[0], lambda all_sent: [reduce(all_sent)] * self.size())
+
+        def reduced(all_sent: list[Tensor]) -> list[Tensor]:
+            # In the first one's, which is to hold it anyway: gradients of a model are large.
+            for other in all_sent[1:]:
+                combine(all_sent[0], other, out=all_sent[0])
+            return all_sent[:1] * self.size()
+
+        return self._collective("all_reduce", tensors[0], tensors[0], reduced)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         root = opts.rootRank
@@ -89,7 +97,7 @@ class ThreadGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """In `output`, the part of the sum of all inputs that is this rank's."""
         return self._collective(
-            "reduce_scatter", input, output, lambda all_sent: list(_sum(all_sent).view(self.size(), -1))
+            "reduce_scatter", input, output, lambda all_sent: list(reduce(torch.add, all_sent).view(self.size(), -1))
         )
 
     # As torch before 2.13 calls them.
@@ -144,11 +152,3 @@ class ThreadGroup(dist.ProcessGroup):
             call.done = True
             self._meeting.ranks.tell()
         return _Work(self._meeting.ranks, call)
-
-
-def _sum(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(tensors).sum(0, dtype=tensors[0].dtype)
-
-
-def _max(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(tensors).amax(0)

@@ -17,7 +17,7 @@ changes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from nbkit.rank.loss.row_pair import RowPair, apart, far
 from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
 from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, disturbed, in_double, kept
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.module.mixture_of_experts import mixtures
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.random_draws import Draws
@@ -148,7 +149,7 @@ class _Look:
     trial: RowTrial
     sample: Sample
     model_alone: bool
-    short: Sample | None = None  # a few positions of some rows, on which the gradients of the model are compared
+    short: Sample | None = None  # a few positions of some rows
     _doubled: bool = False
 
     def verdict(self, last: bool) -> _Verdict:
@@ -157,7 +158,9 @@ class _Look:
         last: there is no other; then the loss is looked at alone.
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
-        first = self._pair(pairs[0], gradients=self.short is None)
+        if self.short is not None and self._clears(self.short, pairs[0]):
+            return _Verdict(proven=not self.model_alone)
+        first = self._pair(pairs[0])
         if first is None:
             return _Verdict(known=False)
         found = self._judged(first, pairs, self._statistics() != before)
@@ -166,12 +169,33 @@ class _Look:
             return found
         return self._judged(first, pairs, True) if last else _Verdict(known=False)
 
+    def _clears(self, short: Sample, pair: tuple[int, int]) -> bool:
+        """Whether nothing couples rows: not in the model, nor in model and loss on a few positions of two rows, nor in
+        the loss on what the model gives for all positions of a pair that differs. What does not clear convicts nobody.
+        """
+        before = self._statistics()
+        with suppress(Exception):
+            few = _Look(replace(self.trial), short, self.model_alone)
+            seen = None if mixtures(self.trial.module) else few._pair((0, 1))
+            if seen is None or seen.drew or seen.mixed(seen.lengths) or self._statistics() != before:
+                return False
+            if self.model_alone:
+                return True
+            if seen.unbalanced() or few._looked([seen], []) != _Looked(None, True):
+                return False
+            if not _outside(few._loss_alone(seen.numbers, seen.whole, seen.lengths), seen.lengths, seen.whole):
+                return False
+            whole = self._measured(pair, range(2), backward=False)
+            lengths = {name: len(whole.tensors[name]) // 2 for name in seen.lengths}
+            alone = self._loss_alone(list(pair), whole, lengths)
+            return _outside(alone, lengths, whole) and alone is not None and alone.defect is None
+        return False
+
     def _judged(self, first: RowPair, pairs: Sequence[tuple[int, int]], changes: bool) -> _Verdict:
         """changes: the model gives something else the next time, so that only the loss by itself is judged."""
-        alone = None if self.model_alone else self._loss_alone(first)
+        alone = None if self.model_alone else self._loss_alone(first.numbers, first.whole, first.lengths)
         used = first.lengths.keys() if alone is None else alone.used
-        # A loss that takes what is no row's own, such as a loss from inside the model, is told by running that alone.
-        outside = alone is not None and alone.used <= first.lengths.keys() | first.whole.auxiliary.keys()
+        outside = _outside(alone, first.lengths, first.whole)
         if outside and alone is not None and alone.defect is not None:
             return _Verdict(self._by_loss(alone.defect, first))
         # Running statistics, by which rows would see each other here, are compared over the ranks in the first step.
@@ -181,7 +205,7 @@ class _Look:
             return _Verdict(self._by_model(first, mixed))
         if self.model_alone:
             return _Verdict()
-        looked = self._looked_outside(first, pairs[0]) if outside else self._looked_inside(pairs)
+        looked = self._looked([first], []) if outside else self._looked_inside(pairs)
         if looked.defect is not None:
             return _Verdict(self._by_loss(*looked.defect))
         proven = looked.weighs
@@ -194,17 +218,6 @@ class _Look:
         """Computed once more, with other random numbers, it gives the same loss."""
         again = self._measured(seen.numbers, range(len(seen.numbers)), seed=2, backward=False)
         return isclose(again.value, seen.whole.value, rel_tol=8 * again.eps)
-
-    def _looked_outside(self, first: RowPair, pair: tuple[int, int]) -> _Looked:
-        """At what a model adds in its backward pass, beside a loss of what it gives."""
-        looked = self._looked([first], [])
-        if self.short is None or looked.defect is not None:
-            return looked
-        brief = _Look(replace(self.trial), self.short, self.model_alone)
-        with suppress(Exception):
-            if self.short.rows > 1 and brief._looked([], [(0, 1)]) == _Looked(None, True):
-                return looked
-        return self._looked([], [pair])
 
     def _looked_inside(self, pairs: Sequence[tuple[int, int]]) -> _Looked:
         """At a loss that comes from inside the model: in float64 where that is small enough, and runs so."""
@@ -232,7 +245,7 @@ class _Look:
         found = [buffer for buffer in self.trial.module.buffers() if buffer.is_floating_point()]
         return [(id(buffer), buffer._version) for buffer in found]
 
-    def _pair(self, pair: tuple[int, int], *, gradients: bool = True) -> RowPair | None:
+    def _pair(self, pair: tuple[int, int]) -> RowPair | None:
         """Two rows together and each alone; two and two where the model or the loss takes no single rows."""
         spare = [row for row in range(self.sample.rows) if row not in pair][:2]
         cuts: list[list[list[int]]] = [[[pair[0]], [pair[1]]]]
@@ -243,13 +256,13 @@ class _Look:
             batch, places = self._part(together), range(len(together))
             others, drawn = OtherGenerators(), list[str]()
             with Draws(drawn):
-                whole = self.trial.measure(batch, places, gradients=gradients)
+                whole = self.trial.measure(batch, places)
             drew = bool(drawn or others.changed())
             if not isfinite(whole.value + whole.weight):
                 return None
             try:
                 half = len(cut[0])
-                how: dict[str, Any] = {"of": (batch, 2 * half), "gradients": gradients}
+                how: dict[str, Any] = {"of": (batch, 2 * half)}
                 parts = [
                     self._measured(cut[0], range(half), **how),
                     self._measured(cut[1], range(half, 2 * half), **how),
@@ -270,14 +283,14 @@ class _Look:
     def _device(self) -> torch.device:
         return next((p.device for p in self.trial.module.parameters()), torch.device("cpu"))
 
-    def _loss_alone(self, first: RowPair) -> LossAlone | None:
-        chosen = [*first.numbers, *spread_rows(self.sample.batch, self.sample.rows, _ROWS)]
+    def _loss_alone(self, numbers: list[int], whole: Measured, lengths: Mapping[str, int]) -> LossAlone | None:
+        chosen = [*numbers, *spread_rows(self.sample.batch, self.sample.rows, _ROWS)]
         # Padded to another length, the other rows have no place beside what the model gave for these.
-        chosen = first.numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
+        chosen = numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
         batch = self.sample.part(chosen, self._device)
         trial = self.trial
         notes = partial(counting, trial.counting, trial.counted)
-        return loss_alone(trial.loss, first.whole.output, first.lengths, batch, len(chosen), trial.inputs, notes)
+        return loss_alone(trial.loss, whole.output, lengths, batch, len(chosen), trial.inputs, notes)
 
     def _noise(self, seen: RowPair) -> float:
         """By how much the gradients differ, relatively, of a loss that adds up over rows by its making."""
@@ -318,6 +331,11 @@ class _Look:
                 if [far(many[: len(one)], one, seen.eps) for many, one in pairs] == [False, True]:
                     return repr(name) if name else ""
         return ""
+
+
+def _outside(alone: LossAlone | None, lengths: Mapping[str, int], whole: Measured) -> bool:
+    """Whether the loss is one of rows alone; one from inside the model, say, is told by running that."""
+    return alone is not None and alone.used <= lengths.keys() | whole.auxiliary.keys()
 
 
 def _note(passed: dict[str, list[Tensor]], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

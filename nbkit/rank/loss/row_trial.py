@@ -92,11 +92,9 @@ class RowTrial:
         loss: Loss | None = None,
         seed: int = 1,
         backward: bool = True,
-        gradients: bool = True,
     ) -> Measured:
         """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. of: what it is a part of, and how
-        many rows that has; None where it is a whole. loss: another one. gradients: of parameters, which go through the
-        whole model; False leaves them out.
+        many rows that has; None where it is a whole. loss: another one.
         """
         value, target = pair(part, self.inputs)
         set_seed(seed)
@@ -120,9 +118,8 @@ class RowTrial:
             slopes: dict[str, float] = {}
             if total.requires_grad:
                 terms = {name: t for name, t in tensors.items() if _is_auxiliary(name, t)}
-                params = self.params if gradients else []
-                auxiliary = {name: _auxiliary(total, term, params) for name, term in terms.items()}
-                grads = _grads(total, params) if backward else ()
+                auxiliary = {name: _auxiliary(total, term, self.params) for name, term in terms.items()}
+                grads = _grads(total, self.params) if backward else ()
                 slopes = _slopes(total, tensors) if backward else {}
         return Measured(
             rows=len(rows),

@@ -75,17 +75,21 @@ def _ties(
 
 def _tied(strategy: Strategy, rank_layouts: RankLayouts) -> list[tuple[list[tuple[int, ...]], list[str]]]:
     """(groups along pp, names of the parameters that exactly their stages hold), where those are several."""
+    if strategy.pp == 1:
+        return []
     stages: dict[str, set[int]] = {}
     for rank, held in enumerate(rank_layouts.held):
+        stage = strategy.mesh.index(rank)["pp"]
         for name in held:
-            stages.setdefault(name, set()).add(strategy.mesh.index(rank)["pp"])
+            stages.setdefault(name, set()).add(stage)
     found: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(stages):
         if len(stages[name]) > 1:
             found.setdefault(tuple(sorted(stages[name])), []).append(name)
     lines = strategy.mesh.groups("pp")
-    places = sorted(found.items()) if strategy.pp > 1 else []
-    return [([tuple(line[stage] for stage in where) for line in lines], names) for where, names in places]
+    return [
+        ([tuple(line[stage] for stage in where) for line in lines], names) for where, names in sorted(found.items())
+    ]
 
 
 def _replication(rank_layouts: RankLayouts) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.proof.short_example import first_runs
@@ -69,6 +70,23 @@ def test_targets_of_which_none_is_left_are_looked_at_whole() -> None:
     target = torch.full_like(IDS, -100)
     target[:, 1] = 1
     assert short_of(Words(), target=target) is None
+
+
+def test_a_loss_that_adds_up_on_a_few_positions_alone_is_refused() -> None:
+    ids = torch.arange(4 * 64).view(4, 64) % 11
+    target = ids.clone()
+    target[1:, 1:3] = -100  # between those that are taken: 0, 4, 8, ...
+
+    def by_hand(logits: Tensor, target: Tensor) -> Tensor:
+        counts = (target != -100).to(logits.dtype)
+        each = F.mse_loss(logits[..., 0], target.to(logits.dtype), reduction="none")
+        return (each * counts).sum() / counts.sum()
+
+    look = first_runs(Words(), (ids, target), inputs=None, loss=by_hand)
+    assert look.short is not None and (look.short[1] != -100).all()
+    assert nbkit.check(Words(), "ddp", (ids, ids), 2, loss=by_hand).ok
+    found = nbkit.check(Words(), "ddp", (ids, target), 2, loss=by_hand)
+    assert not found.ok and "no mean over rows" in str(found), found
 
 
 @pytest.mark.parametrize("short", [(IDS[:, :20] * 2, IDS[:, :20]), (IDS[:, :20], IDS[:, :19])])

@@ -37,7 +37,8 @@ class GradientBucket(Bucket):
     def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self.group = group
         sizes = [p.numel() for p in params]
-        self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
+        # All of it is written before it is sent.
+        self.flat = torch.empty(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
         *pieces, self.used = self.flat.split([*sizes, len(sizes) + 1])
         super().__init__(params, [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)])
         emptied(self.flat)

@@ -84,24 +84,23 @@ def find_chain(
 ) -> Chain:
     """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
 
-    brief: does the same operations on fewer numbers, by which the cuts are found; that they are right is proven with
-    `call`. stages: names of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds
-    them.
+    brief: makes the same operations on fewer numbers; what stands in the way there is tried with `call`. stages: names
+    of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.
     Parameters, buffers, modes and random generators are afterwards as before.
     Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
     """
     if brief is not None:
         with suppress(Exception):  # what stands in the way is told as it is on all numbers
-            return _found(module, call, brief, stages)
-    return _found(module, call, call, stages)
+            return _found(module, brief, stages)
+    return _found(module, call, stages)
 
 
-def _found(module: nn.Module, call: Callable[[], Any], brief: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
+def _found(module: nn.Module, call: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
     modes = [(part, part.training) for part in module.modules()]
     with unchanged(module):
         module.eval()
         with torch.no_grad():
-            calls = call_counts(module, brief)
+            calls = call_counts(module, call)
         found = structural_blocks(module)
         names = list(stages) if stages is not None else found
         single = [name for name in calls if name in set(names) and calls[name] == 1]
@@ -112,17 +111,17 @@ def _found(module: nn.Module, call: Callable[[], Any], brief: Callable[[], Any],
         if len(blocks) < 2:
             raise _no_chain(module, refused)
         units = [name for name in calls if name in found]
-        flow = _watch(module, blocks, (), modes, brief)
+        flow = _watch(module, blocks, (), modes, call)
         chain = None
         if flow.around:
             skipped = tuple(_skipped(flow, module, "", blocks, until=len(blocks)))
             with suppress(StrategyError):  # without them, some cuts may be left
-                chain = _proven(_watch(module, blocks, skipped, modes, brief), units, refused, call, stages is not None)
+                chain = _proven(_watch(module, blocks, skipped, modes, call), units, refused, call, stages is not None)
         if chain is None:
             chain = _proven(flow, units, refused, call, stages is not None)
         for part, mode in modes:
             part.training = mode
-        return _with_recomputation(module, chain, brief)
+        return _with_recomputation(module, chain, call)
 
 
 def _watch(

@@ -6,7 +6,7 @@ long as the model makes the same operations. So those proofs, and a whole step, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, lcm
@@ -44,39 +44,41 @@ def first_runs(
 
     The module and the generators of random numbers are afterwards as before; what fails is said where it trains.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    runs = _Runs(module, inputs, loss)
     with suppress(Exception), undrawn(), unchanged(module):
-        draws, whole = _run(module, example, inputs, loss, device)
         short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
-        if short is None or whole is None:
-            return FirstRuns(draws)
-        with suppress(Exception):
-            _, few = _run(module, short, inputs, loss, device)
-            return FirstRuns(draws, short if few == whole else None)
-        return FirstRuns(draws)
+        # Of one row, since all positions of a row are the larger part of all that is run here.
+        if short is None or (whole := runs.operations(example)) is None or runs.operations(short) != whole:
+            short = None
+        return FirstRuns(find_draws(module, runs.of(example if short is None else short)), short)
     return FirstRuns()
 
 
-def _run(
-    module: nn.Module, example: Any, inputs: Sequence[str] | None, loss: Loss | None, device: torch.device
-) -> tuple[DrawPlan | None, list[Any] | None]:
-    """The draws of the model; its operations and those of the loss, None where that fails or is not finite."""
-    seen, held, finite = _Operations(), rows_of(example), True
+@dataclass(frozen=True)
+class _Runs:
+    module: nn.Module
+    inputs: Sequence[str] | None
+    loss: Loss | None
 
-    def run(rows: int) -> Any:
-        nonlocal finite
+    def of(self, example: Any) -> Callable[[int], Any]:
+        """Runs the model on so many rows."""
+        return lambda rows: self._output(example, rows)[0]
+
+    def operations(self, example: Any) -> list[Any] | None:
+        """Of the model and of the loss, on a row; None where that fails or is not finite."""
+        seen = _Operations()
+        with suppress(Exception), torch.no_grad(), seen:
+            output, target = self._output(example, 1)
+            if self.loss is None or isfinite(float(weigh(self.loss(output, target), 1).value)):
+                return seen.operations
+        return None
+
+    def _output(self, example: Any, rows: int) -> tuple[Any, Any]:
+        """Of the model, and the targets."""
+        device, held = next((p.device for p in self.module.parameters()), torch.device("cpu")), rows_of(example)
         part = on_device(pick(example, [i % held for i in range(rows)], rows=held), device)
-        value, target = pair(part, inputs)
-        with seen:
-            output = call(module, value)
-        if loss is not None:
-            finite = False
-            with suppress(Exception), seen:
-                finite = isfinite(float(weigh(loss(output, target), rows).value))
-        return output
-
-    draws = find_draws(module, run)
-    return draws, seen.operations if finite else None
+        value, target = pair(part, self.inputs)
+        return call(self.module, value), target
 
 
 def _shortened(example: Any, value: Any, multiple: int) -> Any:

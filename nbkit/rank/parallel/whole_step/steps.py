@@ -154,7 +154,7 @@ def steps_of_ranks(
         total, weight, is_sum = numbers.tolist()
         factor = 1 / weight if is_sum else expected / weight if counted is not None else 1.0
         for p in held.values():
-            if p.grad is not None:
+            if p.grad is not None and factor != 1:
                 p.grad.mul_(factor)
         norm, data = sharded_model.grad_norm(_CPU), sharded_model.data
         clip(held, float(norm) / 2 if max_norm is None else max_norm, norm)
