@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
 CALLED = [getattr(nbkit, name) for name in nbkit.__all__]
-CALLED += [Cluster.start, Cluster.run, Trainer.fit, Trainer.evaluate, World.join, Place, partition]
+CALLED += [Cluster.start, Cluster.run, Trainer.fit, Trainer.evaluate, Trainer.generate, World.join, Place, partition]
 ARGUMENTS = {*_KEYS, "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
