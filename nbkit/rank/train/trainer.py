@@ -199,7 +199,7 @@ class Trainer:
             clock_offset(device=self.job.device)  # which ranks that join measure
 
     def _begin(self, job: Job, loop: LoopSettings) -> None:
-        self.job, self.loop = job, loop
+        self.job, self.loop, self._callbacks = job, loop, loop.callbacks
         self.arithmetic = self._cut_for(self.strategy)
         self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed, job.device)
         self._rebalancing = Rebalancing(job.device)
@@ -419,7 +419,7 @@ class Trainer:
         # After an error this rank is alone with its record: a callback that communicates would wait for ever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
             self.saves.trained(event.record["seconds"])
-            for callback in self.loop.callbacks:
+            for callback in self._callbacks:
                 callback(self, event.record)
 
     def __repr__(self) -> str:
