@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from nbkit.durations import seconds_of
 from nbkit.errors import UsageError
-from nbkit.notebook.export.slurm import add_slurm_options
+from nbkit.notebook.export.sbatch_file import add_slurm_options
 
 DETACHED = "handle"  # the notebook variable of a detached cell, unless --detach names another
 

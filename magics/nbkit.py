@@ -11,8 +11,8 @@ from nbkit.notebook.export.export import Exported, export
 from nbkit.notebook.planning import planned
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.report import Written
-from nbkit.planner.choose.rows import Plan, Words
+from nbkit.notebook.widgets.run_report import Written
+from nbkit.planner.choose.ranked_strategies import Plan, Words
 
 
 @magics_class

@@ -1,4 +1,4 @@
-"""Functions that the notebook calls on a rank by name, in its main thread. See nbkit/wire/remote.py."""
+"""Functions that the notebook calls on a rank by name, in its main thread. See nbkit/wire/rank_functions.py."""
 
 from __future__ import annotations
 

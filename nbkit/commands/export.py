@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nbkit.notebook.export.slurm import add_slurm_options
+from nbkit.notebook.export.sbatch_file import add_slurm_options
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import CellError, UsageError
-from nbkit.notebook.export.slurm import SlurmOptions, add_slurm_options, notebook_job, submit_job
+from nbkit.notebook.export.sbatch_file import SlurmOptions, add_slurm_options, notebook_job, submit_job
 from nbkit.notebook.headless import Headless, read_notebook
 from nbkit.notebook.parameters import set_parameters
 

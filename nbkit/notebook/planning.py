@@ -8,7 +8,7 @@ from typing import Any
 
 from nbkit.errors import UsageError
 from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.rows import Plan, Words
+from nbkit.planner.choose.ranked_strategies import Plan, Words
 from nbkit.planner.choose.search import search
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.run_report import write_report
 from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
 
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"

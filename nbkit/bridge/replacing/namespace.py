@@ -1,8 +1,8 @@
 """What a new rank gets of the names of a cell: those that are equal on all ranks that live.
 
-Imports, definitions and plain values go by value (see by_value.py), up to a size. What belongs to the training comes
-with the Trainer, and its names are bound to that. What differs between ranks, is larger, or cannot be pickled, the new
-rank does not get.
+Imports, definitions and plain values go by value (see pickle_by_value.py), up to a size. What belongs to the training
+comes with the Trainer, and its names are bound to that. What differs between ranks, is larger, or cannot be pickled,
+the new rank does not get.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.rank.train.replace.by_value import dumps
+from nbkit.rank.train.replace.pickle_by_value import dumps
 
 LIMIT_BYTES = 1 << 20  # of one value
 _OF_THE_TRAINER = ("", "model", "optimizer")

@@ -13,7 +13,7 @@ from nbkit.bridge import calls
 from nbkit.bridge.replacing.statement import Entering
 from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
 from nbkit.bridge.runner import Runner
-from nbkit.rank.train.replace.by_value import loads
+from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, together
 from nbkit.rank.train.resize.resize import joined
 from nbkit.rank.world.world import World

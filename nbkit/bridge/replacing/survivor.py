@@ -22,7 +22,7 @@ from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.replace.by_value import dumps
+from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import NewWorld, Span
 from nbkit.rank.train.resize.plan_resize import Resizing, Wanted

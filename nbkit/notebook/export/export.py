@@ -12,8 +12,8 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.export.running_notebook import read_running
 from nbkit.notebook.export.saved_notebook import read_saved
+from nbkit.notebook.export.sbatch_file import SlurmOptions, script_job
 from nbkit.notebook.export.script import MARK, script_of
-from nbkit.notebook.export.slurm import SlurmOptions, script_job
 from nbkit.notebook.export.source import Code, LeftOut, Switch
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nbkit.notebook.cluster.naming import notebook_shell
-from nbkit.notebook.widgets.kernel_support import DETACH
+from nbkit.notebook.widgets.messages_during_cells import DETACH
 
 
 class Shown(Protocol):

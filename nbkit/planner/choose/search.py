@@ -15,7 +15,7 @@ from typing import Protocol
 from nbkit.errors import StrategyError
 from nbkit.levers import Levers
 from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.rows import Plan, Refused, Row
+from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Parts, Rates, interval, seconds, spans
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.memory import Bytes, Rest

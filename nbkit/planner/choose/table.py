@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from nbkit.errors import UsageError
-from nbkit.planner.choose.rows import Plan, Row
+from nbkit.planner.choose.ranked_strategies import Plan, Row
 
 _HEADS = ("strategy", "step", "between", "limit", "peak", "states", "activations", "working", "sent in a step", "rate")
 _SHOWN, _REFUSED = 12, 4

@@ -20,8 +20,8 @@ from time import perf_counter_ns as now
 import torch
 
 from nbkit.rank.device import accelerator
-from nbkit.rank.telemetry.background import Background
 from nbkit.rank.telemetry.collectives import own_ns, ring
+from nbkit.rank.telemetry.disk_thread import Background
 from nbkit.rank.telemetry.health import Health
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.telemetry.phases import Step, clock

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.rank.telemetry.background import IDLE
 from nbkit.rank.telemetry.collectives import Call, ring
+from nbkit.rank.telemetry.disk_thread import IDLE
 from nbkit.rank.telemetry.phases import Step
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.rank.telemetry.step_breakdown import seconds_of, timed_calls, traffic_of

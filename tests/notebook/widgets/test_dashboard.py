@@ -27,7 +27,7 @@ from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import COLOURS, svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
-from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbkit.notebook.widgets import widget_output
-from nbkit.notebook.widgets.kernel_support import here, in_vscode, lost_words, note_words
+from nbkit.notebook.widgets.messages_during_cells import here, in_vscode, lost_words, note_words
 
 
 @pytest.mark.parametrize(("version", "note", "lost"), [

@@ -24,7 +24,7 @@ from ipyparallel import serialize
 
 from nbkit.errors import ClusterError
 from nbkit.wire.cells import COMM_TYPES
-from nbkit.wire.remote import Remote
+from nbkit.wire.rank_functions import Remote
 
 HELLO_SECONDS = 0.3
 Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)

@@ -22,8 +22,8 @@ from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
-from nbkit.notebook.widgets.kernel_support import hear_always, here, lost_words
-from nbkit.notebook.widgets.report import write_report
+from nbkit.notebook.widgets.messages_during_cells import hear_always, here, lost_words
+from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster.cluster import Cluster, current
-from nbkit.notebook.widgets.kernel_support import hear_always, here, lost_words, note_words
+from nbkit.notebook.widgets.messages_during_cells import hear_always, here, lost_words, note_words
 from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of

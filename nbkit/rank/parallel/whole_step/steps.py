@@ -15,7 +15,7 @@ from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
-from nbkit.rank.parallel.module.buffers import check_buffers, watched
+from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.parallelize import cut

@@ -1,7 +1,7 @@
 """What no other rank holds of the state, kept twice in host memory: by the rank itself, and by its buddy.
 
-After a step each rank copies its share (see shares.py) beside the one before it, and sends it to its buddy, half the
-world away, which is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it
+After a step each rank copies its share (see backup_shares.py) beside the one before it, and sends it to its buddy, half
+the world away, which is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it
 before it launches that step's reduction. So whoever has the reduction's result knows that every rank holds the newest
 backup, and the one before it may be written over: no collective is added, and nobody asks. Two are held at any time, so
 that a rank that dies in a transfer takes back to a boundary that is whole everywhere. On the wire: the share, once, and
@@ -29,9 +29,9 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
-from nbkit.rank.train.replace.shares import Shares, shares_of
+from nbkit.rank.train.replace.backup_shares import Shares, shares_of
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
-from nbkit.rank.train.switch.rank_reports import memory_of
+from nbkit.rank.train.switch.optimizer_reports import memory_of
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 

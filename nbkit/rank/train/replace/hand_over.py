@@ -16,7 +16,7 @@ from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.replace.by_value import dumps, loads
+from nbkit.rank.train.replace.pickle_by_value import dumps, loads
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy

@@ -17,7 +17,7 @@ from nbkit.rank.train.checkpoint.write_plan import by_name
 from nbkit.rank.train.config import LastCheckpoint
 from nbkit.rank.train.replace.backup import Generation
 from nbkit.rank.train.switch.model_edits import Changes
-from nbkit.rank.train.switch.rank_reports import unpacked
+from nbkit.rank.train.switch.optimizer_reports import unpacked
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 

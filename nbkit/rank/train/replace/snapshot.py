@@ -11,7 +11,7 @@ from torch import Tensor
 from nbkit.planner.reshard.boxes import within
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint.job_state import JobState
-from nbkit.rank.train.replace.shares import Shares, beside
+from nbkit.rank.train.replace.backup_shares import Shares, beside
 from nbkit.tensor_layout import Box, Layout
 
 _ALIGN = 16

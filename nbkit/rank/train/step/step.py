@@ -29,7 +29,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.batch_norm import check_level
-from nbkit.rank.parallel.module.buffers import check_buffers, watched
+from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout

@@ -27,7 +27,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.free_memory import trim
 from nbkit.rank.train.switch.consensus import Consensus, agreed, planned
-from nbkit.rank.train.switch.rank_reports import Memory
+from nbkit.rank.train.switch.optimizer_reports import Memory
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.strategy import Strategy
 

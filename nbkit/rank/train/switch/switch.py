@@ -2,7 +2,7 @@
 
 1. Request: `switch`, between two steps (`_between_steps`). What needs no message is made beside the training by then,
    where there is one: see prefetch.py.
-2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in rank_reports.py).
+2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in optimizer_reports.py).
 3. Prepared: groups, module, memory and the exchange that fills it (`prepare`, in beside.py), a value.
 4. Exchanged: exactly the boxes that are missing, and every one is checked to be filled. Where memory does not hold both
    sharded models, tensor by tensor: `_switch_in_place`, and in_place.py.
@@ -44,8 +44,8 @@ from nbkit.rank.train.control.deferred_interrupt import held_back
 from nbkit.rank.train.estimate.free_memory import roomy
 from nbkit.rank.train.switch.consensus import Consensus
 from nbkit.rank.train.switch.in_place import exchange_in_place, in_pieces, prepare_in_place, without_gradients
+from nbkit.rank.train.switch.optimizer_reports import Gathered, gather
 from nbkit.rank.train.switch.pending_switch import PendingSwitch, free
-from nbkit.rank.train.switch.rank_reports import Gathered, gather
 from nbkit.rank.train.switch.switch_beside import prepare
 from nbkit.rank.train.switch.verify import Comparison
 from nbkit.rank.train.training import Training

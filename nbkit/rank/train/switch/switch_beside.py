@@ -13,7 +13,7 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.switch.consensus import Consensus, agreed, planned
-from nbkit.rank.train.switch.rank_reports import Memory
+from nbkit.rank.train.switch.optimizer_reports import Memory
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.strategy import Strategy
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbkit.rank.train.replace.by_value import TooLarge, dumps, loads
+from nbkit.rank.train.replace.pickle_by_value import TooLarge, dumps, loads
 
 CELL = """
 import abc, math

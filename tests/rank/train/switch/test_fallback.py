@@ -23,7 +23,7 @@ from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.job import Job, prepare
-from nbkit.rank.train.switch import rank_reports as joining
+from nbkit.rank.train.switch import optimizer_reports as joining
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import watchdog, world

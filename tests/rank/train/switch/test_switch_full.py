@@ -25,7 +25,7 @@ from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.switch import in_place as switching
 from nbkit.rank.train.switch.consensus import Consensus
-from nbkit.rank.train.switch.rank_reports import gather
+from nbkit.rank.train.switch.optimizer_reports import gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
