@@ -25,7 +25,7 @@ from nbkit.rank.train.estimate.time_model import measured_step
 from nbkit.rank.train.out_of_memory import question
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.resize.plan_resize import Resizing, Wanted, planned
-from nbkit.rank.train.resize.resize import resize
+from nbkit.rank.train.resize.resize import check_handed, resize
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
@@ -258,6 +258,7 @@ def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -
             hint="%cluster start -n N   and load a checkpoint",
         )
     wanted = planned(owner, ranks, strategy, tuple(pins))
+    check_handed(owner, wanted)
     if step_boundary.training() is None:
         return resize(owner, wanted, None)
     if ranks > owner.job.world_size and not resume_fit.host.enterable:

@@ -268,14 +268,12 @@ class Trainer:
         span = joined or span_of(self, steps, until)
         if span.goal == self.step and joined is None:
             return Records()
-        with (
-            seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable,
-            reading(lambda: self._stream),
-        ):
+        with seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable:
             while True:
                 try:
                     make = self._make_step, self._rebalancing, self._say
-                    make_steps(self, span, *make, replaceable=replaceable, joins=joined is not None)
+                    with reading(lambda: self._stream):
+                        make_steps(self, span, *make, replaceable=replaceable, joins=joined is not None)
                     return Records(record for record in self.history if record["step"] > span.first)
                 except Resizing as asked:
                     joined = span = resized(self, asked, Span(span.first, self.job.ledger.goal))

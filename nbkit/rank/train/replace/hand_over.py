@@ -64,8 +64,8 @@ def hand_over(
     packed, found = [b""], list[Handed]()
 
     def pack() -> None:
-        if rank == source and trainer is not None:
-            packed[0] = _packed(trainer, strategy or trainer.strategy)
+        if rank == source and trainer is not None and newcomers:
+            packed[0] = packed_for_new(trainer, strategy or trainer.strategy)
 
     def unpack() -> None:
         if rank in newcomers:
@@ -93,7 +93,8 @@ def handed_by(trainer: Trainer, strategy: Strategy) -> Handed:
     return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, trainer.run_dir, job.seed, saved)
 
 
-def _packed(trainer: Trainer, strategy: Strategy) -> bytes:
+def packed_for_new(trainer: Trainer, strategy: Strategy) -> bytes:
+    """What `hand_over` sends. Raises TrainingError for data that cannot begin again, and for what is not picklable."""
     job, loop = trainer.job, trainer.loop
     if not job.feed.remakes:
         raise TrainingError(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
@@ -26,7 +27,7 @@ from nbkit.rank.train.checkpoint.write_plan import by_name, everyone
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.replace.hand_over import hand_over, handed_by
+from nbkit.rank.train.replace.hand_over import hand_over, handed_by, packed_for_new
 from nbkit.rank.train.replace.resume_fit import Span
 from nbkit.rank.train.resize.move import Held, carry_out, held_by, onto_first, plan_of
 from nbkit.rank.train.resize.plan_resize import Wanted
@@ -36,6 +37,17 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 from nbkit.records.events import Resized
 from nbkit.strategy import Strategy
+
+
+def check_handed(trainer: Trainer, wanted: Wanted) -> None:
+    """Raises TrainingError, on every rank, where the training could not go on in another world. Collective."""
+    job, strategy = trainer.job, wanted.strategy
+
+    def pack() -> None:
+        if job.rank == 0 and strategy is not None:
+            packed_for_new(trainer, strategy)
+
+    agree(pack, what="The training cannot go on with another number of ranks.", hint="%strategy changes what they do")
 
 
 def resize(trainer: Trainer, wanted: Wanted, span: Span | None) -> dict[str, Any]:
