@@ -76,11 +76,7 @@ fuzz-tp: $(READY)
 	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
-plan-# Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill
-chaos: $(READY)
-	@$(BIN)/python -m tests.support.chaos $(C)
-
-check: $(READY)
+plan-check: $(READY)
 	@$(BIN)/python -m bench.plan $(P)
 
 # As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
@@ -95,6 +91,10 @@ gpu-check: $(READY)
 # Some of it:  make why W="operation DDP"
 why: $(READY)
 	@$(BIN)/python -m tests.support.planted_hangs $(W)
+
+# Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill
+chaos: $(READY)
+	@$(BIN)/python -m tests.support.chaos $(C)
 
 check: $(READY)
 	$(BIN)/ruff check
