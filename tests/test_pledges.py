@@ -63,3 +63,10 @@ def test_no_tracked_file_names_a_folder_of_one_machine_or_a_package_index() -> N
                 found.append(f"{name(path)}:{number}: {match[0]}")
 
     assert found == []
+
+
+def test_make_knows_each_target_that_its_help_lists() -> None:
+    help_lines = re.findall(r'@echo "make (\S+) ', (ROOT / "Makefile").read_text())
+    planned = subprocess.run(["make", "--dry-run", *help_lines], cwd=ROOT, capture_output=True, text=True)
+
+    assert len(help_lines) > 10 and planned.returncode == 0, planned.stderr
