@@ -103,15 +103,20 @@ class Template:
                 whole = self._tried(group, [weight], [[grad] for grad in grads])[0]
                 halves = self._tried(group, [weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
                 apart = max(apart, (whole - torch.cat(halves)).abs().max().item())
-            same, found = apart <= 1e-6, f"largest difference {apart:.3g} after two updates"
         except Exception as error:
-            same, found = False, f"{type(error).__name__}: {error}"
-        torch.set_rng_state(torch_state)
-        if not same:
+            raise TrainingError(
+                f"{type(self._made).__name__} failed on a matrix of 4 x 6. {strategy} splits parameters over ranks: it "
+                "is tried whether their halves are updated as the whole is.",
+                numbers=f"{type(error).__name__}: {error}",
+                hint="strategy='ddp', or an optimizer such as AdamW or SGD",
+            ) from error
+        finally:
+            torch.set_rng_state(torch_state)
+        if apart > 1e-6:
             raise TrainingError(
                 f"{type(self._made).__name__} does not update each element by itself, and {strategy} splits parameters "
                 "over ranks: it would train otherwise than one process.",
-                numbers=found,
+                numbers=f"largest difference {apart:.3g} after two updates",
                 hint="strategy='ddp', or an optimizer such as AdamW or SGD",
             )
 

@@ -1,0 +1,48 @@
+"""Before a strategy splits parameters: an optimizer that mixes their elements is refused, one that fails is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.train.step.optimizer_factory import Template
+
+
+class Mixing(torch.optim.SGD):
+    """The gradient by its largest element, as optimizers that look at whole matrices do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / p.grad.abs().max()
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise NameError("name 'rows' is not defined")
+
+
+def factory(kind: Callable[..., torch.optim.Optimizer]) -> Template:
+    model = nn.Linear(3, 2)
+    return Template(kind(model.parameters(), lr=0.1), module=model, skeleton=model)
+
+
+def test_an_optimizer_that_mixes_elements_is_refused_where_parameters_are_split() -> None:
+    factory(torch.optim.AdamW).check_elementwise("zero3")
+    with pytest.raises(TrainingError, match="Mixing does not update each element by itself, and zero3 splits"):
+        factory(Mixing).check_elementwise("zero3")
+
+
+def test_an_optimizer_that_fails_is_not_said_to_mix_elements() -> None:
+    template, before = factory(Broken), torch.get_rng_state()
+    with pytest.raises(TrainingError, match="Broken failed on a matrix of 4 x 6") as caught:
+        template.check_elementwise("zero3")
+
+    assert caught.value.numbers == "NameError: name 'rows' is not defined"
+    assert torch.equal(torch.get_rng_state(), before)
