@@ -32,6 +32,7 @@ GROUPS = {
     "slow": ("slow_link", "slow_rank"),
     "generate": ("generate",),
     "data": ("loading",),
+    "proof": ("proof_seconds",),
 }
 """Folder -> the benchmarks in it, a module each."""
 BY_NAME = ("switch_bytes",)
