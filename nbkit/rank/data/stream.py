@@ -45,7 +45,7 @@ class Stream(ABC):
 
     rank, ranks, speeds: which part of each global batch is read; may change between batches. own: each rank reads other
     samples, not all the same stream. goes_back: what was read can be read again. workers: processes that read ahead,
-    where the data allows it; pin: into memory that a GPU copies from.
+    where the data allows it.
     """
 
     data: Any
@@ -59,7 +59,6 @@ class Stream(ABC):
     drop_last: bool
     collate: Collate
     workers: int = 0
-    pin: bool = False
     epoch: int = field(default=0, init=False)
     offset: int = field(default=0, init=False)
     own: ClassVar[bool]
@@ -102,7 +101,7 @@ class MapStream(Stream):
             )
         self.length = len(data)
         self._reader = Reader(data, self.collate)
-        self._ahead = ReadAhead(self._reader, self.workers, pin=self.pin) if self.workers else None
+        self._ahead = ReadAhead(self._reader, self.workers) if self.workers else None
         self._compared = Compared(content(lambda: _fetched(data, [0, -1 % self.length], (0, 1), self.collate).data))
         self.seek(0, 0)
 

@@ -86,9 +86,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class ReadAhead:
-    """The batches that follow a position, `workers` processes ahead. pin: into memory that a GPU copies from."""
+    """The batches that follow a position, `workers` processes ahead."""
 
-    def __init__(self, reader: Reader, workers: int, *, pin: bool) -> None:
+    def __init__(self, reader: Reader, workers: int) -> None:
         self._told: deque[ToRead] = deque()
         self._ahead: Iterator[ToRead] = iter(())
         self._loader: DataLoader[Any] = DataLoader(
@@ -101,7 +101,6 @@ class ReadAhead:
             persistent_workers=True,
             # What a cell has defined need not be imported by a process that is forked.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
-            pin_memory=pin,
             generator=torch.Generator(),  # what it draws for its workers is not drawn from the job's
         )
         self._batches: Iterator[Any] | None = None

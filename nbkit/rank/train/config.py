@@ -122,7 +122,7 @@ class LoopSettings:
     balance: bool
     workers: int
 
-    def stream(self, axes: Axes, strategy: Strategy, seed: int, device: torch.device) -> Stream:
+    def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:
         """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
         return open_stream(
             self.data,
@@ -135,7 +135,6 @@ class LoopSettings:
             drop_last=self.drop_last,
             collate=self.collate,
             workers=self.workers,
-            pin=accelerator().holds(device),
         )
 
 

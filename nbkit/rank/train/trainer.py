@@ -188,7 +188,7 @@ class Trainer:
 
     def reopen(self) -> None:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
-        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
+        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         self.snapshots.clear()
@@ -201,7 +201,7 @@ class Trainer:
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop, self._callbacks = job, loop, loop.callbacks
         self.arithmetic = self._cut_for(self.strategy)
-        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed, job.device)
+        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)

@@ -107,9 +107,9 @@ class Part:
         width = num_bytes = 0
         for some, cast in ((first, casts.dtype if casts is not None else None), (rest, None)):
             if some:
-                run = _Run(some, links.ranks, self.like, width, num_bytes, cast)
-                width += aligned(run.packing.width, self.like)
-                num_bytes += -(-run.num_bytes // 128) * 128
+                at, at_byte = aligned(width, self.like), aligned(num_bytes, self.like.new_empty(0, dtype=torch.uint8))
+                run = _Run(some, links.ranks, self.like, at, at_byte, cast)
+                width, num_bytes = at + run.packing.width, at_byte + run.num_bytes
                 self.runs.append(run)
         self.may_cast, self._num_bytes = bool(first), num_bytes
         self.mine = self.like.new_zeros(width)
