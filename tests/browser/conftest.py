@@ -19,6 +19,7 @@ import pytest
 from clusters import end_clusters
 
 PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+IDLE = f"{PANEL} .jp-Notebook-ExecutionIndicator[data-status='idle']"
 POLL_MS = 100  # each look into a page is work for the browser
 DONE = re.compile(r"\[\d+\]:?")
 
@@ -172,21 +173,27 @@ class LabPage:
         """As the menu does it, and wait until the new one is idle."""
         kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
         self._request(f"api/kernels/{kernel}/restart", "POST", 60).close()
-        self.wait_for_idle()
+        self.wait_for_idle(restarted=True)
 
     def end_kernels(self) -> None:
         """Shut down all kernels that the server has."""
         for session in self.ask("api/sessions"):
             self._request(f"api/sessions/{session['id']}", "DELETE", 60).close()
 
-    def wait_for_idle(self, seconds: float = 120) -> None:
-        """Until no cell runs, and the kernel is connected; a page opened while one did shows nothing of it."""
+    def wait_for_idle(self, seconds: float = 120, *, restarted: bool = False) -> None:
+        """Until no cell runs, and the kernel is connected; a page opened while one did shows nothing of it.
+
+        restarted: a cell ran, and the server, which may miss the new kernel's first words, can go on to say busy.
+        """
         self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
         # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             kernels = [s["kernel"] for s in self.ask("api/sessions") if s["path"] == self.path]
-            if kernels and kernels[0]["execution_state"] == "idle" and kernels[0]["connections"] > 0:
+            idle = kernels and (
+                kernels[0]["execution_state"] == "idle" or (restarted and self.page.query_selector(IDLE))
+            )
+            if idle and kernels[0]["connections"] > 0:
                 self.page.wait_for_timeout(300)
                 return
             self.page.wait_for_timeout(100)
