@@ -1,6 +1,8 @@
 """Makes tests/support and tests/models importable, here and in the processes that the tests start; shares the work."""
 
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ _LONG = (
     "test_docs.py",
     "rank",
 )
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group that a test leaves in this process would be the world of all that come after it."""
+    yield
+    module = sys.modules.get("nbkit.rank.world.world")
+    if module is not None and (world := module.current()) is not None:
+        world.leave()
+        warnings.warn(f"{request.node.nodeid} has left a world behind", stacklevel=1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
