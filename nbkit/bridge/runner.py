@@ -29,6 +29,7 @@ from IPython.core.displayhook import DisplayHook
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.length_limit import shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
+from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
@@ -242,6 +243,7 @@ class Runner:
             return None
         failure = Failure(
             ename=type(error).__name__,
+            stopped=isinstance(error, Stopped),
             evalue=_said(error),
             traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {_said(error)}",),
             moment=time.time(),
@@ -264,7 +266,7 @@ class Runner:
 def _status(failure: Failure | None, running: Running) -> Status:
     if failure is None:
         return "ok"
-    if running.stopped or failure.ename in ("Stopped", "Left"):
+    if running.stopped or failure.stopped:
         return "interrupted"
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"

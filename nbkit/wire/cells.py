@@ -36,7 +36,8 @@ class Failure:
     """Why a cell ended early on one rank. traceback: lines with ANSI colours, as IPython shows them.
 
     moment: time.time() when it happened; the earliest of several is the root cause.
-    line: in the cell, 0 if unknown. where: the collective the rank was in, or "".
+    line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell,
+    which was asked for.
     """
 
     ename: str
@@ -45,6 +46,7 @@ class Failure:
     moment: float
     line: int = 0
     where: str = ""
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

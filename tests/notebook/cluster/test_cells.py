@@ -334,3 +334,8 @@ def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(mortal: Cluster)
         time.sleep(0.02)
     with pytest.raises(Exception, match=r"Rank 0 has died \(SIGSEGV\)"):
         mortal.run("1")
+
+
+def test_an_exception_of_ones_own_that_is_called_stopped_fails_its_cell(two: Cluster) -> None:
+    with pytest.raises(CellError, match="Stopped: mine"):
+        two.run("class Stopped(Exception): ...\nraise Stopped('mine')")

@@ -79,8 +79,11 @@ def _spark(values: Sequence[float | None], width: int) -> str:
     return "".join(_SIGNS[round((value - low) / (high - low or 1) * (len(_SIGNS) - 1))] for value in means)
 
 
+def _newest(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind][-3:]
+
+
 def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
-    newest = [event for event in events if event["kind"] == "switch"][-3:]
     return [
         (
             Piece(
@@ -89,12 +92,11 @@ def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
                 "faint",
             ),
         )
-        for event in newest
+        for event in _newest(events, "switch")
     ]
 
 
 def _replacements(events: Sequence[dict[str, Any]]) -> list[Line]:
-    newest = [event for event in events if event["kind"] == "replaced"][-3:]
     return [
         (
             Piece(
@@ -103,12 +105,11 @@ def _replacements(events: Sequence[dict[str, Any]]) -> list[Line]:
                 "strong",
             ),
         )
-        for event in newest
+        for event in _newest(events, "replaced")
     ]
 
 
 def _resizes(events: Sequence[dict[str, Any]]) -> list[Line]:
-    newest = [event for event in events if event["kind"] == "resized"][-3:]
     return [
         (
             Piece(
@@ -117,12 +118,12 @@ def _resizes(events: Sequence[dict[str, Any]]) -> list[Line]:
                 "strong",
             ),
         )
-        for event in newest
+        for event in _newest(events, "resized")
     ]
 
 
 def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
-    newest = [event for event in events if event["kind"] == "failure"][-3:]
+    newest = _newest(events, "failure")
     return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in newest]
 
 

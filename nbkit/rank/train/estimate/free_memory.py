@@ -24,7 +24,7 @@ from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.out_of_memory import tensor_limit
-from nbkit.rank.world.world import World
+from nbkit.rank.world import world
 from nbkit.strategy import Strategy
 
 # Of glibc alone; another library gives back, or does not, as it likes.
@@ -88,7 +88,8 @@ def left(device: torch.device, *, ranks: int | None = None) -> int | None:
         found.append(accelerator().free_memory(device))
     else:
         shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
-        sharing = ranks or World.join_from_env().place.local_world_size
+        here = world.current()
+        sharing = ranks or (here.place.local_world_size if here is not None else 1)
         found += [free // sharing for free in shared]
         if (limit := tensor_limit.in_force()) is not None:
             found.append(limit.left)

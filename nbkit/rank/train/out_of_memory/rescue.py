@@ -291,8 +291,7 @@ def _forget_frames(error: BaseException) -> None:
 def _room(job: Any) -> int | None:
     """Bytes that tensors of the training can take on this rank; None where nothing says."""
     free_memory.trim(job.device)
-    here = world.current()
-    left = free_memory.left(job.device, ranks=here.place.local_world_size if here is not None else 1)
+    left = free_memory.left(job.device)
     if left is None:
         return None
     return left + storage_bytes(tensor_limit.held_by(job.sharded_model, job.optimizer.inner), set())
