@@ -6,6 +6,7 @@ The test process itself may hold threads and sockets of anything; ranks never in
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -60,7 +61,7 @@ def run_ranks(
             processes.append(process)
         until.close()
     try:
-        return _collect(readers, timeout)
+        return _collect(readers, processes, timeout)
     finally:
         ended.close()
         for process in processes:
@@ -89,13 +90,14 @@ def _forking() -> Any:
     return context
 
 
-def _collect(readers: list[Connection], timeout: float) -> list[Any]:
+def _collect(readers: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
+            _show_stacks(processes, sorted(waiting.values()))
             raise RankFailed(f"no answer within {timeout:.0f} s from ranks {sorted(waiting.values())}")
         answers = []
         for reader in ready:
@@ -105,9 +107,19 @@ def _collect(readers: list[Connection], timeout: float) -> list[Any]:
                 answers.append((waiting[reader], "died", time.time(), "the process ended without an answer"))
         for rank, kind, _, value in sorted(answers, key=lambda answer: answer[2]):
             if kind != "value":
+                _show_stacks(processes, sorted(set(waiting.values()) - {answered for answered, *_ in answers}))
                 raise RankFailed(f"rank {rank} {kind}:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(readers))]
+
+
+def _show_stacks(processes: list[Any], ranks: list[int]) -> None:
+    """Have the ranks that have not answered write to stderr where they stand."""
+    for rank in ranks:
+        print(f"stacks of rank {rank}:", file=sys.stderr, flush=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[rank].pid, signal.SIGUSR2)
+        time.sleep(0.2)  # one after the other, or their lines mix
 
 
 def _be_rank(
@@ -129,6 +141,7 @@ def _be_rank(
     from nbkit.rank.world.world import Place, World
 
     os.setpgid(0, 0)
+    faulthandler.register(signal.SIGUSR2)
     # A shell that starts the tests in the background has it ignored; some ranks are interrupted on purpose.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)

@@ -87,6 +87,7 @@ class Backups:
         self._of_ward: Contents | None = None
         self._told: Contents | None = None
         self._under_way: tuple[list[dist.Work | None], Generation] | None = None
+        self._left_under_way: tuple[Any, ...] = ()
         self._costs: list[float] = []
         self._say: Callable[[str], None] | None = None
 
@@ -103,6 +104,7 @@ class Backups:
         # Where another `fit` has ended on some ranks by an error, what is under way on the others may stay so for ever.
         if (every != 0 or self.on) and largest([self._under_way is None], device=self.device)[0]:
             self.abandon()
+        self._left_under_way = ()  # all ranks are here: nobody receives any more
         self.break_off()
         if every != self.asked or self.every == 0:
             self.asked = self.every = every
@@ -221,6 +223,8 @@ class Backups:
 
     def abandon(self) -> None:
         """The training has ended within a step: what is under way on some ranks may never be on others."""
+        # A buddy may just be receiving it: what is let go of before it has gone, it awaits for ever.
+        self._left_under_way = (*self._left_under_way, self._under_way, self._sending)
         self._under_way, self._group = None, None
 
     def _contents(self, state: JobState, shares: Shares) -> Contents:
