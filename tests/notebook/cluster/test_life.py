@@ -15,6 +15,7 @@ import pytest
 from nbkit import Cluster
 from nbkit.errors import CellError, ClusterError, NbkitError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.launch.launch import connect
 
 
 @pytest.fixture
@@ -128,6 +129,19 @@ def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> 
     os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
     with pytest.raises(CellError, match=r"Rank 1 died: SIGKILL"):
         handle.wait(timeout=30)
+
+
+def test_ranks_that_have_registered_while_a_client_was_being_made_are_known_to_it(two: Cluster) -> None:
+    client = connect(two.entry)
+    # As where both came after the hub had said which ranks it has, and before it would publish them to this client.
+    client.ipp._ids, client.ipp._engines = [], type(client.ipp._engines)()
+    try:
+        assert not client.wait_for(2, 0.05)
+        wait_until(lambda: client.wait_for(2, 0.05))
+        assert client.ranks == [0, 1]
+        assert client.call_and_wait(range(2), "nbkit.bridge.calls:hello", timeout=20)[1]["rank"] == 1
+    finally:
+        client.close()
 
 
 def test_attaching_twice_in_one_notebook_shows_everything_once(

@@ -95,9 +95,17 @@ class Client:
         return list(self.ipp.ids)
 
     def wait_for(self, n: int, timeout: float) -> bool:
-        """Whether `n` ranks have registered within `timeout` seconds."""
+        """Whether `n` ranks have registered within `timeout` seconds. If not, the hub is asked which ones it has.
+
+        The hub tells a new client which ranks it has, and what comes later it publishes: a rank that registers between
+        the two, before the client's subscription has reached the hub, is in neither. The next `wait_for` knows it.
+        """
         arrived = self.ipp.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
-        return arrived is None or _settled(arrived, timeout)
+        if arrived is None or _settled(arrived, timeout):
+            return True
+        asked = self.ipp._send(self.ipp._query_stream, "connection_request")
+        asked.add_done_callback(lambda reply: self.ipp._update_engines(reply.result()["content"]["engines"]))
+        return False
 
     def reach(self, ranks: Iterable[int], timeout: float, is_worth_it: Callable[[], bool]) -> dict[int, dict[str, Any]]:
         """Make sure that calls and requests reach each rank, and that its messages reach us; what each says of itself.
