@@ -1,7 +1,6 @@
 """Makes tests/support and tests/models importable, here and in the processes that the tests start; shares the work."""
 
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,13 @@ _LONG = (
 
 
 @pytest.fixture(autouse=True)
-def no_world_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_world_is_left() -> Iterator[None]:
     """A process group that a test leaves in this process would be the world of all that come after it."""
     yield
     module = sys.modules.get("nbkit.rank.world.world")
     if module is not None and (world := module.current()) is not None:
         world.leave()
-        warnings.warn(f"{request.node.nodeid} has left a world behind", stacklevel=1)
+        pytest.fail("This test leaves a world in the tests' own process. Let ranks make it:   run_ranks(fn, 1)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import RankDied
@@ -21,27 +22,9 @@ from nbkit.notebook.cluster.cells.results import Results
 
 STEPS = 40
 CELL = "before = 1\nhistory = trainer.fit(steps)\n[record['loss'] for record in history]"
-SETUP = f"""
-import time
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-torch.set_default_dtype(torch.float64)
+SETUP = f"""{NETWORK}
 steps = {STEPS}
 crash = {{}}
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1)
-
-    def forward(self, x):
-        return self.second(F.dropout(torch.tanh(self.first(x)), 0.1, self.training))
-
-def rows():
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    return [(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)]
 
 def mse(output, target):
     import os
@@ -51,13 +34,7 @@ def mse(output, target):
         os._exit(3)
     return F.mse_loss(output, target)
 
-def pace(trainer, record):
-    time.sleep(0.02)
-
-def make(**options):
-    optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = dict(data=rows(), batch_size=8, callbacks=[pace], log_dir=None, progress=False)
-    return nbkit.Trainer(model=Net, loss=mse, optimizer=optimizer, **{{**settings, **options}})
+defaults = dict(loss=mse)
 """
 
 

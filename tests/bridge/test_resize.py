@@ -12,47 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import StrategyError, TrainingError, UsageError
 from nbkit.notebook.run.follower import Run
 
 STEPS = 30
-SETUP = f"""
-import time
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-torch.set_default_dtype(torch.float64)
+SETUP = f"""{NETWORK}
 steps = {STEPS}
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 1)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x):
-        return self.second(F.dropout(torch.tanh(self.first(x)), 0.1, self.training))
-
-def rows():
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    return [(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)]
-
-def pace(trainer, record):
-    time.sleep(slow)
-
 slow = 0.0
-
-def make(**options):
-    optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = dict(data=rows(), batch_size=8, callbacks=[pace], progress=False, log_dir=None, backup_every=0)
-    settings |= dict(lr_schedule=lambda step: 1 / (1 + 0.1 * step))
-    return nbkit.Trainer(model=Net, loss=F.mse_loss, optimizer=optimizer, **{{**settings, **options}})
+defaults = dict(model=lambda: Net(width=64, buffer=3), backup_every=0, lr_schedule=lambda step: 1 / (1 + 0.1 * step))
 """
 CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
-
 
 WEIGHTS = 64 * 8 + 64  # that zero3 parts; the second layer has one row, which one rank has
 BUFFERS = 3 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy
@@ -94,6 +95,12 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
         data.close()
 
 
-def test_data_that_can_only_be_iterated_has_no_workers_and_that_is_said() -> None:
-    with pytest.warns(UserWarning, match="workers= has no effect"):
+def iterated(world: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         quiet(data=iter([(torch.zeros(6), torch.tensor(0))] * 32), workers=2)
+    return [str(warning.message) for warning in said]
+
+
+def test_data_that_can_only_be_iterated_has_no_workers_and_that_is_said() -> None:
+    assert "workers= has no effect" in " ".join(run_ranks(iterated, 1)[0])
