@@ -30,7 +30,7 @@ from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
-from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
 from nbkit.wire.link import Link
@@ -62,6 +62,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         await super().complete_registration(*args, **kwargs)
+        stages.mark("registered")
         # Nothing is awaited above, so no message has been handled yet.
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
@@ -120,6 +121,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
     """Be rank `rank` until the cluster stops. Never returns. replaces: the others are in a world, which it joins later:
     one of this number has died in a training, or there are more ranks from now on."""
+    stages.begin("forked")
     pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)

@@ -2,6 +2,7 @@
 
 python -m tests.support.chaos                   all of it, as make chaos
 python -m tests.support.chaos faults N=20 SEED=3    20 runs from seed 3 on; others: kill, pairs
+python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies alone
 
 kill    a rank is killed in each strategy: seconds to the first step after it, by part; steps lost; the curve.
 faults  one of a list, at a random moment, under a random strategy, with a switch and saves on the way. Each run ends
@@ -94,6 +95,10 @@ def make(strategy, folder=None, **options):
     saves = dict(save_path=folder, save_every=SAVED) if folder else {}
     return nbkit.Trainer(loss=loss, optimizer=lambda m: Fails(m.parameters(), lr=0.01), data=rows, strategy=strategy,
                          log_dir=None, progress=False, **{**given, **saves, **options})
+
+def marks():
+    from nbkit.rank.train.replace import stages
+    return [(mark.stage, mark.wall, mark.cpu) for mark in stages.marks]
 
 def losses():
     return [record["loss"] for record in trainer.history]
@@ -423,6 +428,8 @@ def home() -> Iterator[Path]:
 
 
 def main(words: Sequence[str]) -> int:
+    strategies = [word for word in words if word in STRATEGIES]
+    words = [word for word in words if word not in STRATEGIES]
     numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
     parts = [word for word in words if "=" not in word]
     wrong: list[str] = []
@@ -436,7 +443,7 @@ def main(words: Sequence[str]) -> int:
 
         if not parts or "kill" in parts:
             bench = Bench()
-            wrong += kill(bench, numbers.get("N", 10))
+            wrong += kill(bench, numbers.get("N", 10), strategies or STRATEGIES)
             bench.end()
         if not parts or "pairs" in parts:
             wrong += pairs((4, 8))

@@ -13,6 +13,7 @@ from nbkit.bridge import calls
 from nbkit.bridge.replacing.statement import Entering
 from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
 from nbkit.bridge.runner import Runner
+from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, together
 from nbkit.rank.train.resize.resize import joined
@@ -38,6 +39,7 @@ class Newcomer:
         """
         place, newcomers = calls.place, tuple(word["newcomers"])
         assert place is not None
+        stages.mark("everyone waits")
         World.join(
             place,
             listen=calls.take_listener() if place.rank == 0 else None,
@@ -46,6 +48,7 @@ class Newcomer:
             generation=word["generation"],
             timeout_s=FORM_SECONDS,
         )
+        stages.mark("world formed")
         gathered(None)
         handed = broadcast(None, min(set(range(place.world_size)) - set(newcomers)))
         torch.set_default_dtype(handed.dtype)

@@ -22,6 +22,7 @@ from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
+from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import NewWorld, Span
@@ -110,10 +111,13 @@ class Survivor:
     def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
         if not self.is_broken(error):
             raise error
+        stages.begin("noticed")
         while True:
             word = self._form(error, trainer.step)
+            stages.mark("everyone waits")
             try:
                 self._join(word)
+                stages.mark("world formed")
                 self.hand_over(trainer, span, word["newcomers"])
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):

@@ -21,14 +21,17 @@ from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.resizable_storage import hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.backup import Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
+from nbkit.rank.train.replace.kept_memory import with_memory
 from nbkit.rank.train.replace.restoration import Holding, Part, Restoration, newest
 from nbkit.rank.train.replace.snapshot import Contents
 from nbkit.rank.train.switch.model_edits import changes_of
@@ -51,8 +54,11 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     """
     place = World.join_from_env().place
     rank, world_size, device = place.rank, place.world_size, accelerator().device(place.device)
+    stages.mark("names handed over")
     held = _Held() if trainer is None else _Held.by(trainer)
+    stages.mark("looked at what is held")
     everyone = all_gather_objects(held.told, world_size=world_size, device=device)
+    stages.mark("told what is held")
     source = next(rank for rank in range(world_size) if rank not in newcomers)
     strategy = _common(everyone)
     # Of the newest some may not have heard yet.
@@ -65,6 +71,7 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     else:
         assert trainer is not None
         job, like = trainer.job, trainer.job.optimizer.inner
+    stages.mark("trainer handed over")
     restoration, lost = None, ""
     try:
         restoration = newest(everyone, strategy, job.builder)
@@ -72,14 +79,20 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
         if saved is None or saved.path is None:
             raise
         lost = f"{error.what} {error.numbers}"
-    sharded_model, inner = _built(job, strategy, restoration, like=like)
+    stages.mark("exchange planned")
+    built = _built(job, strategy, restoration, held, like=like)
+    sharded_model, inner = built.sharded_model, built.inner
+    stages.mark("built")
     told: list[Any] = [None]
     if restoration is not None:
         held.take_back(restoration, newcomers, rank=rank, device=device)
-        _fill(sharded_model, inner, restoration, held.states.get(restoration.step, {}), rank=rank, device=device)
+        plan, own = restoration.plan, held.states.get(restoration.step, {})
+        Exchange(plan, rank).run({key: own[key] for key in plan.old[rank]}, built.target, device=device)
+        sharded_model.data.refresh()
         first = next(rank for rank in restoration.sources if rank not in newcomers)
         told[0] = held.points[restoration.step] if rank == first else None
         dist.broadcast_object_list(told, src=first, device=device)
+    stages.mark("filled")
     if handed is not None:
         job.start(sharded_model, inner)
         trainer = handed.trainer(job)
@@ -97,6 +110,7 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     else:
         assert saved is not None and saved.path is not None
         _load(trainer, saved.path, saved.step, lost)
+    stages.mark("adopted")
     job.meet(everyone[source].asked)
     return trainer
 
@@ -114,12 +128,21 @@ def _load(trainer: Trainer, path: Path, step: int, lost: str) -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds. By step: tensors, and (settings of the optimizer, how far it was)."""
+    """What this rank holds. By step: tensors, and (settings of the optimizer, how far it was).
+
+    finished: the step of what it computed with; None where an update was broken off.
+    """
 
     told: Holding = field(default_factory=Holding)
+    finished: int | None = None
     states: dict[int, JobState] = field(default_factory=dict)
     points: dict[int, tuple[Settings, Progress]] = field(default_factory=dict)
     wards: dict[int, Generation] = field(default_factory=dict)
+
+    @property
+    def live(self) -> JobState:
+        """What it computed with, where that is whole: memory that the training itself has, and no backup."""
+        return {} if self.finished is None else self.states[self.finished]
 
     @classmethod
     def by(cls, trainer: Trainer) -> _Held:
@@ -144,7 +167,7 @@ class _Held:
         kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
         told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saves.last)
-        return cls(told, states, points, wards)
+        return cls(told, None if job.integrity.half_way else step, states, points, wards)
 
     def take_back(
         self, restoration: Restoration, newcomers: Collection[int], *, rank: int, device: torch.device
@@ -164,6 +187,15 @@ class _Held:
                 self.states[step] = contents.views(flat.cpu())
 
 
+@dataclass(frozen=True)
+class _Built:
+    """target: all of its state, with memory; what was this rank's before is there, the rest is to be filled."""
+
+    sharded_model: ShardedModel
+    inner: torch.optim.Optimizer
+    target: JobState
+
+
 def _common(everyone: Sequence[Holding]) -> Strategy:
     found = [each.strategy for each in everyone if each.strategy is not None]
     if len(set(map(str, found))) != 1:
@@ -176,31 +208,21 @@ def _common(everyone: Sequence[Holding]) -> Strategy:
 
 
 def _built(
-    job: Job, strategy: Strategy, restoration: Restoration | None, *, like: torch.optim.Optimizer | None
-) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """The sharded model with new groups, and its optimizer, with memory that is to be filled. Collective."""
-    made: list[tuple[ShardedModel, torch.optim.Optimizer]] = []
+    job: Job, strategy: Strategy, restoration: Restoration | None, held: _Held, *, like: torch.optim.Optimizer | None
+) -> _Built:
+    """The sharded model with new groups, and its optimizer. Collective."""
+    made: list[_Built] = []
     connections = job.builder.connect(strategy, alike=False)
 
     def build() -> None:
-        made.append(job.builder.build(strategy, connections, like=like))
-        if restoration is not None:
-            job_state.allocate(*made[0], restoration.kinds, restoration.numbers)
+        with hollow() as spaces:
+            sharded_model, inner = job.builder.build(strategy, connections, like=like)
+            sharded_model.data.let_go()  # of gradients, until all have met
+            if restoration is not None:
+                job_state.allocate(sharded_model, inner, restoration.kinds, restoration.numbers)
+        live = held.live if restoration is not None and restoration.step == held.finished else {}
+        state = job_state.state(sharded_model, inner)
+        made.append(_Built(sharded_model, inner, with_memory(state, sharded_model.data.tensors(), spaces, live)))
 
     agree(build, what="The training could not be built anew beside a new process.", hint="on_failure='stop'")
     return made[0]
-
-
-def _fill(
-    sharded_model: ShardedModel,
-    inner: torch.optim.Optimizer,
-    restoration: Restoration,
-    held: JobState,
-    *,
-    rank: int,
-    device: torch.device,
-) -> None:
-    plan = restoration.plan
-    source = {key: held[key] for key in plan.old[rank]}
-    Exchange(plan, rank).run(source, job_state.state(sharded_model, inner), device=device)
-    sharded_model.data.refresh()

@@ -16,6 +16,7 @@ from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.replace import stages
 from nbkit.records.events import Replaced
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
@@ -119,7 +120,9 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
     try:
         yield True
     except BaseException as error:
-        host.leave(f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else type(error).__name__)
+        host.leave(
+            f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+        )
         raise
     host.leave()
 
@@ -164,5 +167,6 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
         host.tell(event.said)
     step_boundary.meet(job.device)  # nobody leaves the training before it is told that it goes on
+    stages.mark("at a boundary")
     job.ledger.begin_again()
     return trainer

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.models.gpt import GPT, Block, GPTConfig
+from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
@@ -121,6 +122,7 @@ def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str,
     for number, case in enumerate(cases):
         if number < seat.deaths - seat.new:
             continue
+        before: set[int] | None = None
         if seat.new:
             trainer, seat.new = recover(None, seat.replaced), False
         else:
@@ -128,11 +130,18 @@ def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str,
             trainer = made(case.strategy, **more)
             with pytest.raises((RuntimeError, NbkitError)):
                 trainer.fit(STEPS)
+            before = memory(trainer)
             trainer = recover(trainer, seat.form_again())
-        stood = trainer.step
+        stood, kept = trainer.step, before is None or before == memory(trainer)
         trainer.fit(until=STEPS)
-        found[case] = {"stood": stood, "losses": [r["loss"] for r in trainer.history]}
+        found[case] = {"stood": stood, "kept": kept, "losses": [r["loss"] for r in trainer.history]}
     return found
+
+
+def memory(trainer: Trainer) -> set[int]:
+    """Where weights and optimizer state of this rank lie."""
+    state = job_state.state(trainer.job.sharded_model, trainer.job.optimizer.inner)
+    return {tensor.untyped_storage().data_ptr() for tensor, _ in state.values()}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +154,9 @@ def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case],
     found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
     check(found, cases, expected)
+    # What lies flat with others is copied; all else of the ranks that are left stays where it is.
+    assert [by_case[case]["kept"] for by_case in found for case in by_case if "hsdp" not in case.strategy] != []
+    assert all(told["kept"] for by_case in found for case, told in by_case.items() if "hsdp" not in case.strategy)
 
 
 def protected(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
