@@ -236,6 +236,8 @@ def nbkit_parser() -> MagicParser:
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
     why = commands.add_parser("why", help="who is stuck where: what every rank does, and one sentence")
     why.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+    debug = commands.add_parser("debug", help="pdb on a rank: at its breakpoint(), or where the last cell failed")
+    debug.add_argument("rank", nargs="?", type=int, metavar="RANK", help="default: the one that asks or failed first")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`%nbkit plan`, before a training; `why`, when one is stuck; `report`, `trace` and `export`: what is made of one."""
+"""`%nbkit plan`, before a training; `why`, `debug`: it is stuck, or fails; `report`, `trace`, `export`: made of one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return current().trace(**options)
         if command == "why":
             return current().why(**options)
+        if command == "debug":
+            current().debug(**options)
+            return None
         if command == "export":
             return export(**options)
         board = Dashboard(options["run"])

@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.activity import activity
 from nbkit.wire import process_state
-from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status
+from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
 from nbkit.wire.processes import Process
 
 MESSAGE_TYPE = "nbkit_request"
@@ -61,6 +62,8 @@ class Requests:
             "outside": self.outside,
             "interrupt": self.interrupt,
             "end": self.end,
+            "answer": self.answer,
+            "refuse": self.refuse,
         }
 
     def install(self, kernel: Any) -> None:
@@ -102,6 +105,8 @@ class Requests:
             "training": step_boundary.training() is not None,
             "requests": step_boundary.inbox.highest(),
             "undelivered": self._undelivered(),
+            "prompt": asdict(asked) if (asked := self.runner.prompts.open) else None,
+            "failed": self._failed(),
         }
 
     def _undelivered(self) -> dict[str, Any] | None:
@@ -111,6 +116,21 @@ class Requests:
             return None
         request = self.runner.requests[last.cell]
         return {"cell": request.id, "source": request.source, "number": request.number, "ranks": request.ranks}
+
+    def _failed(self) -> dict[str, Any] | None:
+        """The cell whose frames `%nbkit debug` looks at."""
+        failed = self.runner.debugger.failed
+        return {"number": failed.number, "error": failed.error, "moment": failed.moment} if failed else None
+
+    def answer(self, number: int, line: str) -> dict[str, Any]:
+        """What a person has typed at a prompt of this rank. number: of the prompt."""
+        self.runner.prompts.answer(number, line)
+        return {}
+
+    def refuse(self, cell: str, why: str) -> dict[str, Any]:
+        """Nobody can type at the prompts of a cell."""
+        self.runner.prompts.refuse(cell, why)
+        return {}
 
     def stop(self, cell: str, number: int, live: bool = False) -> dict[str, Any]:
         patience = self.stopping.stop(cell, number, live)
@@ -139,7 +159,7 @@ class Requests:
         """What a notebook missed of a cell: outputs from `cursor` on, and the record if all of them are told."""
         record = self.runner.records.get(cell)  # read before the outputs: what it counts is then among them
         outputs, after = self.runner.capture.missed(cell, cursor, REPLY_BYTES)
-        return {"outputs": outputs, "cursor": after, "record": _as_text(record)["record"] if record else None}
+        return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 
     def complete(self, text: str) -> dict[str, Any]:
         """What `text` (a name, or a name with a dot) may become, from the names on this rank."""
@@ -162,6 +182,8 @@ class Requests:
             known = {"cell": running[-1].request.number, "seconds": time.time() - running[-1].started}
         if step_boundary.training() is not None:
             known["step"] = step_boundary.progress().get("step", 0)
+        if (asked := self.runner.prompts.open) is not None:
+            known["prompt"] = asked.kind
         found = activity(self.runner.rank, self.runner.own.cells, stacks=stacks, **known)
         return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
 
@@ -194,7 +216,7 @@ class Requests:
             return
         with self.runner.shielded():  # or a stop of the training could take the record away
             record = self.runner.run(request)
-            self.runner.capture.publish("nbkit_record", _as_text(record), self.kernel.iopub_socket)
+            self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)
 
     def _is_withdrawn(self, cell: str) -> bool:
         """Whether its stop has reached any rank. All must answer alike: a cell on some ranks meets no partners."""
@@ -214,9 +236,4 @@ class Requests:
         record = CellRecord(
             cell.id, self.runner.rank, 0, status, 0.0, 0, failure=Failure("NotRun", why, (), time.time())
         )
-        self.runner.capture.publish("nbkit_record", _as_text(record), self.kernel.iopub_socket)
-
-
-def _as_text(record: CellRecord) -> dict[str, str]:
-    """A record for a message, whose content must be JSON: values of any plain type survive."""
-    return {"record": base64.b64encode(pickle.dumps(record)).decode()}
+        self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)

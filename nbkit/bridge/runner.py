@@ -26,11 +26,14 @@ from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 
+from nbkit.bridge.debugging.debugger import Debugger
+from nbkit.bridge.debugging.prompts import Prompts
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.length_limit import shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
@@ -68,6 +71,9 @@ class Runner:
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
         self.own = Shell(shell, Runner._execute.__code__)
+        self.prompts = Prompts(rank, self._publish, lambda: self.running[-1].request.id if self.running else "")
+        self.debugger = Debugger(self.prompts, self.own, Runner._execute.__code__)
+        self.debugger.install()
         self._show_traceback = shell.showtraceback
         shell.showtraceback = self._showing_traceback
         # For good: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
@@ -108,6 +114,8 @@ class Runner:
 
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
+        if not request.post_mortem:
+            self.debugger.begin()
         capturing = self.capture.begin(request.id)
         # The ranks let the parent release a cell that begins when one of them has died already.
         self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
@@ -117,12 +125,16 @@ class Runner:
                 print(remark, file=sys.stderr)
             with self._entering(enters):
                 result, escaped = self._attempt(request)
-            failure = self._failure(result, escaped, capturing.error)
+            self.debugger.end()
+            error = escaped or (result and (result.error_before_exec or result.error_in_exec))
+            failure = self._failure(error, capturing.error)
             status = _status(failure, running)
+            self._let_go(running, error, failure, status)
         finally:
             # The parent hears of a failure before anything else happens: it releases the ranks that wait for this one.
             self.link.send(event="cell", cell=request.id, state=status)
             running.ended.set()
+            self.prompts.refuse(request.id)  # threads that outlive the cell wait for nobody
             self.capture.end(capturing)
         here = world.current()
         record = CellRecord(
@@ -172,6 +184,8 @@ class Runner:
 
     def _execute(self, request: CellRequest) -> Any:
         shell = self.shell
+        if request.post_mortem:
+            return self.debugger.post_mortem()
         shell.execution_count = request.number
         # Cell magics and `!` make the source Python; an error in that is the cell's own and shows as one.
         try:
@@ -233,15 +247,17 @@ class Runner:
                 return True
         return False
 
-    def _failure(self, result: Any, escaped: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
-        error = escaped or (result and (result.error_before_exec or result.error_in_exec))
+    def _publish(self, kind: str, content: dict[str, Any]) -> None:
+        self.capture.publish(kind, content, self.shell.kernel.iopub_socket)
+
+    def _failure(self, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):
             # What was shown and has ended nothing is output.
             words = [*(shown["traceback"] if shown else ()), *([end_words(error)] if error else ())]
             if words:
                 print("\n".join(words), file=sys.stderr)
             return None
-        failure = Failure(
+        return Failure(
             ename=type(error).__name__,
             stopped=isinstance(error, Stopped),
             evalue=_said(error),
@@ -250,12 +266,24 @@ class Runner:
             line=self._line(error),
             where=delegating_group.where().partition(", issued")[0],
         )
-        # IPython keeps the last exception, and with it every tensor in its frames.
+
+    def _let_go(self, running: Running, error: BaseException | None, failure: Failure | None, status: Status) -> None:
+        """Drop the frames of an error, but for those that `%nbkit debug` may want to see before the next cell begins.
+
+        Not those of a live cell, after which a training goes on, nor of memory that has run out: they hold it.
+        """
+        if error is None or failure is None:
+            return
+        if status == "error" and len(self.running) == 1 and not accelerator().out_of_memory(error):
+            self.debugger.keep(
+                running.request.number, f"{failure.ename}: {failure.evalue}", failure.moment, error.__traceback__
+            )
+        # IPython keeps the last exception, and with it every tensor in its frames; so does what draws its tracebacks.
+        self.shell.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
                 setattr(sys, name, None)
         error.__traceback__ = None
-        return failure
 
     def _line(self, error: BaseException) -> int:
         """The line of the cell that led to the error: the innermost frame that is cell code."""

@@ -47,6 +47,9 @@ class Stopping:
             return 0.0
         running.asked = True
         patience = 0.0 if live else step_boundary.patience()
+        # A training that stands at a breakpoint goes on, to its boundary.
+        if patience:
+            self.runner.prompts.refuse(cell)
         threading.Thread(target=self._stop, args=(running, patience), name="nbkit-stop", daemon=True).start()
         return patience
 

@@ -83,7 +83,8 @@ class Activity:
 
     cell: the number of the cell that it runs, None without one. line: the innermost line of the user's own code.
     waits: what it waits in; on_device: its device does, and the host has gone on. step: of its training, None without
-    one. stacks: of every thread, "" unless they were asked for. cells: file -> cell number.
+    one. prompt: it asks for a line that a person types ("breakpoint", "post-mortem"), "" where it does not. stacks: of
+    every thread, "" unless they were asked for. cells: file -> cell number.
     """
 
     rank: int
@@ -94,6 +95,7 @@ class Activity:
     waits: Operation | None = None
     on_device: bool = False
     step: int | None = None
+    prompt: str = ""
     groups: Mapping[str, GroupLog] = field(default_factory=dict)
     stacks: str = ""
     cells: Mapping[str, int] = field(default_factory=dict)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "error", "interrupted", "released"]
+PromptKind = Literal["breakpoint", "post-mortem"]
 
 COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Messages between a widget and the pages that show it."""
@@ -20,7 +23,8 @@ class CellRequest:
 
     id: unique in the cluster. number: the notebook's execution count, so that tracebacks read "Cell In[5], line 2".
     ranks: all that run it. requests: how many requests to a running training had been sent before this cell. detached:
-    the notebook does not wait for it.
+    the notebook does not wait for it. post_mortem: not the source is run, but a prompt in the frames of the cell that
+    failed last.
     """
 
     id: str
@@ -29,6 +33,22 @@ class CellRequest:
     ranks: tuple[int, ...]
     requests: int = 0
     detached: bool = False
+    post_mortem: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rank asks for a line which a person types in the notebook.
+
+    cell: the id of the cell that asks. number: of this question on this rank; the answer names it. where: the line of
+    code, as a person reads it: "cell 4 line 2".
+    """
+
+    cell: str
+    rank: int
+    number: int
+    kind: PromptKind
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,18 @@ class CellRecord:
     failure: Failure | None = None
     dirty: str = ""
     counts: dict[str, int] = field(default_factory=dict)
+
+
+def record_text(record: CellRecord) -> str:
+    """A record for a message, whose content must be JSON: values of any plain type survive."""
+    return base64.b64encode(pickle.dumps(record)).decode()
+
+
+def record_from(text: str) -> CellRecord:
+    """The record that `record_text` has made a text of."""
+    record = pickle.loads(base64.b64decode(text))
+    assert isinstance(record, CellRecord)
+    return record
 
 
 def first_line(source: str, length: int = 40) -> str:

@@ -6,7 +6,7 @@ import os
 import queue
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ class Cell:
             elif kind == "error":
                 parts.append("\n".join(content["traceback"]) + "\n")
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
+
+    @property
+    def prompts(self) -> list[str]:
+        """What was asked of who sits at the keyboard."""
+        return [content["prompt"] for _, kind, content in self.messages if kind == "input_request"]
 
     def when(self, text: str) -> float:
         """Seconds after which `text` was on screen."""
@@ -81,9 +86,16 @@ class Kernel:
         """Send a cell and do not wait."""
         return str(self.client.execute(source))
 
-    def run(self, source: str, *, timeout: float = 90, at: dict[float, Callable[[], object]] | None = None) -> Cell:
-        """Run a cell to its end. at: what to do after so many seconds."""
-        return self.collect(self.send(source), timeout=timeout, at=at)
+    def run(
+        self,
+        source: str,
+        *,
+        timeout: float = 90,
+        at: dict[float, Callable[[], object]] | None = None,
+        typed: Iterable[str | Callable[[], str | None]] = (),
+    ) -> Cell:
+        """Run a cell to its end. at: what to do after so many seconds. typed: see `collect`."""
+        return self.collect(self.send(source), timeout=timeout, at=at, typed=typed)
 
     def complete(self, source: str) -> list[str]:
         """What Tab offers at the end of `source`."""
@@ -94,10 +106,19 @@ class Kernel:
                 return [str(match) for match in reply["content"]["matches"]]
 
     def collect(
-        self, message: str, *, timeout: float = 90, at: dict[float, Callable[[], object]] | None = None
+        self,
+        message: str,
+        *,
+        timeout: float = 90,
+        at: dict[float, Callable[[], object]] | None = None,
+        typed: Iterable[str | Callable[[], str | None]] = (),
     ) -> Cell:
-        """Everything that belongs to a cell until it is over."""
-        cell, began, idle = Cell(), time.monotonic(), False
+        """Everything that belongs to a cell until it is over.
+
+        typed: the answers of who sits at the keyboard, one for each time that the cell asks; of a function what it
+        returns, None: nothing is typed.
+        """
+        cell, began, idle, lines = Cell(), time.monotonic(), False, iter(typed)
         actions = sorted((at or {}).items())
         while not (idle and cell.status):
             now = time.monotonic() - began
@@ -106,9 +127,21 @@ class Kernel:
             while actions and now >= actions[0][0]:
                 actions.pop(0)[1]()
             idle |= self._listen(message, cell, began)
+            self._type(cell, began, lines)
             cell.status = cell.status or self._reply(message)
         cell.seconds = time.monotonic() - began
         return cell
+
+    def _type(self, cell: Cell, began: float, lines: Iterator[str | Callable[[], str | None]]) -> None:
+        try:
+            asked = self.client.get_stdin_msg(timeout=0)
+        except queue.Empty:
+            return
+        cell.messages.append((time.monotonic() - began, "input_request", asked["content"]))
+        line = next(lines, None)
+        assert line is not None, f"nobody types at {asked['content']['prompt']!r}; so far:\n{cell.text}"
+        if (line := line if isinstance(line, str) else line()) is not None:
+            self.client.input(line)
 
     def late(self, message: str, seconds: float) -> Cell:
         """What has arrived for a cell after it was over, and arrives within so many seconds."""

@@ -18,6 +18,7 @@ from nbkit.durations import seconds_given
 from nbkit.errors import ClusterError, ClusterExists, NbkitError, UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.debug import debug
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
@@ -337,7 +338,7 @@ class Cluster:
         The stop button ends the waiting only; so does `timeout` (seconds, or "30s"), with a TimeoutError.
         """
         busy = self.connection.busy()
-        return wait_for(busy, timeout) if busy else None
+        return wait_for(self.connection, busy, timeout) if busy else None
 
     def switch(self, strategy: str) -> ControlResult:
         """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
@@ -384,6 +385,15 @@ class Cluster:
         """
         self.connection.check_open()
         return ask_why(self.entry, self.connection.client, self.connection.deaths, stacks=stacks)
+
+    def debug(self, rank: int | None = None) -> None:
+        """A prompt on a rank, with the commands of pdb, which are read with `input()` until the person leaves it.
+
+        Of a cell that stands at a `breakpoint()`, else in the frames of the cell that failed last. rank: default: the
+        one that asks, or has failed, first. Raises UsageError where no rank is at either, or nobody can type here.
+        """
+        self.connection.check_open()
+        debug(self.connection, rank)
 
     def __repr__(self) -> str:
         state = "stopped" if self.ended else f"{self.entry.n} ranks over {self.entry.backend}"

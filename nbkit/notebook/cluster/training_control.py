@@ -78,7 +78,7 @@ class Training:
     def wait(self) -> None:
         """Wait for the cell that runs: see Cluster.wait."""
         if (execution := self._connection.busy()) is not None:
-            wait_for(execution)
+            wait_for(self._connection, execution)
 
     def stop(self) -> ControlResult:
         """Stop the cell that runs, a training at its next step boundary, and wait for that: see CellHandle.stop."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
-import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,6 +15,7 @@ from nbkit.errors import CellRunning, ClusterError
 from nbkit.notebook.cluster import registry, resized
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.cells.prompt import announced
 from nbkit.notebook.cluster.hosts.progress import how_ended
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
@@ -27,7 +26,7 @@ from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.why.stall import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire import cluster_end
-from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, ranks_text
+from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_text, record_from
 from nbkit.wire.processes import Process
 
 FOLLOW_SECONDS = 0.2
@@ -80,6 +79,8 @@ class Connection:
                 self.client.soon(self.latest.say, said)
             for rank in request.ranks:
                 self.client.soon(self._follow, self.latest, rank, 0)
+            for asked in [state["prompt"] for state in states.values() if state["prompt"]]:
+                self.client.soon(self._on_prompt, Prompt(**asked))
 
     def close(self, why: str = "the cluster was stopped") -> None:
         """Close it, and end the cells that are running with this reason."""
@@ -259,6 +260,8 @@ class Connection:
             self._on_death(Death(content["rank"], content["how"], content["when"]))
         elif kind == "nbkit_replaced":
             self._read_deaths()
+        elif kind == "nbkit_prompt":
+            self._on_prompt(Prompt(**content))
         elif kind in COMM_TYPES:
             self._on_comm(kind, mark, content)
         elif execution := self.cells.get(mark["cell"]):
@@ -268,6 +271,10 @@ class Connection:
         elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
             # A thread that outlived its cell has printed it.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
+
+    def _on_prompt(self, prompt: Prompt) -> None:
+        if execution := self.cells.get(prompt.cell):
+            execution.guard("a prompt", prompt.rank, execution.on_prompt, prompt, announced(prompt, execution.request))
 
     def _on_live_record(self, rank: int, text: str) -> None:
         try:
@@ -441,10 +448,3 @@ def _out_of_reach(entry: Entry, why: str) -> ClusterError:
         f"{entry.name}: {why}, since {gone} was killed. Its ranks live, and end with this cell.",
         hint="%cluster start   for another one",
     )
-
-
-def record_from(text: str) -> CellRecord:
-    """Decode a record that came in a message."""
-    record = pickle.loads(base64.b64decode(text))
-    assert isinstance(record, CellRecord)
-    return record

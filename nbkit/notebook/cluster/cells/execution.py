@@ -21,7 +21,7 @@ from nbkit.notebook.cluster.output.display import Outbox, Screen
 from nbkit.notebook.cluster.output.handler_failure import fault
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
-from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, first_line, ranks_text
+from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Prompt, first_line, ranks_text
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop
@@ -66,6 +66,9 @@ class Execution:
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
         self.deaths: dict[int, Death] = {}
+        self.prompts: dict[int, Prompt] = {}  # of ranks that ask for a line, when all before it has been shown
+        self.asked: set[int] = set()
+        self.unanswered = ""  # why nobody could type a line
         self.arrived = dict.fromkeys(request.ranks, 0)
         self.text: dict[int, list[str]] = {rank: [] for rank in request.ranks}
         self.kept = dict.fromkeys(request.ranks, 0)
@@ -98,7 +101,18 @@ class Execution:
             self._show_root()
         self._maybe_close()
 
+    def on_prompt(self, prompt: Prompt, words: str) -> None:
+        """A rank asks for a line that a person types. words: said once for each rank, "" for nothing."""
+        if prompt.rank not in self.arrived or prompt.rank in self.records or self.done.done():
+            return
+        self._show_all_lines()
+        if words and not self.asked & ({prompt.rank} if self.request.detached else {*self.arrived}):
+            self.say(words)
+        self.asked.add(prompt.rank)
+        self.outbox.flushed(lambda: self.prompts.update({prompt.rank: prompt}))
+
     def on_record(self, record: CellRecord) -> None:
+        self.prompts.pop(record.rank, None)
         if record.rank in self.deaths or record.rank in self.records or record.rank not in self.arrived:
             return
         self.records[record.rank] = record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 
 from nbkit.durations import seconds_given
@@ -12,8 +11,8 @@ from nbkit.errors import CellStopped
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.results import Results
-from nbkit.notebook.cluster.cells.stop import Presses, Stop, begin_stop
-from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, wait_for
+from nbkit.notebook.cluster.cells.stop import begin_stop
+from nbkit.notebook.cluster.cells.wait import TICK_SECONDS, stopped, wait_for
 
 _COLOURS = {
     "running": "var(--jp-brand-color1,#1976d2)",
@@ -44,7 +43,7 @@ class CellHandle:
 
         The stop button ends the waiting; `stop()` ends the cell.
         """
-        return wait_for(self._execution, timeout)
+        return wait_for(self._connection, self._execution, timeout)
 
     def stop(self, end_after: str | float | None = None) -> Results:
         """Stop the cell and wait for its end; a training stops at a step boundary, its state intact.
@@ -53,14 +52,7 @@ class CellHandle:
         (or "30s") after that warning when it is ended without a press, for programs that nobody watches. Its variables
         are lost.
         """
-        end_after = seconds_given(end_after)
-        if not self._execution.done.done():
-            stop = self._begin_stop(end_after=end_after)
-            with Presses(stop):
-                while not self._execution.done.done():
-                    stop.tick()
-                    wait_futures([self._execution.done], TICK_SECONDS / 2)
-        return self._execution.done.result()
+        return stopped(self._connection, self._execution, seconds_given(end_after))
 
     @property
     def output(self) -> Mapping[int, str]:
@@ -75,15 +67,10 @@ class CellHandle:
             return "running"
         return "error" if done.exception() else done.result().status
 
-    def _begin_stop(self, timeout: float | None = None, *, end_after: float | None = None) -> Stop:
-        return begin_stop(
-            self._connection.entry, self._connection.client, self._execution, timeout, end_after=end_after
-        )
-
     def _out_of_time(self, seconds: float) -> None:
         if self._execution.done.done():
             return
-        stop = self._begin_stop(seconds)
+        stop = begin_stop(self._connection.entry, self._connection.client, self._execution, seconds)
 
         def tick() -> None:
             if not self._execution.done.done():

@@ -15,6 +15,7 @@ from nbkit.durations import seconds_given
 from nbkit.errors import CellError, CellStopped, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.cells.prompt import PromptTalk
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.stop import Presses, Stop, begin_stop
 
@@ -29,6 +30,8 @@ def wait_here(connection: Connection, execution: Execution, timeout: float | Non
         try:
             while not execution.done.done():
                 wait_futures([execution.done], TICK_SECONDS)
+                if execution.prompts:
+                    deadline = _answered(connection, execution, deadline)
                 if deadline is not None and time.monotonic() > deadline and not execution.done.done():
                     stop = presses.stop = begin_stop(connection.entry, connection.client, execution, timeout)
                     break
@@ -40,7 +43,18 @@ def wait_here(connection: Connection, execution: Execution, timeout: float | Non
     return outcome(execution, stop)
 
 
-def wait_for(execution: Execution, timeout: str | float | None = None) -> Results:
+def _answered(connection: Connection, execution: Execution, deadline: float | None) -> float | None:
+    """Have the prompts of ranks answered. Returns the deadline, later by what that took.
+
+    Raises KeyboardInterrupt if the person wants the cell stopped.
+    """
+    began = time.monotonic()
+    if PromptTalk(connection.client, execution).answer_all():
+        raise KeyboardInterrupt
+    return None if deadline is None else deadline + time.monotonic() - began
+
+
+def wait_for(connection: Connection, execution: Execution, timeout: str | float | None = None) -> Results:
     """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends the waiting, never the cell.
 
     Raises what the cell raised, TimeoutError, or CellStopped after an interrupt.
@@ -52,8 +66,21 @@ def wait_for(execution: Execution, timeout: str | float | None = None) -> Result
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{execution.describe()} still runs after {timeout:g} s; handle.stop() ends it")
             wait_futures([execution.done], TICK_SECONDS)
+            if execution.prompts and PromptTalk(connection.client, execution).answer_all():
+                return stopped(connection, execution)
     except KeyboardInterrupt:
         raise CellStopped(f"stopped waiting; {execution.describe()} goes on. → handle.stop() ends it") from None
+    return execution.done.result()
+
+
+def stopped(connection: Connection, execution: Execution, end_after: float | None = None) -> Results:
+    """Stop a cell and wait for its end. end_after: see Stop. Raises what the cell raised."""
+    if not execution.done.done():
+        stop = begin_stop(connection.entry, connection.client, execution, end_after=end_after)
+        with Presses(stop):
+            while not execution.done.done():
+                stop.tick()
+                wait_futures([execution.done], TICK_SECONDS / 2)
     return execution.done.result()
 
 
@@ -66,6 +93,12 @@ async def wait_async(connection: Connection, execution: Execution, timeout: floa
     try:
         while not over.done():
             await asyncio.wait({over}, timeout=TICK_SECONDS)
+            if execution.prompts:
+                try:
+                    deadline = _answered(connection, execution, deadline)
+                except KeyboardInterrupt:
+                    stop = begin_stop(connection.entry, connection.client, execution)
+                    break
             if deadline is not None and time.monotonic() > deadline and not over.done():
                 stop = begin_stop(connection.entry, connection.client, execution, timeout)
                 break

@@ -39,10 +39,18 @@ class RankState:
         """Whether it runs no cell."""
         return self.activity is not None and self.activity.cell is None
 
+    @property
+    def prompt(self) -> str:
+        """What for it asks for a line that a person types; "" for none."""
+        return self.activity.prompt if self.activity else ""
+
     def is_doing(self) -> str:
         """What it does, for a sentence that begins with the rank: "is in time.sleep, cell 9 line 4"."""
         if self.kind != "answers" or self.activity is None:
             return f"{self.how}, {self.line}" if self.line else self.how
+        if self.prompt:
+            at = f", {self.line}" if self.line else ""
+            return f"is at a breakpoint{at}" if self.prompt == "breakpoint" else "is looked at with %nbkit debug"
         if self.idle:
             return "has ended its cell"
         if self.waits:

@@ -12,7 +12,7 @@ from nbkit.notebook.cluster.why.rank_state import RankState
 from nbkit.wire.activity import ANYONE, Operation
 from nbkit.wire.cells import ranks_named
 
-Kind = Literal["mismatch", "late", "circle", "held", "free"]
+Kind = Literal["mismatch", "late", "circle", "held", "prompt", "free"]
 _UNDER_WAY_SECONDS = 5.0  # what all ranks have come to takes less
 _CLAUSES = 4  # of a sentence, about ranks that wait in different things
 
@@ -20,7 +20,8 @@ _CLAUSES = 4  # of a sentence, about ranks that wait in different things
 @dataclass(frozen=True)
 class Verdict:
     """kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they
-    wait for each other; "held": nobody waits for a rank, but one is stopped or answers nothing; "free": none of these.
+    wait for each other; "held": nobody waits for a rank, but one is stopped or answers nothing; "prompt": some wait for
+    a rank at which a person types, and nothing is wrong; "free": none of these.
 
     ranks: those that are the cause.
     """
@@ -31,8 +32,8 @@ class Verdict:
 
     @property
     def stuck(self) -> bool:
-        """Whether a rank waits for another, or is held."""
-        return self.kind != "free"
+        """Whether a rank waits for another, or is held, and no person is at it."""
+        return self.kind not in ("free", "prompt")
 
 
 def verdict(states: Mapping[int, RankState]) -> Verdict:
@@ -45,7 +46,8 @@ def verdict(states: Mapping[int, RankState]) -> Verdict:
         return Verdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
     causes = _causes(waiting, blockers)
     if causes:
-        return Verdict("late", _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
+        kind: Kind = "prompt" if all(states[rank].prompt for rank in causes) else "late"
+        return Verdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
     if all(blockers.values()):
         ending = "each waits for another one of them"
         if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:

@@ -62,6 +62,8 @@ def _row(state: RankState) -> tuple[str, ...]:
     where = f"{line}{f', in {line.calls}' if line.calls else ''}" if line else ""
     if state.kind != "answers" or activity is None:
         does = state.how.removeprefix("is ")
+    elif state.prompt:
+        does = "at a prompt"
     elif state.idle:
         does, where = "idle", ""
     elif operation is not None:

@@ -1,0 +1,65 @@
+"""`%nbkit debug`: the prompt of a cell that stands at a breakpoint, else one in the frames of the cell that failed."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from nbkit.errors import CellStopped, UsageError
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.cells.prompt import PromptTalk
+from nbkit.notebook.cluster.cells.wait import stopped, wait_here
+from nbkit.notebook.cluster.naming import notebook_number
+from nbkit.notebook.cluster.output import display
+from nbkit.wire.cells import CellRequest, ranks_text
+
+
+def debug(connection: Connection, rank: int | None = None) -> None:
+    """See Cluster.debug."""
+    asking = [cell for cell in connection.cells.values() if cell.prompts and rank in (None, *cell.prompts)]
+    if asking:
+        talk = PromptTalk(connection.client, asking[-1], rank)
+        if talk.answer_all():
+            stopped(connection, asking[-1])
+            raise CellStopped(f"{asking[-1].describe(age=False)} was stopped at its breakpoint")
+        _check_answered(asking[-1].unanswered)
+        return
+    if (busy := connection.busy()) is not None:
+        raise UsageError(
+            f"{'No rank' if rank is None else f'Rank {rank}'} is at a breakpoint of {busy.describe()}.",
+            numbers="frames of a cell are looked at when it has failed",
+            hint="%nbkit why",
+        )
+    failed = _failed(connection)
+    if not failed:
+        raise UsageError(
+            "No rank keeps the frames of a failed cell.",
+            numbers="they are kept until the next cell; not of live cells, nor where memory ran out",
+            hint="run the cell that fails again, then %nbkit debug",
+        )
+    if rank is None:
+        rank = min(failed, key=lambda each: failed[each]["moment"])
+    if rank not in failed:
+        raise UsageError(
+            f"Rank {rank} keeps no frames: it did not fail by itself.",
+            numbers=f"failed: rank {ranks_text(list(failed))}",
+            hint=f"%nbkit debug {min(failed)}",
+        )
+    number = notebook_number() or next(connection.numbers)
+    request = CellRequest(
+        uuid.uuid4().hex[:12], "%nbkit debug", number, (rank,), connection.request_number, post_mortem=True
+    )
+    execution = connection.send(request, display.here())
+    wait_here(connection, execution)
+    _check_answered(execution.unanswered)
+
+
+def _failed(connection: Connection) -> dict[int, Any]:
+    """Of each rank that keeps frames: the number of the cell, its error, and when."""
+    states = connection.client.ask(range(connection.entry.n), "status")
+    return {rank: state["failed"] for rank, state in states.items() if state["failed"]}
+
+
+def _check_answered(why_not: str) -> None:
+    if why_not:
+        raise UsageError("No prompt is possible here.", numbers=why_not, hint="run the notebook in Jupyter")

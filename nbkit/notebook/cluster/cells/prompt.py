@@ -1,0 +1,147 @@
+"""A person answers the prompts of a cell's ranks: lines for the pdb of one rank at a time, while the others wait.
+
+The lines are read with `input()`, which Jupyter gives to the front end of the cell that runs. It blocks the main
+thread, so it is interrupted when the cell ends meanwhile, and by Stop, whatever handler the kernel has for that.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.wire.cells import CellRequest, Prompt, ranks_text
+
+LEAVING = frozenset({"q", "quit", "exit", "EOF"})  # what ends the program under pdb
+SAME_RANK_SECONDS = 1.0  # the rank that has been answered comes to its next line, or another one is asked
+TICK_SECONDS = 0.02
+COMMANDS = "p w u d l n s c, as in pdb; q stops the cell"
+COMMANDS_AFTER = "p w u d l, as in pdb; q ends it"
+
+
+class PromptTalk:
+    """The prompts of one cell. rank: whose is answered first; None: the lowest that asks."""
+
+    def __init__(self, client: Client, execution: Execution, rank: int | None = None) -> None:
+        self.client, self.execution, self.rank = client, execution, rank
+        self._why_not = ""
+        self._reading = self._pressed = False
+        self._lock = threading.Lock()
+
+    def answer_all(self) -> bool:
+        """Answer prompts until no rank asks. Returns whether the person wants the cell stopped. Main thread only.
+
+        Where nobody can type, the ranks are told so, and go on.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._refuse("the cell was run from a thread, and input() belongs to the main one")
+            return False
+        before = signal.signal(signal.SIGINT, self._on_sigint)
+        self.execution.done.add_done_callback(self._on_end)
+        try:
+            while (prompt := self._next()) is not None:
+                if self._answer(prompt) or self._pressed:
+                    return not self.execution.done.done()
+            return self._pressed and not self.execution.done.done()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _next(self) -> Prompt | None:
+        """The prompt to answer now: of the rank that was answered last, if it asks again soon."""
+        deadline = time.monotonic() + SAME_RANK_SECONDS
+        while time.monotonic() < deadline and not (self.execution.done.done() or self._pressed):
+            asking = dict(self.execution.prompts)
+            if self.rank in asking or (asking and self.rank is None):
+                break
+            if self.rank is not None and self.rank not in self.execution.waiting_for:
+                self.rank = None
+            else:
+                time.sleep(TICK_SECONDS)
+        asking = {} if self.execution.done.done() else dict(self.execution.prompts)
+        return asking.get(min(asking) if self.rank not in asking else self.rank) if asking else None  # type: ignore[arg-type]
+
+    def _answer(self, prompt: Prompt) -> bool:
+        """Read a line for a prompt and send it. Returns whether it stops the cell."""
+        line = self._read(self._words(prompt))
+        if line is None:
+            if not (self._pressed or self.execution.done.done()):
+                self._refuse(self._why_not)
+            return False
+        word, _, rest = line.strip().partition(" ")
+        if word == "rank" and rest.strip().isdigit():
+            self._turn_to(int(rest))
+        elif word == "all" and rest.strip() and not rest.lstrip().startswith("("):
+            for each in dict(self.execution.prompts).values():
+                self._send(each, rest.strip())
+        elif word in LEAVING and prompt.kind == "breakpoint":
+            return True
+        else:
+            self.rank = None if word in ("c", "cont", "continue") else prompt.rank
+            self._send(prompt, line)
+        return False
+
+    def _refuse(self, why: str) -> None:
+        """Tell the ranks that nobody can type here."""
+        self.execution.unanswered = why
+        self.execution.prompts.clear()
+        self.client.request(self.execution.request.ranks, "refuse", cell=self.execution.request.id, why=why)
+
+    def _turn_to(self, rank: int) -> None:
+        if rank in self.execution.prompts:
+            self.rank = rank
+        else:
+            asking = ranks_text(list(self.execution.prompts))
+            self.client.soon(self.execution.say, f"Rank {rank} is at no prompt; asking: {asking}.")
+
+    def _send(self, prompt: Prompt, line: str) -> None:
+        self.execution.prompts.pop(prompt.rank, None)
+        self.client.request([prompt.rank], "answer", number=prompt.number, line=line)
+
+    def _words(self, prompt: Prompt) -> str:
+        others = [rank for rank in self.execution.prompts if rank != prompt.rank]
+        beside = f"; {ranks_text(others)} too" if others else ""
+        return f"(Pdb rank {prompt.rank}{beside}) "
+
+    def _read(self, words: str) -> str | None:
+        """A line; None: Stop was pressed, the cell has ended, or nobody can type here."""
+        try:
+            with self._lock:
+                self._reading = not self.execution.done.done()
+            return input(words) if self._reading else None
+        except KeyboardInterrupt:
+            return None
+        except (EOFError, OSError) as error:  # of a program whose standard input is closed, or is a file at its end
+            self._why_not = f"standard input has ended ({type(error).__name__})"
+        except NotImplementedError:  # StdinNotImplementedError: of papermill, nbconvert and the like
+            self._why_not = "this notebook runs without a keyboard"
+        finally:
+            with self._lock:
+                self._reading = False
+        return None
+
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        if not self.execution.done.done():
+            self._pressed = True
+        if self._reading:
+            raise KeyboardInterrupt
+
+    def _on_end(self, _: Future[Any]) -> None:
+        """From any thread: the cell is over, and nobody waits for a line any more."""
+        with self._lock:
+            if self._reading and (main := threading.main_thread().ident) is not None:
+                signal.pthread_kill(main, signal.SIGINT)
+
+
+def announced(prompt: Prompt, request: CellRequest) -> str:
+    """What is said in a cell when a rank of it asks first."""
+    if prompt.kind == "post-mortem":
+        return COMMANDS_AFTER[:1].upper() + COMMANDS_AFTER[1:] + "."
+    at = f"Rank {prompt.rank} is at a breakpoint, {prompt.where}"
+    if request.detached:  # the notebook does not wait for it
+        return f"{at}, and the ranks that need it wait. → %nbkit debug {prompt.rank}"
+    return f"{at}. {COMMANDS}; `rank 1` turns to another rank that asks, `all c` answers all of them."
