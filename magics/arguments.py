@@ -216,12 +216,15 @@ def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="which strategy to choose for a model, on hardware described in a line")
-    plan.add_argument("model", metavar="NAME", help="notebook variable with a GPTConfig")
+    plan.add_argument("model", metavar="NAME", help="variable: a GPTConfig, a module or a callable that builds one")
     plan.add_argument("--batch", type=int, required=True, metavar="ROWS", help="rows of a global batch")
     plan.add_argument("--on", required=True, metavar="HARDWARE", help="'128 x 8 H100': 128 nodes of 8; '8 A100': one")
     plan.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="as a Trainer has it (bf16)"
     )
+    plan.add_argument("--example", metavar="NAME", help="variable: a batch to run the module on, or what makes one")
+    plan.add_argument("--loss", metavar="NAME", help="variable: the module's loss, as the Trainer's")
+    plan.add_argument("--optimizer", metavar="NAME", help="variable: what builds its optimizer (AdamW)")
     plan.add_argument(
         "--why", nargs=2, metavar=("A", "B"), help="what these two rows differ in, and what would change it"
     )

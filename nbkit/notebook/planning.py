@@ -2,71 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from nbkit.errors import UsageError
+from nbkit.notebook.forked import in_a_fork
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.ranked_strategies import Plan, Words
-from nbkit.planner.choose.search import search
+from nbkit.planner.choose.search import Subject, search
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.strategy import divisors
 
 PRECISIONS = {None: 4, "bf16": 2, "fp16": 2}
 """Bytes of what is computed."""
+_IN_THE_RANK_WING = "nbkit.rank.train.estimate.model_pieces"
+
+T = TypeVar("T")
 
 
-def plan(model: Any, *, batch: int, on: str, precision: str | None = "bf16") -> Plan:
+def plan(
+    model: Any,
+    *,
+    batch: int,
+    on: str,
+    precision: str | None = "bf16",
+    example: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    inputs: Sequence[str] | None = None,
+) -> Plan:
     """Every strategy that fits, the best first, with its memory at the peak, its seconds and what it sends.
 
-    model: a GPTConfig; nothing is built, and torch is not needed. batch: rows of a global batch. on: hardware in a
-    line, "128 x 8 H100". precision: as a Trainer has it. `.rows[0]` is the recommendation, `.refused` what does not
-    fit, with the arithmetic. Raises UsageError for other models, hardware or numbers.
+    model: a GPTConfig, of which nothing is built and for which torch is not needed; or a module, or a callable that
+    builds one. Of those, two rows of example= are run on the CPU: a batch of any number of rows, or a callable that
+    makes one; loss=, optimizer= (default: AdamW) and inputs= are as of the Trainer. Callables run in a process of their
+    own, unless torch has been imported in this one. batch: rows of a global batch. on: hardware in a line,
+    "128 x 8 H100". precision: as a Trainer has it. `.rows[0]` is the recommendation, `.refused` what does not fit, with
+    the arithmetic. Raises UsageError for what cannot be planned, and what the model raises.
     """
-    if not isinstance(model, GPTConfig):
-        raise UsageError(
-            f"A plan is made of a GPTConfig, and this is a {type(model).__name__}.",
-            numbers="other models are measured on the ranks: strategy='auto' of the Trainer, and the panel",
-            hint='nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")',
-        )
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"There is no precision {precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision='bf16'"
-        )
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError("A batch has at least one row.", numbers=f"batch={batch!r}", hint="batch=64")
-    return search(GPTPieces(model, element=PRECISIONS[precision]), batch, Hardware.parse(on))
+    asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)
+    return asked.apart(lambda: search(asked.subject(), batch, asked.on))
 
 
-def explain(model: Any, first: str, second: str, *, batch: int, on: str, precision: str | None = "bf16") -> Words:
-    """What two rows of a plan differ in, and what would be chosen with more devices, a faster network, more rows."""
-    made, hardware = plan(model, batch=batch, on=on, precision=precision), Hardware.parse(on)
-    subject = GPTPieces(model, element=PRECISIONS[precision])
-    faster = replace(hardware.device, far=2 * hardware.device.far)
+def explain(model: Any, first: str, second: str, *, batch: int, on: str, **settings: Any) -> Words:
+    """What two rows of a plan differ in, and what would be chosen with more devices, a faster network, more rows.
+
+    settings: the others of `plan`.
+    """
+    asked = _Asked(model, batch, Hardware.parse(on), **settings)
+    return asked.apart(lambda: _explained(asked.subject(), first, second, batch, asked.on))
+
+
+def planned(
+    variables: Mapping[str, Any],
+    *,
+    model: str,
+    batch: int,
+    on: str,
+    precision: str,
+    why: list[str] | None,
+    **others: str | None,
+) -> Plan | Words:
+    """What `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name some."""
+    named = {"model": model, **{setting: name for setting, name in others.items() if name is not None}}
+    for setting, name in named.items():
+        if name not in variables:
+            raise UsageError(
+                f"The notebook has no variable {name!r}.",
+                numbers="%nbkit plan takes the names of a GPTConfig, a module or a callable that builds one, and of "
+                "what it is run on and trained with",
+                hint=f"{name} = nbkit.GPTConfig(width=768, layers=12, heads=12)"
+                if setting == "model"
+                else f"{name} = ...   (as {setting}= of nbkit.plan)",
+            )
+    given = {setting: variables[name] for setting, name in named.items()}
+    settings = {**given, "batch": batch, "on": on, "precision": None if precision == "fp32" else precision}
+    if why is not None:
+        return explain(settings.pop("model"), *why, **settings)
+    return plan(**settings)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Checked when it is made."""
+
+    model: Any
+    batch: int
+    on: Hardware
+    precision: str | None = "bf16"
+    example: Any = None
+    loss: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = None
+    inputs: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UsageError(
+                f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision='bf16'"
+            )
+        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+            raise UsageError("A batch has at least one row.", numbers=f"batch={self.batch!r}", hint="batch=64")
+        if isinstance(self.model, GPTConfig):
+            return
+        if not callable(self.model):  # a module is
+            raise UsageError(
+                "A plan is made of a GPTConfig, a module, or a callable that builds one.",
+                numbers=f"this is a {type(self.model).__name__}",
+                hint='nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")',
+            )
+        if lacks := [name for name in ("example", "loss") if getattr(self, name) is None]:
+            raise UsageError(
+                "A model that is no GPTConfig is run, to be looked at.",
+                numbers=f"without {' and '.join(f'{name}=' for name in lacks)}",
+                hint="nbkit.plan(model, example=batch, loss=loss_fn, batch=64, on='8 H100')",
+            )
+
+    def apart(self, make: Callable[[], T]) -> T:
+        """What `make` gives, which looks at the model; in a fork where torch would be imported for it alone."""
+        return make() if isinstance(self.model, GPTConfig) or "torch" in sys.modules else in_a_fork(make)
+
+    def subject(self) -> Subject:
+        """The model as formulas, or as it is measured now."""
+        if isinstance(self.model, GPTConfig):
+            return GPTPieces(self.model, element=PRECISIONS[self.precision])
+        # By name: this wing imports neither torch nor what does, except for a user who has a model.
+        found: Subject = importlib.import_module(_IN_THE_RANK_WING).describe(
+            self.model,
+            self.example() if callable(self.example) else self.example,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            inputs=self.inputs,
+            precision=self.precision,
+            degrees=divisors(self.on.node)[1:],
+        )
+        return found
+
+
+def _explained(subject: Subject, first: str, second: str, batch: int, on: Hardware) -> Words:
+    made = search(subject, batch, on)
     others = {
-        "twice the devices": (batch, replace(hardware, nodes=2 * hardware.nodes)),
-        "a network twice as fast": (batch, replace(hardware, device=faster)),
-        "a batch twice as large": (2 * batch, hardware),
+        "twice the devices": (batch, replace(on, nodes=2 * on.nodes)),
+        "a network twice as fast": (batch, replace(on, device=replace(on.device, far=2 * on.device.far))),
+        "a batch twice as large": (2 * batch, on),
     }
     lines = [made.why(first, second).text, f"The first row is {made.rows[0].settings}. It would be"]
     for what, (rows, other) in others.items():
         found = search(subject, rows, other)
         lines.append(f"  with {what}: {found.rows[0].settings if found.rows else 'nothing that fits'}")
     return Words("\n".join(lines))
-
-
-def planned(
-    variables: Mapping[str, Any], *, model: str, batch: int, on: str, precision: str, why: list[str] | None
-) -> Plan | Words:
-    """What `%nbkit plan` shows. variables: of the notebook, one of which is the model."""
-    if model not in variables:
-        raise UsageError(
-            f"The notebook has no variable {model!r}.",
-            numbers="%nbkit plan takes the name of a GPTConfig",
-            hint=f"{model} = nbkit.GPTConfig(width=768, layers=12, heads=12)",
-        )
-    asked = None if precision == "fp32" else precision
-    if why is not None:
-        return explain(variables[model], *why, batch=batch, on=on, precision=asked)
-    return plan(variables[model], batch=batch, on=on, precision=asked)

@@ -18,7 +18,7 @@ from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Parts, Rates, interval, seconds, spans
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.memory import Bytes, Rest
+from nbkit.planner.memory import Rest
 from nbkit.planner.peak.activations import Line, Piece
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import ranks_of_stages
@@ -29,27 +29,45 @@ from nbkit.strategy import Strategy, divisors
 ROWS = 16
 USABLE = 0.92
 """Of a device's memory: the rest is taken by CUDA, NCCL and the gaps of the allocator."""
+LEAST_POSITIONS = 1024
+"""Of a rank of a context axis: with fewer, what it sends takes longer than what it saves."""
 _SMALL = 64
 _MICROS = (1, 2, 4, 8, 16)
 _ALIKE = 200
 """Steps that differ by less than 1 / _ALIKE count as equal: then the simpler strategy comes first."""
 
 
+class PerElement(Protocol):
+    """Bytes of a parameter's element, its gradient and what the optimizer keeps of it; an average is as good."""
+
+    @property
+    def parameter(self) -> float: ...
+    @property
+    def gradient(self) -> float: ...
+    @property
+    def optimizer(self) -> float: ...
+
+
 class Subject(Protocol):
-    """A model, as formulas or as it was measured. recompute: of its blocks."""
+    """A model, as formulas or as it was measured. recompute: of its blocks.
+
+    flops, touched: of a row's forward, on a rank of these axes. refused: why it cannot be split so, (what, numbers);
+    None where it can.
+    """
 
     @property
     def name(self) -> str: ...
     @property
-    def each(self) -> Bytes: ...
+    def each(self) -> PerElement: ...
     @property
     def element(self) -> int: ...
     def recomputing(self, recompute: bool) -> Subject: ...
     def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]: ...
     def weights(self, tp: int, cp: int) -> list[Weights]: ...
     def facts(self, batch: int) -> Facts: ...
-    def flops(self) -> float: ...
-    def touched(self) -> float: ...
+    def flops(self, tp: int, cp: int) -> float: ...
+    def touched(self, tp: int, cp: int) -> float: ...
+    def refused(self, strategy: Strategy) -> tuple[str, str] | None: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,9 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
     for strategy in _strategies(facts, on):
         if why := next((finding for finding in validate(strategy, facts) if finding.error), None):
             refused.append(Refused(str(strategy), why.what, why.numbers))
+            continue
+        if (cannot := subject.refused(strategy)) is not None:
+            refused.append(Refused(str(strategy), *cannot))
             continue
         rest = _rest(subjects[False], strategy)
         if rest.total > usable:
@@ -182,7 +203,7 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
             if pp > blocks or (world > _SMALL and blocks % pp):
                 continue
             for cp in divisors(world // (tp * pp)):
-                if cp > 1 and (facts.sequence is None or facts.sequence // cp < 1024):
+                if cp > 1 and (facts.sequence is None or facts.sequence // cp < LEAST_POSITIONS):
                     continue
                 dp = world // (tp * pp * cp)
                 # With a pipeline, zero 3 keeps all gathered: it saves little beside zero 2.
@@ -244,12 +265,12 @@ def _load(known: _Known, candidate: _Candidate, facts: Facts) -> Load:
     strategy, subject = candidate.strategy, known.subject
     tp, pp, cp = strategy.tp, strategy.pp, strategy.cp
     rows = candidate.rows * candidate.micros
-    part = rows / (tp * pp * cp)
+    part = rows / pp
     sent, calls = _sent(known, candidate, facts)
     held = _rest(known, strategy)
     return Load(
-        flops=subject.flops() * part,
-        touched=subject.touched() * part,
+        flops=subject.flops(tp, cp) * part,
+        touched=subject.touched(tp, cp) * part,
         again=1.0 if candidate.recompute else 0.0,
         sent=sent,
         calls=calls,

@@ -2,7 +2,8 @@
 
 A piece is what a pipeline can hold alone: a block, with what comes before the first one or behind the last one. What
 its forward and its backward hold at every moment is linear in the rows that they compute, so two runs tell it for any
-number of rows. See nbkit.rank.train.estimate.trace, which measures pieces, and gpt_pieces.py, which computes them.
+number of rows. See nbkit/rank/train/estimate/model_trace/trace.py, which measures pieces, and gpt_pieces.py, which
+computes them.
 """
 
 from __future__ import annotations

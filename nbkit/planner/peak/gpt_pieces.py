@@ -20,6 +20,7 @@ from nbkit.planner.job_facts import Facts
 from nbkit.planner.memory import Bytes
 from nbkit.planner.peak.activations import Line, Piece
 from nbkit.planner.peak.peak import Weights
+from nbkit.strategy import Strategy
 
 _FP32 = 4
 
@@ -107,10 +108,10 @@ class GPTPieces:
         """The same, with its blocks recomputed or not."""
         return replace(self, recompute=recompute)
 
-    def touched(self) -> float:
+    def touched(self, tp: int = 1, cp: int = 1) -> float:
         """Bytes of a row that a forward reads and writes beside multiplying: norms, sums, the activation, logits."""
         of = self.config
-        return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab)
+        return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab) / (tp * cp)
 
     def facts(self, batch: int) -> Facts:
         """For what is checked of a strategy."""
@@ -130,11 +131,14 @@ class GPTPieces:
         of = self.config
         return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
 
-    def flops(self) -> float:
+    def flops(self, tp: int = 1, cp: int = 1) -> float:
         """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked."""
         of = self.config
         maps = of.layers * 12 * of.width**2 + of.vocab * of.width
-        return 2.0 * of.block * (maps + of.layers * of.block * of.width)
+        return 2.0 * of.block * (maps + of.layers * of.block * of.width) / (tp * cp)
+
+    def refused(self, strategy: Strategy) -> None:
+        """Nothing that its numbers allow."""
 
 
 def _after(lines: tuple[Line, ...], more: float) -> tuple[Line, ...]:

@@ -23,7 +23,7 @@ from nbkit.planner.stage_partition import place, ranks_of_stages
 from nbkit.planner.step_time import Sends
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.options import casts_of
+from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import Block
@@ -194,27 +194,32 @@ class CostModel:
     @cached_property
     def _facts(self) -> Facts:
         """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
-        chain, hidden = self.options.chain, self.options.hidden
         alike = len(self.trained) == len(self.kinds) and self.config.precision is None and not self.config.recompute
-        if chain is None or hidden is None or not alike or len(chain.blocks) != len(chain.units):
-            return Facts()
-        plan = self.options.plan(self.skeleton, 1)
-        roles = sorted(plan.singles.values())
-        in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
-        if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):
-            return Facts()
-        if len(plan.pairs) != 2 * len(chain.units) or roles not in ([], ["head", "vocab"]):
-            return Facts()
-        heads = next(pair.heads for pair in plan.pairs if pair.heads is not None)
-        table = next((path for path, role in plan.singles.items() if role == "vocab"), None)
-        return Facts(
-            heads=heads.heads,
-            kv_heads=heads.kv_heads,
-            width=hidden[1],
-            sequence=hidden[0],
-            vocab=self.skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
-            blocks=len(chain),
-        )
+        return transformer_facts(self.skeleton, self.options) if alike else Facts()
+
+
+def transformer_facts(skeleton: nn.Module, options: Options) -> Facts:
+    """Of a chain of blocks of an attention and an MLP each, as the tensor plan splits them; else nothing is known."""
+    chain, hidden = options.chain, options.hidden
+    if chain is None or hidden is None or len(chain.blocks) != len(chain.units):
+        return Facts()
+    plan = options.plan(skeleton, 1)
+    roles = sorted(plan.singles.values())
+    in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
+    if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):
+        return Facts()
+    if len(plan.pairs) != 2 * len(chain.units) or roles not in ([], ["head", "vocab"]):
+        return Facts()
+    heads = next(pair.heads for pair in plan.pairs if pair.heads is not None)
+    table = next((path for path, role in plan.singles.items() if role == "vocab"), None)
+    return Facts(
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        width=hidden[1],
+        sequence=hidden[0],
+        vocab=skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
+        blocks=len(chain),
+    )
 
 
 def _as_issued(

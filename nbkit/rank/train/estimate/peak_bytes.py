@@ -7,20 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.planner.peak.activations import Line, Piece, Updating
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.options import casts_of
-from nbkit.rank.train.builder import Builder
+from nbkit.rank.parallel.options import Options, casts_of
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.estimate.model_trace.trace import Traced, blocks_of, trace, updating
 from nbkit.rank.train.estimate.state_bytes import Census
-from nbkit.rank.train.estimate.trace import Traced, blocks_of, trace, updating
+from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.strategy import Strategy
 
 _LARGEST_REAL = 2 << 30
 """Bytes of parameters."""
+
+
+class Described(Protocol):
+    """A model and an optimizer, as a Builder has them."""
+
+    @property
+    def skeleton(self) -> nn.Module: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def config(self) -> TrainConfig: ...
+    @property
+    def template(self) -> Template: ...
+    @property
+    def shard_layouts(self) -> ShardLayouts: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 class PeakBytes:
@@ -33,7 +56,7 @@ class PeakBytes:
 
     def __init__(
         self,
-        builder: Builder,
+        builder: Described,
         census: Census,
         *,
         real: bool = False,
@@ -63,7 +86,7 @@ class PeakBytes:
         rest = self.census.at_rest(strategy)
         ranks = strategy.mesh.ranks("pp", 0)
         again = self.builder.config.recompute if self.recompute is None else self.recompute
-        weights = [self._weights(strategy, own, traced.partial) for own in ranges]
+        weights = [self.weights(strategy, own, traced.partial) for own in ranges]
         return [
             peak(
                 strategy,
@@ -125,7 +148,7 @@ class PeakBytes:
         here = dict(self.builder.skeleton.named_buffers())
         return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number][1])
 
-    def _weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
+    def weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
         """Of every piece, as the rank that runs `own` holds it: a tied weight belongs to the last of its pieces."""
         skeleton, chain, layouts = self.builder.skeleton, self.builder.options.chain, self.builder.shard_layouts
         params = dict(skeleton.named_parameters())

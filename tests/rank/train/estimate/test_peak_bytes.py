@@ -19,8 +19,8 @@ from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.live_bytes import LiveBytes
-from nbkit.rank.train.estimate.trace import trace, updating
+from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
+from nbkit.rank.train.estimate.model_trace.trace import trace, updating
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 

@@ -30,8 +30,9 @@ from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.live_bytes import LiveBytes
-from nbkit.rank.train.estimate.lone_group import lone_connections
+from nbkit.rank.train.estimate.model_trace.forward_work import ForwardWork
+from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
+from nbkit.rank.train.estimate.model_trace.lone_group import lone_connections
 from nbkit.rank.train.step.precision import Precision
 from nbkit.strategy import Strategy
 
@@ -41,10 +42,15 @@ FEW = 2
 
 @dataclass(frozen=True)
 class Traced:
-    """partial: names of the parameters whose gradients are sums over the tensor or the context axis."""
+    """partial: names of the parameters whose gradients are sums over the tensor or the context axis.
+
+    flops, touched: of a row's forward on this rank; see ForwardWork.
+    """
 
     pieces: tuple[Piece, ...]
     partial: frozenset[str]
+    flops: float
+    touched: float
 
 
 def trace(
@@ -77,7 +83,10 @@ def trace(
             runs.append(_Run(module, options, config, batch, count))
     first, second = runs
     return Traced(
-        tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)), frozenset(made.partial)
+        tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)),
+        frozenset(made.partial),
+        (second.work.flops - first.work.flops) / rows,
+        (second.work.touched - first.work.touched) / rows,
     )
 
 
@@ -103,6 +112,7 @@ class _Run:
     def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
         names = blocks_of(options)[1:]
         self.segments = [_Segment() for _ in range(1 + len(names))]
+        self.work = ForwardWork()
         params = list(module.parameters())
         value, target = pair(batch, config.inputs)
         with _without_cache(module):
@@ -130,7 +140,7 @@ class _Run:
 
             layers = [name for name, part in module.named_modules() if next(part.parameters(False), None) is not None]
             around = watched(module, enter, names=names), watched(module, leave=leave, names=layers)
-            with around[0], around[1], self._live, precision.autocast():
+            with around[0], around[1], self._live, self.work, precision.autocast():
                 output = call(module, value)
                 loss = weigh(config.loss(output, target), rows).value
                 del output

@@ -1,0 +1,226 @@
+"""A model that runs here as the subject of a plan: what it splits is proven, what it takes is measured, on a few rows.
+
+On the CPU of one process, without a group, and before there is any device that the plan is for. Memory and work come
+from runs on tensors without memory (model_trace); they are those of the model as each tensor and context axis cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbkit.errors import NbkitError, StrategyError, UsageError
+from nbkit.planner.choose.search import LEAST_POSITIONS
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.peak.activations import Piece
+from nbkit.planner.peak.peak import Weights
+from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.mixture_of_experts import experts_in
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.proof.short_example import first_runs
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.keyed_dropout import repeating
+from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.estimate.cost_model import transformer_facts
+from nbkit.rank.train.estimate.model_trace.trace import Traced
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes
+from nbkit.rank.train.estimate.state_bytes import Census
+from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.step.precision import PRECISIONS
+from nbkit.strategy import Strategy
+
+LARGEST = 4 << 30
+"""Bytes of the parameters of a model that is run here to be looked at."""
+_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Described:
+    """What runs of the model have shown; see Builder, which has the same of a job."""
+
+    skeleton: nn.Module
+    options: Options
+    config: TrainConfig
+    template: Template
+    shard_layouts: ShardLayouts
+    device: torch.device
+
+
+def describe(
+    model: nn.Module | Callable[[], nn.Module],
+    example: Any,
+    *,
+    loss: Loss,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    inputs: Sequence[str] | None = None,
+    precision: str | None = None,
+    degrees: Sequence[int] = (),
+) -> ModelPieces:
+    """Look at `model`, which is afterwards as before. example: a batch, of which two rows are run.
+
+    optimizer: AdamW where none is given. degrees: along tp that are proven. Raises UsageError for a model that is too
+    large to run here, and what the model raises.
+    """
+    check_inputs(inputs)
+    module = model if isinstance(model, nn.Module) else model()
+    size = sum(p.numel() * p.element_size() for p in module.parameters())
+    if size > LARGEST:
+        raise UsageError(
+            "The model is too large to be run here.",
+            numbers=f"{size / 1e9:.3g} GB of parameters, at most {LARGEST / 1e9:.3g}",
+            hint="a GPTConfig of its sizes, or strategy='auto' of a Trainer on the ranks that are to train it",
+        )
+    example = take(example, 0, min(_ROWS, rows_of(example)), rows=rows_of(example))
+    look = first_runs(module, example, inputs=inputs, loss=loss, parts=max(degrees, default=1))
+    few = example if look.short is None else look.short
+
+    def run() -> Any:
+        return call(module, pair(example, inputs)[0])
+
+    def brief() -> Any:
+        return call(module, pair(few, inputs)[0])
+
+    def lost(output: Any, batch: Any) -> Any:
+        return weigh(loss(output, pair(batch, inputs)[1]), rows_of(batch)).value
+
+    found: dict[str, Any] = {}
+    if degrees:
+        found["proof"] = prove(module, run, list(degrees), brief=brief)
+    with suppress(Exception):  # what is wrong with the model is said below, where it is run in earnest
+        found["gathers"] = plan_gathers(
+            module,
+            lambda: lost(run(), example),
+            brief=lambda: lost(brief(), few),
+            autocast=PRECISIONS.get(precision or ""),
+        )
+    try:
+        with repeating(module, look.draws, example) as drawing:
+            chain = find_chain(module, lambda: drawing(run), brief=lambda: drawing(brief))
+            found["chain"], found["hidden"] = chain, hidden_between(module, chain, run)
+            if found["hidden"] is not None and found["hidden"][0] >= 2 * LEAST_POSITIONS:
+                found["positionwise"] = try_in_parts(
+                    module, chain.units, lambda: drawing(run), lambda output: lost(output, example)
+                )
+    except Exception as error:
+        found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+    with torch.no_grad():
+        lost(run(), example)
+    skeleton = skeleton_of(module)
+    options = Options(experts=experts_in(module), draws=look.draws, **found)
+    made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module, skeleton=skeleton)
+    config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
+    layouts = ShardLayouts(skeleton, options)
+    return ModelPieces(Described(skeleton, options, config, made, layouts, torch.device("cpu")))
+
+
+@dataclass(frozen=True)
+class Average:
+    """Bytes of an element of a model; see planner.memory.Bytes."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+class ModelPieces:
+    """Of one model. recompute: of its blocks. See planner.choose.search.Subject."""
+
+    def __init__(self, of: Described, *, recompute: bool = False) -> None:
+        self._of = of
+        kinds = of.template.kinds(of.skeleton)
+        trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
+        self._kinds = kinds
+        self._peaks = PeakBytes(of, Census(of.shard_layouts, kinds, trained), recompute=recompute)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        count = sum(p.numel() for p in self._of.skeleton.parameters())
+        size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M" if count >= 1e5 else f"{count:,}"
+        return f"{type(self._of.skeleton).__name__} of {size} parameters"
+
+    @cached_property
+    def each(self) -> Average:
+        """On average over all elements: what is frozen has no gradient, and no state."""
+        sizes = {name: (p.numel(), p.element_size(), p.requires_grad) for name, p in self._named()}
+        count = sum(numel for numel, _, _ in sizes.values())
+        state = {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self._kinds.items()}
+        return Average(
+            sum(numel * size for numel, size, _ in sizes.values()) / count,
+            sum(numel * size for numel, size, trained in sizes.values() if trained) / count,
+            sum(numel * state[name] for name, (numel, _, _) in sizes.items()) / count,
+        )
+
+    @property
+    def element(self) -> int:
+        """Bytes of what is computed."""
+        dtype = PRECISIONS.get(self._of.config.precision or "")
+        return dtype.itemsize if dtype is not None else torch.get_default_dtype().itemsize
+
+    def recomputing(self, recompute: bool) -> ModelPieces:
+        """The same, with its blocks recomputed or not."""
+        return ModelPieces(self._of, recompute=recompute)
+
+    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
+        """One for each block, on a rank of these axes."""
+        return self._traced(tp, cp).pieces
+
+    def weights(self, tp: int, cp: int) -> list[Weights]:
+        """Of each piece, whole along dp, with what zero 3 gathers less of it."""
+        traced, axes = self._traced(tp, cp), Strategy(dp=2, tp=tp, cp=cp, zero=3, shard=2)
+        return self._peaks.weights(axes, [(0, len(traced.pieces))], traced.partial)
+
+    def flops(self, tp: int, cp: int) -> float:
+        """As counted on what the axes leave of the model."""
+        return self._traced(tp, cp).flops
+
+    def touched(self, tp: int, cp: int) -> float:
+        """Of the whole model, divided: as cut, what stands for its collectives would be counted too."""
+        return self._traced(1, 1).touched / (tp * cp)
+
+    def facts(self, batch: int) -> Facts:
+        """For what is checked of a strategy."""
+        return replace(self._facts, batch=batch)
+
+    def refused(self, strategy: Strategy) -> tuple[str, str] | None:
+        """What was seen to be wrong when the model is split so, or is not known."""
+        if (strategy.tp > 1 or strategy.cp > 1) and self._facts.width is None:
+            axes = f"tp={strategy.tp} cp={strategy.cp}"
+            return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes
+        try:
+            self._of.shard_layouts.check(strategy)
+        except StrategyError as error:
+            return error.what, error.numbers or ""
+        return None
+
+    @cached_property
+    def _facts(self) -> Facts:
+        found = transformer_facts(self._of.skeleton, self._of.options)
+        chain = self._of.options.chain
+        return found if found.blocks is not None else Facts(blocks=len(chain) if chain is not None else None)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self._of.skeleton.named_parameters())
+
+    def _traced(self, tp: int, cp: int) -> Traced:
+        traced = self._peaks.traced(tp, cp)
+        if traced is None:
+            raise UsageError(
+                "The model does not run on tensors without memory, so what it takes could not be measured.",
+                numbers=f"tp={tp} cp={cp}",
+                hint="strategy='auto' of a Trainer, on the ranks that are to train it",
+            )
+        return traced

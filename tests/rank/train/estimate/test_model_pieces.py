@@ -1,0 +1,123 @@
+"""A plan of a module says what the plan of its formulas says, and of other models what was seen of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.errors import UsageError
+from nbkit.notebook.planning import planned
+from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.estimate import model_pieces
+from nbkit.strategy import Strategy
+
+CONFIG = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
+IDS = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(0))
+BATCH = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_module_is_planned_as_its_formulas_are() -> None:
+    settings = {"batch": 64, "on": "4 A100", "precision": None}
+    by_formula = nbkit.plan(CONFIG, **settings)
+    measured = nbkit.plan(lambda: GPT(CONFIG), example=BATCH, loss=loss, **settings)
+    rows = {row.strategy: row for row in measured.rows}
+    assert measured.model == "GPT of 0.867 M parameters"
+    assert rows.keys() == {row.strategy for row in by_formula.rows}
+    assert any(Strategy.parse(text, 4).tp > 1 for text in rows)
+    for said in by_formula.rows:
+        found = rows[said.strategy]
+        for part in ("parameters", "gradients", "optimizer"):
+            sizes = getattr(found.peak, part), getattr(said.peak, part)
+            assert sizes[0] == pytest.approx(sizes[1], rel=0.005), (said.strategy, part)
+        assert found.peak.total == pytest.approx(said.peak.total, rel=0.08), said.strategy
+        assert found.sent == pytest.approx(said.sent, rel=0.005), said.strategy
+
+
+def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
+    look = model_pieces.describe(GPT(CONFIG), BATCH, loss=loss, degrees=[2])
+    formula = GPTPieces(CONFIG)
+    assert look.flops(1, 1) == formula.flops()
+    assert look.flops(2, 1) == formula.flops() / 2
+    assert 0.5 < look.touched(1, 1) / formula.touched() < 1.5
+
+
+def test_what_is_frozen_has_neither_gradient_nor_state() -> None:
+    model = GPT(CONFIG)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    look = model_pieces.describe(model, BATCH, loss=loss)
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
+    assert (look.each.parameter, look.each.gradient) == (4, pytest.approx(4 * share))
+    assert look.each.optimizer == pytest.approx(8 * share)
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        body = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(3)]
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), *body, nn.Flatten(), nn.Linear(8 * 64, 10))
+
+
+def test_of_a_model_of_another_kind_the_data_axis_and_the_pipeline_are_planned_and_the_rest_says_why_not() -> None:
+    images = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+    made = nbkit.plan(Convolutions(), example=images, loss=F.cross_entropy, batch=64, on="4 V100")
+    assert {Strategy.parse(row.strategy, 4).tp for row in made.rows} == {1}
+    assert {"dp=4", "dp=4 zero=1", "dp=4 zero=3"} <= {row.strategy for row in made.rows}
+    why = next(one for one in made.refused if one.strategy == "tp=4")
+    assert why.why.startswith("What it sends is known of a chain of transformer blocks")
+
+
+def test_what_cannot_be_planned_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="without example= and loss="):
+        nbkit.plan(GPT(CONFIG), batch=8, on="4 A100")
+    with pytest.raises(UsageError, match="this is a str"):
+        nbkit.plan("gpt2", batch=8, on="4 A100")
+    names = {"model": lambda: GPT(CONFIG), "rows": BATCH}
+    with pytest.raises(UsageError, match="no variable 'lost'"):
+        planned(names, model="model", example="rows", loss="lost", batch=8, on="2 A100", precision="fp32", why=None)
+    monkeypatch.setattr(model_pieces, "LARGEST", 1000)
+    with pytest.raises(UsageError, match="too large to be run here"):
+        nbkit.plan(GPT(CONFIG), example=BATCH, loss=loss, batch=8, on="4 A100")
+
+
+IN_A_KERNEL = """
+import sys, nbkit
+import nbkit.errors
+
+def build():
+    import torch
+    torch.manual_seed(0)
+    if broken: raise ValueError("no such model")
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+def example():
+    import torch
+    return torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
+
+def loss(output, target):
+    return sys.modules["torch"].nn.functional.cross_entropy(output, target)
+
+broken = False
+made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
+assert made.model == "Sequential of 58 parameters" and made.rows and "torch" not in sys.modules
+broken = True
+try:
+    nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
+except ValueError as error:
+    print(error, error.__notes__[0].count("in build"))
+"""
+
+
+def test_a_callable_is_looked_at_in_a_process_of_its_own_where_there_is_no_torch_yet() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "no such model 1\n"), done.stderr
