@@ -125,6 +125,17 @@ def cluster_parser() -> MagicParser:
     start.add_argument("--nodes", type=int, metavar="N", help="for --slurm: how many; default: as few as hold them")
     start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
     start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
+    start.add_argument(
+        "--detach",
+        action="store_true",
+        help="for --slurm: do not wait for the job; %%cluster list says how far it is, %%cluster attach takes it up",
+    )
+    start.add_argument(
+        "--save-before",
+        type=_duration,
+        metavar="TIME",
+        help="for --slurm: a training is saved, and ends, so long before the job does (2min, at most a quarter)",
+    )
     start.add_argument("--python", default="", metavar="PATH", help="on the other hosts; default: the notebook's own")
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")

@@ -28,9 +28,12 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return getattr(self, f"_{options.verb}")(options)
 
     def _start(self, options: Any) -> Any:
+        on = requested(options)
+        if options.detach and on is not None:
+            return Cluster.submit(on, name=options.name, ttl=options.ttl)
         others = [entry.name for entry in registry.entries() if is_current(entry.name)]
         cluster = Cluster.start(
-            options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl, on=requested(options)
+            options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl, on=on
         )
         print(f"{cluster.entry.name} is ready: {cluster.entry.n} ranks in {cluster.started_in:.1f} s")
         for other in others:
@@ -45,6 +48,9 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return cluster.status()
 
     def _status(self, options: Any) -> Any:
+        known = Cluster.list()
+        if any(entry.is_awaited for entry in known) and not any(is_current(entry.name) for entry in known):
+            return known
         return current().status()
 
     def _stop(self, options: Any) -> Any:

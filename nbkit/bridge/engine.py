@@ -85,6 +85,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         elif message["do"] == "form" and self.newcomer is not None:
             newcomer, self.newcomer = self.newcomer, None
             self.loop.add_callback(self._take_over, newcomer, message)
+        elif message["do"] == "end_training":
+            self.ending.end_training(message["why"])
         elif message["do"] == "end":
             self.ending.begin(message["why"], now=message["now"])
         elif message["do"] in ("form", "kept", "leave") or message.get("replaced"):

@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    state = "ended: nbkit clean"
-    if entry.is_alive():
-        state = "attached" if entry.is_attached() else f"no notebook, ttl {text_of(entry.ttl)}"
+    state = entry.state if entry.is_alive() else "ended: nbkit clean"
+    if entry.ranks and state == "no notebook":
+        state = f"no notebook, ttl {text_of(entry.ttl)}"
     devices = ", ".join(dict.fromkeys(entry.labels))
     return (entry.name, str(entry.n), entry.backend, state, text_of(time.time() - entry.born), entry.host, devices)

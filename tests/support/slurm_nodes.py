@@ -36,10 +36,14 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SchedulerParameters=bf_interval=1,sched_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=5
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs=2 RealMemory=8000 State=UNKNOWN
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
+PartitionName=low Nodes=n[1-2] PriorityTier=1 PreemptMode=CANCEL GraceTime=30 State=UP
+PartitionName=high Nodes=n[1-2] PriorityTier=9 State=UP
 """
 
 

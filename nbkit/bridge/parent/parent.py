@@ -32,6 +32,7 @@ from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
 from nbkit.bridge.parent.controller import controller_of, end_schedulers
 from nbkit.bridge.parent.coordinator import Coordinator
+from nbkit.bridge.parent.end_in_order import EndInOrder
 from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.bridge.parent.resizing import Resizer
@@ -41,7 +42,6 @@ from nbkit.wire.link import Link
 from nbkit.wire.processes import STOP_SIGNAL, Process
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
-END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
 GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
 TICK_SECONDS = 1.0
 _COORDINATOR = "coordinator"  # among the ranks that the selector knows
@@ -81,7 +81,7 @@ class Parent:
         self.oom_kills = oom_kills()
         self.selector = selectors.DefaultSelector()
         self.ending = False
-        self.told_to_end, self.deadline = "", float("inf")
+        self.end_in_order = EndInOrder(self)
         self.messengers: list[int] = []
         self.controller: Process | None = None
 
@@ -92,19 +92,19 @@ class Parent:
         woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(STOP_SIGNAL, lambda *_: self.end_all("the cluster was stopped"))
-        signal.signal(signal.SIGTERM, lambda *_: self.end_in_order("the cluster was told to end (SIGTERM)"))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self.end_in_order, "asked", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         self.selector.register(woken, selectors.EVENT_READ, None)
         if self.coordinator:
             self.selector.register(self.coordinator.link.sock, selectors.EVENT_READ, _COORDINATOR)
         for rank in self.spec.ranks:
-            if self.ending:
+            if self.ending or self.end_in_order.asked:
                 break
             self.start_rank(rank)
         if self.listener:
             self.listener.close()
-        if self.ending:  # the signal may have come while one was being forked
+        if self.ending or self.end_in_order.asked:  # the signal may have come while one was being forked
             self.end_all("the cluster was stopped while it started")
         while self.children:
             for key, _ in self.selector.select(self._patience()):
@@ -114,6 +114,7 @@ class Parent:
                     self._hear_coordinator()
                 else:
                     self._hear(self.children.get(key.data))
+            self.end_in_order.go_on()
             self._reap()
             self._release_due()
             self.replacer.go_on()
@@ -188,6 +189,9 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
+        elif event == "training_ended":
+            if self.coordinator and child.rank == self.spec.base:  # the ranks of a host say the same
+                self.coordinator.link.send(**message)
         elif event in ("waits", "replaced") and self.resizer.takes(child, message):
             pass
         elif event in ("seat", "waits", "replaced"):
@@ -218,6 +222,11 @@ class Parent:
                 self.spread_death(message)
             elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
                 self._signal(child, {"event": event, **message})
+            elif event == "end_training":
+                for child in self.children.values():
+                    child.link.send(do="end_training", why=message["why"])
+            elif event == "end_in_order":
+                self.end_in_order.begin(message["why"])
             elif event == "end_all":
                 self.end_all(message["why"])
         if self.coordinator.gone:
@@ -341,8 +350,6 @@ class Parent:
 
     def _let_go(self) -> None:
         if self.ending:
-            if time.monotonic() > self.deadline:
-                self.end_all("the training did not end in time")
             return
         self.controller = controller = self.controller or controller_of(self.folder)
         if in_use := any(child.cells or not child.ready for child in self.children.values()):
@@ -353,7 +360,7 @@ class Parent:
                 self.end_all("the coordinator is gone")
         elif in_use:
             if controller and not controller.is_alive():
-                self._tell_to_end("the controller of the cluster has ended")
+                self.end_in_order.tell("the controller of the cluster has ended", now=False)
             return
         elif controller and not controller.is_alive():
             self.end_all("the controller is gone")
@@ -362,28 +369,9 @@ class Parent:
                 controller.end(signal.SIGTERM)
             self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
 
-    def end_in_order(self, why: str) -> None:
-        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once.
-
-        Batch systems ask so before they kill: at a job's time limit, or for one that is preferred.
-        """
-        if self.ending or not any(child.cells for child in self.children.values()):
-            self.end_all(why)
-            return
-        self.ending, self.deadline = True, time.monotonic() + END_SECONDS
-        self._tell_to_end(why, now=True)
-
-    def _tell_to_end(self, why: str, *, now: bool = False) -> None:
-        """Tell the ranks, once. now: one that does not train ends at once."""
-        if not self.told_to_end:
-            self.told_to_end = why
-            log(f"a training is to end in order: {why}")
-            for child in self.children.values():
-                child.link.send(do="end", why=why, now=now)
-
     def end_all(self, why: str) -> None:
         """End every rank: at once, because an idle rank has nothing to put in order."""
-        self.ending, self.deadline = True, float("inf")
+        self.ending, self.end_in_order.deadline = True, float("inf")
         log(f"ending the ranks: {why}")
         for child in self.children.values():
             kill_group(child.pid)

@@ -114,7 +114,7 @@ class Replacer:
         survivors = [other for other in parent.children.values() if not self._is_new(other)]
         seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
         seat = seats.pop() if survivors and len(seats) == 1 else None
-        if parent.coordinator or parent.told_to_end or seat is None:
+        if parent.coordinator or parent.end_in_order.why or seat is None:
             if replacement is None:
                 return False
             replacement.add(death)

@@ -26,7 +26,7 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.hosts.request import Request, loaded, saved
-from nbkit.notebook.cluster.hosts.start import launch_on_hosts
+from nbkit.notebook.cluster.hosts.start import launch_on_hosts, reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -177,11 +177,25 @@ class Cluster:
         return self
 
     @classmethod
+    def submit(cls, on: Request, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
+        """Ask for the hosts of a cluster and return at once, with the list in which it stands; `attach` takes it up.
+
+        It starts when there are hosts, whether this notebook lives or not; `ttl` counts from then. Arguments and errors
+        are those of `start`.
+        """
+        check_platform()
+        ttl = site_settings.read().ttl_of(ttl)
+        options: dict[str, object] = {"on": saved(on), "ttl": ttl, "named": name is not None}
+        entry = submit_to_hosts(name or made_up_name(), on, ttl, options)
+        return ClusterList([entry])
+
+    @classmethod
     def attach(cls, name: str, *, take: bool = False) -> Cluster:
         """Take up a running cluster, with the output of its running cell that this notebook has missed.
 
-        take: even from another notebook that is using it. Raises ClusterNotFound, naming the clusters that do run,
-        and ClusterError if another notebook uses it: two that send cells at once would have ranks wait for each other.
+        One that was submitted is waited for, as by `start`; an interrupt leaves it in the queue. take: even from
+        another notebook that is using it. Raises ClusterNotFound, naming the clusters that do run, and ClusterError
+        if another notebook uses it: two that send cells at once would have ranks wait for each other.
         """
         found = registry.running(name)
         if found.is_attached() and found.kernel.pid != os.getpid() and not take:
@@ -194,13 +208,16 @@ class Cluster:
             _current.connection.close("the cluster was attached anew")
         entry = replace(found, kernel=Process.of(os.getpid()))
         registry.save(entry)
+        notes: tuple[str, ...] = ()
         if entry.ranks:
             client = connect(entry)
             client.wait_for(entry.n, 1.0)
+        elif entry.is_spread:
+            entry, client, notes = reach_on_hosts(entry)
         else:  # the notebook that started it died before the ranks were there
             entry, client = with_all_ranks(entry)
         connection = Connection(entry, client)
-        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(connection.entry)))
+        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(connection.entry), notes=notes))
         connection.take_up(display.here())
         return cluster
 

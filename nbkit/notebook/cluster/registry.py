@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.site_settings import home_here
-from nbkit.wire import parcel
+from nbkit.wire import cluster_end, parcel
 from nbkit.wire.processes import STOP_SIGNAL, followers
 from nbkit.wire.processes import Process as Process
 
+DETACHED = "detached"  # among the options of one whose notebook has not waited for its ranks
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
 FORMAT = 1
 """Of cluster.json. A release that writes fields which an older one must know counts it up."""
@@ -78,8 +80,23 @@ class Entry:
         known = [process for process in (self.parent, self.controller, *self.ranks) if process.is_alive()]
         return [*known, *followers(self.controller.pid, self.folder)]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it was started with --detach, and no notebook has taken it up since."""
+        return bool(self.options.get(DETACHED)) and not self.ranks
+
     def is_attached(self) -> bool:
-        return self.is_here and self.kernel.is_alive()
+        return self.is_here and self.kernel.is_alive() and not self.is_awaited
+
+    @property
+    def state(self) -> str:
+        """In a word or two; of one that is awaited, how far it is."""
+        if not self.is_alive():
+            return "ended"
+        if self.is_awaited:
+            begun = progress.read(self.folder)
+            return (begun and ("ranks are there" if begun.phase == "forked" else begun.words)) or "is being started"
+        return "attached" if self.is_attached() else "no notebook"
 
 
 def home() -> Path:
@@ -155,11 +172,18 @@ def running(name: str) -> Entry:
     if entry and entry.is_alive():
         return entry
     alive = [other.name for other in entries() if other.is_alive()]
+    how = how_ended(entry).rstrip(".") if entry else ""
     raise ClusterNotFound(
-        f"The cluster {name!r} has ended." if entry else f"There is no cluster called {name!r}.",
+        f"The cluster {name!r} has ended{how and ': '}{how}." if entry else f"There is no cluster called {name!r}.",
         numbers=f"running: {', '.join(alive)}" if alive else "no cluster is running",
         hint=f"%cluster attach {alive[0]}" if alive else f"%cluster start --name {name}",
     )
+
+
+def how_ended(entry: Entry) -> str:
+    """Why a cluster has ended that was not stopped, and what was saved of a training in it; "" if that is not known."""
+    end = cluster_end.read(entry.folder)
+    return end.words if end is not None and end.step >= 0 else progress.how_ended(entry.folder)
 
 
 def end(entry: Entry, patience: float = 5.0) -> None:

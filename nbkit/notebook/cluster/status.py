@@ -74,13 +74,7 @@ class ClusterList:
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         for entry in self.entries:
-            state = (
-                "ended (%cluster clean)"
-                if not entry.is_alive()
-                else "attached"
-                if entry.is_attached()
-                else "no notebook"
-            )
+            state = entry.state if entry.is_alive() else "ended (%cluster clean)"
             ttl = f"{text_of(entry.ttl)} without notebook and cell"
             rows.append(
                 (entry.name, str(entry.n), entry.host, state, f"{(time.time() - entry.born) / 60:.0f} min", ttl)

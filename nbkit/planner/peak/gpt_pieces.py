@@ -1,4 +1,4 @@
-"""The pieces of nbkit's GPT by formula, for plans where nothing can run: equal to what trace.py measures of it.
+"""The pieces of nbkit's GPT by formula, for plans where nothing can run: equal to what model_trace measures of it.
 
 T positions, D width, V vocabulary, over t tensor and c context ranks. In elements of a row, a block keeps for backward:
 

@@ -14,9 +14,9 @@ from typing import Any
 from nbkit.errors import CellRunning, ClusterError
 from nbkit.notebook.cluster import registry, resized
 from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.end_news import EndNews
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.prompt import announced
-from nbkit.notebook.cluster.hosts.progress import how_ended
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
@@ -54,7 +54,7 @@ class Connection:
         self.generation = Generation(client, entry.n)
         self.numbers = itertools.count(1)  # of cells, outside of a notebook
         self.request_number = 0
-        self._looks, self._said_end = 0, False  # since the cluster is gone
+        self.end_news = EndNews(entry)
         self.comms = Comms(lambda *message: client.soon(client.relay, *message))
         self.read_size()
         client.listen(self._on_message, self._on_gone)
@@ -101,9 +101,7 @@ class Connection:
     def why_gone(self) -> str:
         """Why nothing can be sent to the cluster any more, or ""."""
         if self.ended or not self.entry.is_alive():
-            end = cluster_end.read(self.entry.folder)
-            words = end.words if end is not None and end.step >= 0 else how_ended(self.entry.folder)
-            return self.ended or words or "the cluster has ended"
+            return self.ended or registry.how_ended(self.entry) or "the cluster has ended"
         try:
             found = registry.find(self.entry.name)
         except ClusterError:  # a notebook with another release of nbkit has attached to it
@@ -215,13 +213,14 @@ class Connection:
         """
         if self.ended:
             return
+        self.end_news.say(self.cells.values())
         try:
             why = self.why_gone()
         except Exception:  # what cannot be read now is read again
             why = ""
         if not why:
             self._read_deaths()
-        elif why != _TAKEN and self._ends_in_order():
+        elif why != _TAKEN and self.cells and self.end_news.still_ends():
             pass
         elif (end := cluster_end.read(self.entry.folder)) is not None and end.step >= 0:
             for execution in list(self.cells.values()):
@@ -236,19 +235,6 @@ class Connection:
                 execution.finish(error=_out_of_reach(self.entry, why))
             return
         self.client.later(WATCH_SECONDS, self._watch)
-
-    def _ends_in_order(self) -> bool:
-        """Whether the cluster is gone, and its ranks, which live, have still to end a training. Says so once."""
-        self._looks += 1
-        if not self.cells or not any(process.is_alive() for process in self.entry.ranks):
-            return False
-        end = cluster_end.read(self.entry.folder)
-        if end is not None and not self._said_end:
-            self._said_end = True
-            for execution in self.cells.values():
-                execution.say(f"{end.why}: the training ends at its next step boundary, and is saved.")
-        # What a rank writes of it may come a moment after the end that it hears of.
-        return end is not None or self._looks < 2
 
     # Receiving -------------------------------------------------------------------------------------------------------
 

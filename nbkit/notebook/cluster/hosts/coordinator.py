@@ -4,8 +4,9 @@
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
 when all hosts fit together; it passes on what the parents of the ranks tell of cells that failed and ranks that died,
-so that all hosts release their ranks without the notebook; and it ends the cluster when it is stopped, when the
-controller is gone, or when nobody has used it for its time to live.
+so that all hosts release their ranks without the notebook; it has trainings saved before a launcher takes the hosts
+away, at a time limit or for another job; and it ends the cluster when it is stopped, when the controller is gone, or
+when nobody has used it for its time to live.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.request import Starter, loaded
 from nbkit.notebook.cluster.hosts.versions import check_versions
+from nbkit.wire import cluster_end
+from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.processes import Process, followers
 
@@ -69,8 +73,11 @@ class Coordinator:
         self.seen = time.monotonic()
         self.first_sign = 0.0
         self.looked, self.look = 0.0, Seen("pending", "")
+        self.told = ""  # why trainings are to end
+        self.taken_away = False  # the hosts: their ranks end too
         self.controller: Process | None = None
-        self._launcher = Process(**plan["launcher"])  # the notebook, whose end gives up a start
+        # The notebook, whose end gives up a start, unless it does not wait for it.
+        self._launcher = None if plan["detached"] else Process(**plan["launcher"])
 
     def run(self) -> None:
         """Until the cluster has ended."""
@@ -92,7 +99,7 @@ class Coordinator:
         path = Path(self.plan["engine_file"])
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
-            if self.ending or not self._launcher.is_alive():
+            if self.ending or self._is_given_up():
                 raise ClusterError("The start was given up.")
         return json.dumps(
             {
@@ -107,6 +114,9 @@ class Coordinator:
                 "engine": json.loads(path.read_text()),
             }
         )
+
+    def _is_given_up(self) -> bool:
+        return self._launcher is not None and not self._launcher.is_alive()
 
     def _find_controller(self) -> Process | None:
         if self.controller is None:
@@ -161,6 +171,10 @@ class Coordinator:
             self.seen = time.monotonic()
         elif event == "died":
             self._died(message, host)
+        elif event == "told_to_end":
+            self._end_in_order()
+        elif event == "training_ended":
+            self._training_ended(message)
         else:  # failed; interrupt and end go to whoever has that rank
             self._pass_on(message, host)
 
@@ -176,7 +190,7 @@ class Coordinator:
                 hint="--cpu   or   hosts that are alike",
             )
         backend = "nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo"
-        self.going = True
+        self.going, self.seen = True, time.monotonic()  # the time in the queue is nobody's absence
         for host in self.hosts.values():
             host.link.send(event="go", backend=backend, device=facts[0]["device"])
         self._show(
@@ -199,6 +213,8 @@ class Coordinator:
         self.dead.add(death["rank"])
         record = {key: value for key, value in death.items() if key != "event"}
         (self.folder / f"rank{death['rank']}.end.json").write_text(json.dumps(record))
+        if self.taken_away:  # the others end by themselves, and may still be saving
+            return
         for index, host in enumerate(host for host in self.hosts.values() if host is not source):
             host.link.send(event="died", unregister=unregister and index == 0, **record)
 
@@ -215,18 +231,59 @@ class Coordinator:
         self.looked = 0.0
         seen = self._look()
         how = f"its host {host.name} does not answer" if host.link.broke else f"the agent of its host {host.name} ended"
-        if seen.state == "over":
+        if self.taken_away:
+            how = self.told
+        if seen.state == "over" or (self.taken_away and seen.state == "ending"):
             how = seen.words
         for rank in left:
             # Which cells it was in is not known here; each of the others is released from those that it shares.
-            self._died({"rank": rank, "pid": 0, "how": how, "when": time.time(), "cells": None}, host, unregister=True)
+            death = {"rank": rank, "pid": 0, "how": how, "when": time.time(), "cells": None}
+            self._died(death, host, unregister=True)
         if not self.hosts:
+            if (end := cluster_end.read(self.folder)) is not None:
+                cluster_end.write(self.folder, replace(end, why=how))
             self.end(how)
+
+    # Hosts that are taken away --------------------------------------------------------------------------------------
+
+    def _save_in_time(self) -> None:
+        """Have trainings saved before the hosts are taken away; take it back where there is time again."""
+        if self.taken_away:
+            return
+        if time.time() >= self.look.save_at and self.look.why != self.told:
+            self.looked = 0.0  # a limit may have been changed since
+            if time.time() >= self._look().save_at:
+                self._tell(self.look.why, "end_training")
+        elif self.told and time.time() < self.look.save_at:
+            print(f"{time.strftime('%H:%M:%S')} coordinator: there is time again", flush=True)
+            self.told = ""
+            cluster_end.take_back(self.folder)
+            self._pass_on({"event": "end_training", "why": ""}, None)
+
+    def _end_in_order(self) -> None:
+        """A host was told to end, by SIGTERM; the launcher knows why."""
+        if self.taken_away:
+            return
+        self.taken_away, self.looked = True, 0.0
+        seen = self._look()
+        why = seen.words if seen.state in ("ending", "over") else seen.why if time.time() >= seen.save_at else ""
+        self._tell(why or "the hosts of the cluster were told to end (SIGTERM)", "end_in_order")
+
+    def _tell(self, why: str, event: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: trainings are saved and end", flush=True)
+        self.told = why
+        end = cluster_end.read(self.folder)
+        cluster_end.write(self.folder, replace(end, why=why) if end else ClusterEnd(why))
+        self._pass_on({"event": event, "why": why}, None)
+
+    def _training_ended(self, message: dict[str, Any]) -> None:
+        """Written here too: the folder of the ranks is another one, and goes with them."""
+        cluster_end.write(self.folder, ClusterEnd(self.told or message["why"], message["step"], message["saved"]))
 
     # Life ---------------------------------------------------------------------------------------------------------
 
     def _look(self) -> Seen:
-        often = LOOK_SECONDS if not self.going else SELDOM_SECONDS
+        often = SELDOM_SECONDS if self.going else LOOK_SECONDS
         if time.monotonic() - self.looked > often:
             self.looked, self.look = time.monotonic(), self.starter.look()
         return self.look
@@ -235,13 +292,15 @@ class Coordinator:
         controller = self._find_controller()
         if controller and not controller.is_alive():
             self.end("the controller is gone")
-        elif not self.going and not self._launcher.is_alive():
+        elif not self.going and self._is_given_up():
             self.end("the notebook has ended while the cluster was starting")
         elif self.going and time.monotonic() - self.seen > self.plan["ttl"]:
             self.end(f"no notebook and no cell for {self.plan['ttl']:.0f} s")
         seen = self._look()
         if not self.going and not self.ending:
             self._wait(seen)
+        elif self.going:
+            self._save_in_time()
 
     def _wait(self, seen: Seen) -> None:
         if seen.error:
@@ -293,7 +352,7 @@ class Coordinator:
                     self.hosts = {index: host for index, host in self.hosts.items() if host is not key.data}
         self.starter.end()
         # Who waits for the start is told why it failed, and ends the controller itself.
-        if self.controller and (self.going or not self._launcher.is_alive()):
+        if self.controller and (self.going or self._launcher is None or self._is_given_up()):
             self.controller.end(signal.SIGTERM)
             deadline = time.monotonic() + END_SECONDS
             while self.controller.is_alive() and time.monotonic() < deadline:

@@ -13,10 +13,17 @@ from nbkit.errors import ClusterError
 
 @dataclass(frozen=True)
 class Seen:
-    """What a launcher sees of what it has started. words: for people. error: of a host that cannot be started."""
+    """What a launcher sees of what it has started. words: for people. error: of a host that cannot be started.
 
-    state: Literal["pending", "running", "over"]
+    state "ending": it is ended now, and words say by what, unless it is ended from here.
+    save_at: when a training has to be saved because its hosts are taken away soon, as time.time() says it; inf where
+    nothing is known of an end. why: they are taken away.
+    """
+
+    state: Literal["pending", "running", "ending", "over"]
     words: str
+    save_at: float = float("inf")
+    why: str = ""
     error: ClusterError | None = None
 
 

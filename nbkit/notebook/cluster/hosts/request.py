@@ -19,6 +19,8 @@ class SlurmRequest:
     """`n` ranks in a job of Slurm's. nodes: None takes as few as hold them. "" and () leave it to Slurm.
 
     cpu: CPU ranks, also where nodes have GPUs. options: of sbatch, as they are. python: "" for the notebook's own.
+    save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
+    time.
     """
 
     n: int
@@ -28,6 +30,7 @@ class SlurmRequest:
     cpu: bool = False
     options: tuple[str, ...] = ()
     python: str = ""
+    save_before: float = 120.0
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from nbkit.notebook.cluster.launch.launch import (
     quiet,
     with_ranks,
 )
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import DETACHED, Entry
 from nbkit.notebook.cluster.world_generation import form
 from nbkit.wire.processes import Process
 
@@ -58,6 +60,48 @@ def launch_on_hosts(
 
     Raises ClusterExists, UsageError for what can never fit, or ClusterError; then nothing is left on any host.
     """
+    with _all_or_nothing(name, request) as begin:
+        return reach_on_hosts(begin(ttl, options))
+
+
+def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> Entry:
+    """Ask for the hosts of cluster `name`, and return when the launcher has: no notebook waits for its ranks.
+
+    Raises as `launch_on_hosts` does, for what is refused at once.
+    """
+    with _all_or_nothing(name, request) as begin:
+        entry = begin(ttl, {**options, DETACHED: True})
+        while _check(entry) is None:
+            _check_processes(entry)
+            time.sleep(_LINE_SECONDS)
+        return entry
+
+
+def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
+    """Wait until the ranks of a cluster that was begun are there and have a world, and register them.
+
+    Returns what to tell the user, too. Raises ClusterError.
+    """
+    client, line = None, LiveLine()
+    try:
+        client = _connected(entry, time.monotonic() + START_SECONDS)
+        forked = _await_ranks(entry, client, line)
+        entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
+        entry = with_ranks(entry, client)
+        _form_world(entry, client)
+        registry.save(entry)
+        return entry, client, forked.notes
+    except BaseException:
+        if client is not None:
+            client.close()
+        raise
+    finally:
+        line.close()
+
+
+@contextmanager
+def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, dict[str, object]], Entry]]:
+    """What begins cluster `name`, as (ttl, options) -> its entry; an exception ends all that was begun."""
     starter = starter_of(request, registry.home() / name)
     folder = make_folder(name)
     coordinator = CoordinatorLauncher(
@@ -68,9 +112,9 @@ def launch_on_hosts(
         log=quiet(),
     )
     controller = controller_launcher(folder, name, starter.address)
-    client, line = None, LiveLine()
-    try:
-        _write_plan(folder, name, request, ttl)
+
+    def begin(ttl: float, options: dict[str, object]) -> Entry:
+        _write_plan(folder, name, request, ttl, detached=DETACHED in options)
         coordinator.start()
         controller.start()
         process = Process.of(controller.pid)
@@ -91,31 +135,25 @@ def launch_on_hosts(
             options=options,
         )
         registry.save(entry)
-        client = _connected(entry, time.monotonic() + START_SECONDS)
-        forked = _await_ranks(entry, client, line)
-        entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
-        entry = with_ranks(entry, client)
-        _form_world(entry, client)
-        registry.save(entry)
-        return entry, client, forked.notes
+        return entry
+
+    try:
+        yield begin
     except BaseException:
-        if client is not None:
-            client.close()
         _give_up(coordinator.pid)
         for started in (coordinator, controller):
             if started.pid > 0:
                 end(started.pid, folder)
         registry.forget(name)
         raise
-    finally:
-        line.close()
 
 
-def _write_plan(folder: Path, name: str, request: Request, ttl: float) -> None:
+def _write_plan(folder: Path, name: str, request: Request, ttl: float, *, detached: bool) -> None:
     plan = {
         "name": name,
         "request": saved(request),
         "ttl": ttl,
+        "detached": detached,
         "launcher": asdict(Process.of(os.getpid())),
         "cwd": os.getcwd(),
         "environment": environment_of_ranks(),
@@ -139,10 +177,7 @@ def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
         state = _check(entry)
         if state:
             line.show(state.words and f"{entry.name}: {state.words}")
-        if not entry.parent.is_alive():
-            raise failed(entry, "The coordinator ended while the cluster was starting.", "coordinator.log")
-        if not entry.controller.is_alive():
-            raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+        _check_processes(entry)
         if state and state.phase == "forked":
             deadline = deadline or time.monotonic() + _REGISTER_SECONDS
             if time.monotonic() > deadline:
@@ -150,6 +185,13 @@ def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
     state = _check(entry)
     assert state is not None
     return state
+
+
+def _check_processes(entry: Entry) -> None:
+    for process, what in ((entry.parent, "coordinator"), (entry.controller, "controller")):
+        if not process.is_alive():
+            _check(entry)  # it may have said why
+            raise failed(entry, f"The {what} ended while the cluster was starting.", f"{what}.log")
 
 
 def _check(entry: Entry) -> Progress | None:
@@ -172,7 +214,8 @@ def _missing(entry: Entry, client: Client, state: Progress) -> ClusterError:
 
 def _form_world(entry: Entry, client: Client) -> None:
     try:
-        form(client, entry.n, 1)
+        # A notebook that ended while it waited may have formed one.
+        form(client, entry.n, 1 + max(state["generation"] for state in client.ask(range(entry.n), "status").values()))
     except Exception as error:
         _check(entry)
         raise ClusterError(

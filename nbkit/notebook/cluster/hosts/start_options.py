@@ -14,7 +14,13 @@ from nbkit.notebook.cluster.hosts.request import MpiRequest, Request, SlurmReque
 
 def requested(options: Any) -> Request | None:
     """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
-    of_slurm = {"--nodes": options.nodes, "--partition": options.partition, "--time": options.time}
+    of_slurm = {
+        "--nodes": options.nodes,
+        "--partition": options.partition,
+        "--time": options.time,
+        "--save-before": options.save_before,
+        "--detach": options.detach,
+    }
     if options.slurm and (options.hosts or options.mpi):
         other = "--hosts" if options.hosts else "--mpi"
         raise UsageError(
@@ -59,9 +65,10 @@ def requested(options: Any) -> Request | None:
         return SshRequest(hosts, options.cpu, options.python)
     if options.n is None:
         raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
-    return SlurmRequest(
+    asked = SlurmRequest(
         options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python
     )
+    return asked if options.save_before is None else replace(asked, save_before=options.save_before)
 
 
 def _over_mpi(options: Any) -> MpiRequest:

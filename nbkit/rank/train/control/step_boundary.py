@@ -185,9 +185,9 @@ def leave() -> None:
 
 def tell_to_end(why: str) -> None:
     """The cluster of this rank ends: the training is to be saved at its next boundary, and so is any later one. From
-    any thread. why: "the parent of the ranks was ended"."""
+    any thread. why: "the parent of the ranks was ended"; "": it does not end after all."""
     global _told_to_end
-    _told_to_end = _told_to_end or why
+    _told_to_end = why
 
 
 def told_to_end() -> bool:

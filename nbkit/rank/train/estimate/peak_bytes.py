@@ -1,6 +1,6 @@
 """The peak of a step on each rank of a job under any strategy: nbkit.planner.peak, with what its model really takes.
 
-A model is measured once for each pair of tensor and context axes; see trace.py.
+A model is measured once for each pair of tensor and context axes; see model_trace.
 """
 
 from __future__ import annotations

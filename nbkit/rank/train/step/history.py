@@ -106,8 +106,10 @@ class History:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
         if act and self.ends and not self._silent:
-            self.ends = False
-            step_boundary.end()
+            try:
+                step_boundary.end()
+            finally:  # to save reads what another step said of the same end
+                self.ends = False
 
     def check(self, pending: Pending) -> StepNumbers:
         """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.

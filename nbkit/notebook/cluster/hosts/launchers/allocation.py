@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
+from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, AllocationRequest
+from nbkit.notebook.cluster.hosts.request import AGENT, AllocationRequest, SlurmRequest
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:
@@ -61,7 +64,11 @@ class AllocatedNodes(AgentsCommand):
         """Whether the step runs."""
         if self.has_ended():
             return Seen("over", f"the step in job {self.request.job} has ended")
-        return Seen("running", f"in job {self.request.job}, which this notebook runs in")
+        running = Seen("running", f"in job {self.request.job}, which this notebook runs in")
+        with suppress(ClusterError):  # Slurm itself is away for a moment
+            job = read_job(self.request.job).seen(SlurmRequest.save_before)
+            return job if job.state == "ending" else replace(running, save_at=job.save_at, why=job.why)
+        return running
 
 
 def _node_addresses(job: str) -> list[str]:

@@ -76,4 +76,4 @@ class MpiHosts(AgentsCommand):
             numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
             hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
         )
-        return Seen("over", "mpirun has ended", error)
+        return Seen("over", "mpirun has ended", error=error)

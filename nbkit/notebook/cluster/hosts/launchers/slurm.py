@@ -10,27 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.request import AGENT, SlurmRequest, last_lines
-
-_COMMAND_SECONDS = 30.0
-_ENDS = {
-    "CANCELLED": "was cancelled",
-    "TIMEOUT": "reached its time limit",
-    "PREEMPTED": "was preempted by another job",
-    "NODE_FAIL": "lost a node",
-    "OUT_OF_MEMORY": "ran out of memory",
-    "FAILED": "failed",
-    "COMPLETED": "has ended",
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ def read_nodes() -> list[Node]:
             numbers="none of Slurm's commands is in PATH",
             hint="%cluster start --slurm   on a login node;   %cluster start -n 2   here",
         )
-    lines = _answer("sinfo", "-h", "-N", "-o", "%N|%P|%c|%G|%o").splitlines()
+    lines = answer("sinfo", "-h", "-N", "-o", "%N|%P|%c|%G|%o").splitlines()
     return [_node(line.strip()) for line in lines if line.strip()]
 
 
@@ -142,7 +131,7 @@ class SlurmJob:
         self.size, nodes = size_of(request, read_nodes())
         self.counts = (self.size.ranks,) * self.size.nodes
         self.address = address_towards([node.address for node in nodes][: self.size.nodes])
-        self._ended, self._last = "", Seen("pending", "the job is being submitted")
+        self._last = Seen("pending", "the job is being submitted")
 
     def start(self, payload: str) -> None:
         """Submit the job. Raises ClusterError with sbatch's own words when it refuses."""
@@ -187,26 +176,11 @@ class SlurmJob:
 
     def look(self) -> Seen:
         """Where the job stands."""
-        if self._ended:
-            return Seen("over", self._ended)
-        try:
-            answer = _answer("squeue", "-h", "-t", "all", "-j", self.job, "-o", "%T|%r|%S|%N").strip()
-        except ClusterError as error:
-            if "Invalid job id" not in error.numbers:
-                return self._last  # Slurm itself is away for a moment
-            answer = ""
-        state, reason, begins, nodes = (answer.splitlines() or ["COMPLETED|None|N/A|"])[0].split("|")
-        self._last = self._seen(state, reason, begins, nodes)
+        if self._last.state == "over":
+            return self._last
+        with suppress(ClusterError):  # Slurm itself is away for a moment
+            self._last = read_job(self.job).seen(self.request.save_before)
         return self._last
-
-    def _seen(self, state: str, reason: str, begins: str, nodes: str) -> Seen:
-        if state == "PENDING":
-            expected = f", expected to start {_moment(begins)}" if begins not in ("N/A", "") else ""
-            return Seen("pending", f"job {self.job} is pending ({reason}){expected}")
-        if state in ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"):
-            return Seen("running", f"job {self.job} runs on {nodes}")
-        self._ended = f"job {self.job} {_ENDS.get(state, f'is {state}')}"
-        return Seen("over", self._ended)
 
     def log(self) -> str:
         """The last lines of the job's output, where the nodes' file system is this one."""
@@ -215,25 +189,6 @@ class SlurmJob:
 
     def end(self) -> None:
         """Cancel the job."""
-        if self.job and not self._ended:
+        if self.job and self._last.state != "over":
             with suppress(ClusterError):
-                _answer("scancel", self.job)
-
-
-def _moment(begins: str) -> str:
-    """Slurm's time as people say it: the day only where it is another one."""
-    day, _, clock = begins.partition("T")
-    return f"at {clock}" if day == time.strftime("%Y-%m-%d") else f"on {day} at {clock}"
-
-
-def _answer(*words: str) -> str:
-    """What a command of Slurm's prints. Raises ClusterError when it fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        done = subprocess.CompletedProcess(words, 1, "", str(error))
-    if done.returncode:
-        raise ClusterError(
-            "Slurm does not answer.", numbers=f"{words[0]}: {' '.join(done.stderr.split())}", hint="sinfo"
-        )
-    return done.stdout
+                answer("scancel", self.job)

@@ -81,8 +81,8 @@ class SshHosts:
         ended = [index for index, started in enumerate(self._started) if started.poll() is not None]
         error = self._error(ended[0]) if ended else None
         if self._started and len(ended) == len(self._started):
-            return Seen("over", "the agents of all hosts have ended", error)
-        return Seen("running", f"{len(self.counts)} hosts are being started", error)
+            return Seen("over", "the agents of all hosts have ended", error=error)
+        return Seen("running", f"{len(self.counts)} hosts are being started", error=error)
 
     def _error(self, index: int) -> ClusterError:
         name, said = self.request.hosts[index][0], self._said(index)

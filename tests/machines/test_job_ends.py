@@ -1,0 +1,208 @@
+"""A job of Slurm's ends under a training: at its time limit, for another job, or because somebody cancels it.
+
+The training is saved before the hosts are gone, and the notebook says which of the three it was. Each with a cluster of
+its own, which ends with its job.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from slurm_nodes import SlurmNodes
+
+from nbkit import Cluster
+from nbkit.errors import ClusterNotFound, NbkitError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import moment, parsed
+from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.request import SlurmRequest
+
+SETUP = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+import nbkit
+
+def made(folder, pause, **more):
+    torch.set_default_dtype(torch.float64)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return nbkit.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), loss=F.mse_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=[(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)], batch_size=8, strategy="zero1",
+        callbacks=[lambda trainer, record: time.sleep(pause)], log_dir=None, save_path=folder, save_every=False,
+        progress=False, **more,
+    )
+"""
+PATIENCE = 120.0
+
+
+def job_of(slurm: SlurmNodes, name: str) -> str:
+    """The number of the job of cluster `name`."""
+    return slurm.command("squeue", "-h", "-n", f"nbkit-{name}", "-o", "%i").strip()
+
+
+def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tuple[Cluster, Any]:
+    """A cluster of a rank on each of two nodes, and the handle of a cell in which a training has made steps."""
+    cluster = Cluster.start(name=name, on=SlurmRequest(2, nodes=2, cpu=True, **options), ttl=600)
+    cluster.run(SETUP)
+    handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
+    until(lambda: cluster.connection.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+    return cluster, handle
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert true()
+
+
+def saved_step(said: str, folder: Path) -> int:
+    """The step after which a training has ended, by the words of an error; the checkpoint goes on from there."""
+    found = re.search(rf"has ended after step (\d+), saved to {folder}", said)
+    assert found, said
+    ((step, loaded, alone),) = run_ranks(gone_on, 1, str(folder))
+    assert step == int(found[1])
+    assert loaded == pytest.approx(alone, abs=1e-10)
+    return step
+
+
+def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
+    """The steps in the checkpoint, the losses of a training that goes on from it, and of one that was left alone."""
+    names: dict[str, Any] = {}
+    exec(SETUP, names)
+    loaded, alone = names["made"](None, 0), names["made"](None, 0)
+    loaded.load(folder)
+    step = loaded.step
+    for trainer in (loaded, alone):
+        trainer.fit(until=step + 3)
+    return step, *([record["loss"] for record in trainer.history] for trainer in (loaded, alone))
+
+
+def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
+    """The cluster says how its job has ended, to a cell and to whoever attaches; nothing of it is left."""
+    until(lambda: not cluster.entry.is_alive())
+    with pytest.raises(NbkitError, match=f"(?s){words}.*has ended after step"):
+        cluster.run("1")
+    with pytest.raises(ClusterNotFound, match=f"has ended: {words}"):
+        Cluster.attach(cluster.entry.name)
+    cluster.stop()
+    until(lambda: not slurm.jobs())
+    assert registry.find(cluster.entry.name) is None
+
+
+def test_a_training_in_a_job_that_is_cancelled_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+    cluster, handle = training("cancelled", tmp_path / "saved")
+    slurm.command("scancel", job_of(slurm, "cancelled"))
+    with pytest.raises(NbkitError) as caught:
+        handle.wait(timeout=PATIENCE)
+    assert saved_step(str(caught.value), tmp_path / "saved") > 2
+    assert "died" not in str(caught.value)
+    assert_over(cluster, slurm, r"job \d+ was cancelled")
+
+
+@pytest.mark.long
+def test_a_training_is_saved_before_the_time_limit_and_its_ranks_stay_until_then(
+    slurm: SlurmNodes, tmp_path: Path
+) -> None:
+    shown = io.StringIO()
+    with redirect_stderr(shown):
+        # A step takes longer than the notebook's look at the folder of the cluster.
+        cluster, handle = training("limited", tmp_path / "saved", 1.5, time="30:00")
+        job = job_of(slurm, "limited")
+        slurm.command("scontrol", "update", f"JobId={job}", f"EndTime={in_seconds(60)}")
+        with pytest.raises(NbkitError, match=rf"job {job} reaches its time limit at") as caught:
+            handle.wait(timeout=PATIENCE)
+    assert saved_step(str(caught.value), tmp_path / "saved") > 2
+    assert f"job {job} reaches its time limit at" in shown.getvalue()
+    assert "a training ends at its next step boundary, and is saved" in shown.getvalue()
+    log = (cluster.entry.folder / "logs" / "coordinator.log").read_text()
+    assert f"job {job} reaches its time limit at" in log
+    assert slurm.jobs() == [f"{job} RUNNING"]  # the ranks, with what they hold, are there until the limit
+    assert set(cluster.run("trainer.step > 2").values.values()) == {True}
+    assert_over(cluster, slurm, rf"job {job} reached its time limit")
+
+
+@pytest.mark.long
+def test_a_training_in_a_job_that_makes_way_for_another_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+    cluster, handle = training("low", tmp_path / "saved", partition="low", options=("--cpus-per-task=2",))
+    other = slurm.command("sbatch", "--parsable", "-phigh", "-N2", "-c2", "-t1", "-o/dev/null", "--wrap=sleep 60")
+    with pytest.raises(NbkitError) as caught:
+        handle.wait(timeout=PATIENCE)
+    assert saved_step(str(caught.value), tmp_path / "saved") > 2
+    until(lambda: f"{other.strip()} RUNNING" in slurm.jobs())
+    slurm.command("scancel", other.strip())
+    assert_over(cluster, slurm, r"job \d+ (was|is) preempted by another job")
+
+
+@pytest.mark.long
+def test_a_time_limit_that_is_put_off_lets_a_training_go_on(slurm: SlurmNodes, tmp_path: Path) -> None:
+    cluster = Cluster.start(name="longer", on=SlurmRequest(2, nodes=2, cpu=True, time="30:00"), ttl=600)
+    try:
+        cluster.run(SETUP)
+        job = job_of(slurm, "longer")
+        log = cluster.entry.folder / "logs" / "coordinator.log"
+        slurm.command("scontrol", "update", f"JobId={job}", f"EndTime={in_seconds(90)}")
+        until(lambda: "reaches its time limit" in log.read_text())
+        with pytest.raises(NbkitError, match="reaches its time limit"):
+            cluster.run(f"trainer = made({str(tmp_path)!r}, 0)\ntrainer.fit(5)")
+        slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+        until(lambda: "there is time again" in log.read_text())
+        assert cluster.run("trainer.fit(5); trainer.step").values == {0: 6, 1: 6}
+    finally:
+        cluster.stop()
+
+
+def in_seconds(seconds: float) -> str:
+    """As scontrol takes a time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+def line(**changes: str) -> str:
+    """What scontrol says of a job, with `changes`."""
+    fields = {
+        "JobId": "7",
+        "JobName": "nbkit-demo",
+        "JobState": "RUNNING",
+        "Reason": "None",
+        "Restarts": "0",
+        "StartTime": "2026-03-02T10:00:00",
+        "EndTime": "2026-03-02T14:00:00",
+        "PreemptTime": "None",
+        "NodeList": "n[1-2]",
+        "Comment": "JobState=PENDING",
+    }
+    return " ".join(f"{name}={value}" for name, value in (fields | changes).items())
+
+
+def test_how_a_job_ends_is_told_apart() -> None:
+    ends = time.mktime(time.strptime("2026-03-02T14:00:00", "%Y-%m-%dT%H:%M:%S"))
+    limit = f"job 7 reaches its time limit {moment(ends)}"
+    assert parsed("7", line()).seen(120) == Seen("running", "job 7 runs on n[1-2]", ends - 120, limit)
+    assert parsed("7", line()).seen(86400).save_at == ends - 3600  # a quarter of its time
+    making_way = parsed("7", line(PreemptTime="2026-03-02T11:00:00")).seen(120)
+    assert making_way.save_at == 0 and "is preempted by another job and ends" in making_way.why
+    assert parsed("7", line(EndTime="Unknown")).seen(120).save_at == float("inf")
+    ending = {
+        "was cancelled": {},
+        "reached its time limit": {"Reason": "TimeLimit"},
+        "was preempted by another job": {"PreemptTime": "2026-03-02T11:00:00"},
+    }
+    for words, changes in ending.items():
+        assert parsed("7", line(JobState="COMPLETING", **changes)).seen(120) == Seen("ending", f"job 7 {words}")
+    over = {"CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit", "PREEMPTED": "was preempted"}
+    for state, words in over.items():
+        seen = parsed("7", line(JobState=state)).seen(120)
+        assert seen.state == "over" and words in seen.words
+    waits = parsed("7", line(JobState="PENDING", Reason="Resources", StartTime="Unknown")).seen(120)
+    assert waits == Seen("pending", "job 7 is pending (Resources)")
