@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import CellError, UsageError
-from nbkit.notebook.export.sbatch_file import SlurmOptions, add_slurm_options, notebook_job, submit_job
+from nbkit.notebook.export.sbatch_file import (
+    SlurmOptions,
+    add_slurm_options,
+    check_resumes,
+    notebook_job,
+    submit_job,
+)
 from nbkit.notebook.headless import Headless, read_notebook
 from nbkit.notebook.parameters import set_parameters
 
@@ -39,9 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     set_parameters(notebook, parameters)
     if arguments.output is not None and arguments.output.absolute() == path.absolute():
         raise UsageError("The output is another file than the notebook.", numbers=str(path), hint="--output run.ipynb")
-    options = SlurmOptions(1, arguments.partition, arguments.time, arguments.gpus, arguments.cpus)
+    options = SlurmOptions(
+        1, arguments.partition, arguments.time, arguments.gpus, arguments.cpus, requeue=arguments.requeue
+    )
     if not arguments.slurm and options != SlurmOptions():
-        raise UsageError("Partition, time, GPUs and cores are asked of Slurm.", hint="--slurm")
+        raise UsageError("Partition, time, GPUs, cores and the queue are asked of Slurm.", hint="--slurm")
+    check_resumes("\n".join("".join(cell["source"]) for cell in notebook["cells"]), options)
     if arguments.slurm:
         return _submit(path, parameters, arguments.output, options)
     output = arguments.output or Path(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb")

@@ -12,7 +12,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.export.running_notebook import read_running
 from nbkit.notebook.export.saved_notebook import read_saved
-from nbkit.notebook.export.sbatch_file import SlurmOptions, script_job
+from nbkit.notebook.export.sbatch_file import SlurmOptions, check_resumes, script_job
 from nbkit.notebook.export.script import MARK, script_of
 from nbkit.notebook.export.source import Code, LeftOut, Switch
 
@@ -49,22 +49,25 @@ def export(
     time: str = "",
     gpus: int | None = None,
     cpus: int | None = None,
+    requeue: bool = False,
 ) -> Exported:
     """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
 
     notebook: a saved one, whose cells are taken in the order in which they stand; default: the notebook that runs, in
     the order in which its cells ran since the ranks were started. slurm: also an sbatch file, for so many nodes with as
-    many ranks each as the notebook had; gpus, cpus: on each node. Where the notebook has switched its strategy, the
-    switches are written beside the script, for --switches. A file that nobody has exported is not overwritten.
-    Raises UsageError, with nothing written, for what a script cannot have.
+    many ranks each as the notebook had; gpus, cpus: on each node; requeue: the job goes on later, from a checkpoint,
+    where its time limit, or another job, has ended it. Where the notebook has switched its strategy, the switches are
+    written beside the script, for --switches. A file that nobody has exported is not overwritten. Raises
+    UsageError, with nothing written, for what a script cannot have.
     """
     to = Path(path)
-    options = SlurmOptions(nodes, partition, time, gpus, cpus)
+    options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)
     if not slurm and options != SlurmOptions():
         raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
     _check_free(to)
     source = read_running(current()) if notebook is None else read_saved(Path(notebook))
     script = script_of(source, to.name)
+    check_resumes(script.text, options)
     run = f"torchrun --nproc-per-node {source.num_ranks} {quote(str(to))}"
     files = [(to, script.text, "")]
     if source.switches:

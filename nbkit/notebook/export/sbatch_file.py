@@ -1,4 +1,8 @@
-"""sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node."""
+"""sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node.
+
+With --requeue the file hears from Slurm that the time limit is near, tells the ranks, which save and end, and puts its
+job in the queue again. Slurm itself would tell every process, and most end by a signal that they do not expect.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.wire.cluster_end import END_SIGNALS
 
+SIGNAL, SAVE_BEFORE = "USR2", 120
+"""By which Slurm says, so many seconds before the time limit, that it is near. USR1 has a meaning for ranks already."""
 # The one that runs now: a job's PATH may know another.
 _PYTHON = shlex.quote(sys.executable)
 
@@ -25,17 +32,26 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
     parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: on each node")
     parser.add_argument("--cpus", type=int, metavar="N", help="for --slurm: cores on each node")
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="for --slurm: before its time limit, or for another job, the training is saved and the job queued again",
+    )
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What sbatch is asked for. gpus, cpus: on each node. None and "" leave it to the cluster."""
+    """What sbatch is asked for. gpus, cpus: on each node. None and "" leave it to the cluster.
+
+    requeue: the job goes on later where its time, or another job, has ended it.
+    """
 
     nodes: int = 1
     partition: str = ""
     time: str = ""
     gpus: int | None = None
     cpus: int | None = None
+    requeue: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "cpus"):
@@ -54,7 +70,43 @@ class SlurmOptions:
             "time": self.time,
             "output": f"{name}-%j.log",
         }
-        return ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in asked.items() if value), ""]
+        lines = [f"--{option}={value}" for option, value in asked.items() if value]
+        if self.requeue:
+            lines += ["--requeue", "--open-mode=append", f"--signal=B:{SIGNAL}@{SAVE_BEFORE}"]
+        return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), ""]
+
+    def step(self, command: Sequence[str]) -> list[str]:
+        """The lines that run `command` on each node: its first words, then what follows on lines of their own."""
+        if not self.requeue:
+            return _joined(["srun", *command])
+        ignoring = f'srun bash -c \'trap "" {SIGNAL}; exec "$@"\' -'
+        return [
+            "# Slurm tells this script when its time is nearly over, and the script the ranks: they save, and end.",
+            f"export {END_SIGNALS}={SIGNAL},TERM",
+            "again=",
+            f"trap 'again=yes; scancel --signal={SIGNAL} \"$SLURM_JOB_ID\"' {SIGNAL}",
+            *_joined([ignoring, *command[:-1], f"{command[-1]} &"]),
+            "while true; do wait $!; code=$?; kill -0 $! 2>/dev/null || break; done",
+            'if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then again=yes; fi',
+            'if [ $code -ne 0 ] && [ -n "$again" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            "exit $code",
+        ]
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    first, *rest = words
+    head = [f"{first} {rest[0]}", *(f"    {line}" for line in rest[1:])]
+    return [f"{line} \\" for line in head[:-1]] + head[-1:]
+
+
+def check_resumes(source: str, options: SlurmOptions) -> None:
+    """Raise UsageError where a job is to go on later and nothing in its `source` does."""
+    if options.requeue and "resume=" not in source:
+        raise UsageError(
+            "Nothing goes on from a checkpoint when the job runs again.",
+            numbers="--requeue, and no fit(resume=...) in a cell",
+            hint='trainer.fit(until=1000, resume="auto")',
+        )
 
 
 def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str:
@@ -65,10 +117,14 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
             "# One task on each node; torchrun starts the ranks of that node, and they meet on the first one.",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "port=$((20000 + SLURM_JOB_ID % 20000))",
-            f"srun {_PYTHON} -m torch.distributed.run \\",
-            f'    --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\',
-            '    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port" \\',
-            f'    {shlex.quote(script)} "$@"',
+            *options.step(
+                [
+                    f"{_PYTHON} -m torch.distributed.run",
+                    f'--nnodes "$SLURM_NNODES" --nproc-per-node {ranks}',
+                    '--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port"',
+                    f'{shlex.quote(script)} "$@"',
+                ]
+            ),
             "",
         ]
     )
@@ -77,7 +133,7 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
 def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
     """Runs a notebook, and its cluster, on one node. arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's."""
     words = " ".join([shlex.quote(notebook), *arguments])
-    return "\n".join([*options.head(name), f"srun {_PYTHON} -m nbkit submit {words}", ""])
+    return "\n".join([*options.head(name), *options.step([f"{_PYTHON} -m nbkit submit {words}"]), ""])
 
 
 def submit_job(file: Path) -> str:

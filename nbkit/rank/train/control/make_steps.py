@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from nbkit.errors import NotFinite, Stopped
+from nbkit.rank.train.control.end_signals import heed_end_signals
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace.resume_fit import Span, go_on
@@ -28,6 +29,7 @@ def make_steps(
 
     replaceable: a rank that dies is replaced. Raises as `fit` does, and Resizing where another number of ranks goes on.
     """
+    heed_end_signals()
     job, loop, left = trainer.job, trainer.loop, span.goal - trainer.step
     with (
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
