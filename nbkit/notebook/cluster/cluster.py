@@ -18,13 +18,13 @@ from nbkit.durations import seconds_given
 from nbkit.errors import ClusterError, ClusterExists, NbkitError, UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
-from nbkit.notebook.cluster.cells.debug import debug
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.debugging.debug import debug
 from nbkit.notebook.cluster.hosts.request import Request, loaded, saved
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts, reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.launch.device_pinning import Pinning

@@ -16,7 +16,7 @@ from nbkit.notebook.cluster import registry, resized
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.end_news import EndNews
 from nbkit.notebook.cluster.cells.execution import Execution
-from nbkit.notebook.cluster.cells.prompt import announced
+from nbkit.notebook.cluster.debugging.prompt import announced
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label

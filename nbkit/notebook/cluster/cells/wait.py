@@ -15,9 +15,9 @@ from nbkit.durations import seconds_given
 from nbkit.errors import CellError, CellStopped, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
-from nbkit.notebook.cluster.cells.prompt import PromptTalk
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.stop import Presses, Stop, begin_stop
+from nbkit.notebook.cluster.debugging.prompt import PromptTalk
 
 TICK_SECONDS = 0.1
 

@@ -1,0 +1,1 @@
+"""Prompts in the notebook of ranks that stand in a breakpoint or at a failure."""
