@@ -18,12 +18,20 @@ import pytest
 
 from nbkit.notebook.cluster import registry
 
-# Half the batch, and a reader who does not wait between two switches.
+# The same notebook with half the batch, a smaller model, and a reader who does not wait between two switches.
 SMALLER = """
+import json
 import sys
 from nbkit.commands import demo, main
 
-demo.BATCH, demo.PACE_SECONDS = 8, 0.3
+def smaller(path, read=demo.read_notebook):
+    text = json.dumps(read(path))
+    for old, new in (("block=64", "block=16"), ("heads=8, width=96", "heads=4, width=32")):
+        assert old in text
+        text = text.replace(old, new)
+    return json.loads(text)
+
+demo.BATCH, demo.PACE_SECONDS, demo.read_notebook = 8, 0.3, smaller
 sys.exit(main(sys.argv[1:]))
 """
 
