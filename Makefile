@@ -22,7 +22,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
-	@echo "make long    the tests that take long, which make test leaves out: about 5 minutes"
+	@echo "make long    the tests that take long, which make test leaves out: 10 to 20 minutes"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
@@ -39,11 +39,12 @@ help:
 demo: $(READY)
 	@$(BIN)/nbkit demo
 
-# All of them: two files at a time. A part: one after the other, so that its output is in order.
+# All of them: three files at a time, because what starts clusters and browsers waits much; on two cores a third worker
+# fills the waits. A part: one after the other, so that its output is in order.
 # Hundreds of processes import nbkit: with its bytecode at hand each starts half a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
-	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 2 --dist loadfile)
+	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 3 --dist loadfile)
 
 # What is marked long; on several hosts: make machines.
 long: export PYTHONDONTWRITEBYTECODE =

@@ -14,6 +14,7 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
 
 
 # What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
+# Then the files that compute most.
 _LONG = (
     "machines",
     "browser",
@@ -25,6 +26,8 @@ _LONG = (
     "notebook",
     "bridge",
     "test_docs.py",
+    "rank/train",
+    "rank/parallel",
     "rank",
 )
 
@@ -53,8 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The folders that take long come first, where several workers share the tests."""
     if hasattr(config, "workerinput"):
-        places = {name: place for place, name in enumerate(_LONG)}
-        items.sort(key=lambda item: places.get(item.path.relative_to(_TESTS).parts[0], len(_LONG)))
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    path = item.path.relative_to(_TESTS).as_posix()
+    return next((place for place, name in enumerate(_LONG) if f"{path}/".startswith(f"{name}/")), len(_LONG))
 
 
 @pytest.hookimpl(optionalhook=True)
