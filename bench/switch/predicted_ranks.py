@@ -37,6 +37,7 @@ class Worker:
     def _row(self, strategy: str) -> dict[str, Any]:
         """Of rank 0's table; the others let it have the machine."""
         wanted = str(Strategy.parse(strategy, dist.get_world_size()))
+        strategy_table.look_at_all(self.job.job)
         rows = strategy_table.table(self.job.job)["options"] if dist.get_rank() == 0 else []
         dist.barrier()
         found: dict[str, Any] = next(

@@ -140,8 +140,10 @@ class Controls:
         began = time.time()
         try:
             self._table, self._stamp, self._timed = strategy_table.table(job), stamp, timed
+            # What takes seconds comes in later tables.
+            if strategy_table.look_at_all(job):
+                self._table, self._stamp = strategy_table.table(job), f"{stamp}/looked"
             if strategy_table.measure_peaks(job):
-                # The figures that take a second each come in a second table.
                 self._table, self._stamp = strategy_table.table(job), f"{stamp}/peaks"
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:

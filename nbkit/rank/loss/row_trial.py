@@ -17,7 +17,7 @@ from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.loss.target_counts import labels_of, share_of
-from nbkit.rank.models.pretrained import window
+from nbkit.rank.parallel.module.meta_module import window
 from nbkit.rank.parallel.proof.graph import gradients as gradients_of
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import KeyedDropout

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.meta_module import homes, replace, window
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
@@ -227,13 +226,3 @@ def _without_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def window(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims."""
-    if not shape:
-        return torch.ones((), dtype=dtype, device=device)
-    strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
-    size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
-    drawn = torch.randn(size) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
-    return drawn.to(device, dtype).as_strided(tuple(shape), strides)

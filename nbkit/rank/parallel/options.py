@@ -45,7 +45,8 @@ class Options:
     strategy. compile: blocks are compiled where that is sound. hidden: (positions, width) of what goes from block
     to block, None where it is not one tensor of that kind. proof: of the ways to split the model over a tensor
     axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what running the model on
-    parts of the positions has shown; None when nothing could be run to find out.
+    parts of the positions has shown; None when nothing could be run to find out. looked: the facts that were looked
+    for (see model_facts.py), None where all were, or nothing can be run.
     """
 
     chain: Chain | None = None
@@ -63,6 +64,7 @@ class Options:
     proof: Proof = field(default_factory=Proof)
     gathers: GatherPlan | None = None
     positionwise: Positionwise | None = None
+    looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:
         """How `model` is split over `size` ranks of a tensor axis; see `plan_of`."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from nbkit.planner.stage_partition import stage_ranges
+from nbkit.rank.parallel.model_facts import need_facts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
@@ -71,7 +72,8 @@ class ShardLayouts:
         return RankLayouts(tuple(weights), tuple(held), tuple(buffers))
 
     def check(self, strategy: Strategy) -> None:
-        """Raises StrategyError for what cannot be split, with the reason; nothing that takes long."""
+        """Raises StrategyError for what cannot be split, with the reason, and for what was not tried. Takes no time."""
+        need_facts(self.options, strategy)
         need_rows(self.options, strategy)
         need_chain(self.options, strategy)
         need_gathers(self.options, strategy)
@@ -80,7 +82,10 @@ class ShardLayouts:
         self.split(strategy.tp, 0)
 
     def stages(self, strategy: Strategy) -> list[tuple[frozenset[str], dict[str, Layout]]]:
-        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one."""
+        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one. Raises StrategyError
+        where it was not tried."""
+        if strategy.pp > 1:
+            need_facts(self.options, strategy)
         chain: Chain | None = self.options.chain
         if strategy.pp == 1 or chain is None:
             return []
@@ -108,6 +113,7 @@ class ShardLayouts:
 
     def split(self, size: int, index: int) -> dict[str, Layout]:
         """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
+        need_facts(self.options, Strategy(tp=size))
         if (size, index) not in self._parts:
             self._parts[size, index] = (
                 {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(self.skeleton).items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from nbkit.rank.rng.keyed_dropout import unfollow
 # In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
 
+_left_alone: ContextVar[bool] = ContextVar("left_alone", default=False)
+
 # Odd constants of splitmix64: steps and ranks next to each other get seeds far apart.
 _STEP, _RANK, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -33,7 +36,10 @@ def set_seed(value: int) -> None:
     """Seed torch, on the CPU and on the GPU that is in use.
 
     torch.manual_seed takes a traceback for each kind of device that is not: milliseconds, in every trial of a model.
+    Nothing within `generators_left_alone`.
     """
+    if _left_alone.get():
+        return
     torch.default_generator.manual_seed(value)
     accelerator().seed(value)
 
@@ -46,6 +52,24 @@ def mixed(seed: int, step: int, rank: int) -> int:
 def seeded(device: torch.device) -> AbstractContextManager[None]:
     """Inside, torch may be seeded at will; after it, its generators are as before."""
     return accelerator().generators_kept([device])
+
+
+@contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Inside, trials of a model neither seed torch's generators nor set them back: another thread may draw from them.
+
+    For models whose trials draw nothing.
+    """
+    token = _left_alone.set(True)
+    try:
+        yield
+    finally:
+        _left_alone.reset(token)
+
+
+def generators_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """As of the accelerator: afterwards its generators are as before. Nothing within `generators_left_alone`."""
+    return nullcontext() if _left_alone.get() else accelerator().generators_kept(devices)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.errors import NbkitError
 from nbkit.planner.link_speed import Link
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
@@ -26,26 +27,20 @@ from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
-from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
+from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
-from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
 from nbkit.rank.parallel.process_groups import Connections, connect, served
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
-from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
@@ -63,8 +58,8 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 class Blueprint:
     """What a Builder has found out, the same on every rank: a process that joins a training takes it over.
 
-    proven: strategies that the ranks have agreed on. begun: the first step that was looked at. Picklable where the
-    model, the loss and the example are.
+    proven: strategies that the ranks have agreed on; told: those of which all know what they need to know of the model.
+    begun: the first step that was looked at. Picklable where the model, the loss and the example are.
     """
 
     config: TrainConfig
@@ -72,6 +67,7 @@ class Blueprint:
     template: Template
     options: Options
     proven: frozenset[Strategy]
+    told: frozenset[Strategy]
     begun: int | None
     link: Link | None
 
@@ -91,8 +87,10 @@ class Builder:
         rank: int,
         world_size: int,
         device: torch.device,
+        asked: Sequence[Strategy] = (),
     ) -> None:
-        """Collective. Raises TrainingError when a rank built another model than rank 0."""
+        """Collective. asked: strategies that are known to come. Raises TrainingError when a rank built another model
+        than rank 0."""
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
         self.offload = config.offload is not None
         if self.offload and not accelerator().holds(device):
@@ -112,16 +110,10 @@ class Builder:
         self.skeleton = skeleton_of(self.module)
         self._short: Any = None  # of the example, where few positions show as much
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        self.options = Options(
-            tp_plan=config.tp_plan,
-            recompute=config.recompute,
-            experts=experts_in(self.skeleton),
-            cut=config.microbatch_size is not None,
-            compile=config.compile,
-            **self._look(config),
-        )
+        self.options = self._look(config, asked)
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
+        self._told = set(map(_composed, asked))
         self.link = link_of(device)
         self._begin()
 
@@ -144,7 +136,7 @@ class Builder:
         self.offload, self.shells, self._short = blueprint.config.offload is not None, [], None
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
         self.module = skeleton_of(self.skeleton) if module is None else module
-        self._warned, self._agreed = set(blueprint.proven), set(blueprint.proven)
+        self._warned, self._agreed, self._told = set(blueprint.proven), set(blueprint.proven), set(blueprint.told)
         self.link = know(blueprint.link)
         self._begin()
         self._first_batches.begun = blueprint.begun
@@ -155,18 +147,19 @@ class Builder:
         """What a process that joins later takes over."""
         config = replace(self.config, sample=None)  # it reads the data, which was looked at
         begun = self._first_batches.begun
-        proven = frozenset(self._agreed)
-        return Blueprint(config, self.skeleton, self.template, self.options, proven, begun, self.link)
+        known = frozenset(self._agreed), frozenset(self._told)
+        return Blueprint(config, self.skeleton, self.template, self.options, *known, begun, self.link)
 
     def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.shard_layouts = ShardLayouts(self.skeleton, self.options)
         self.plans = PlanCache(self.shard_layouts, self.rank)
         self._connected: dict[Strategy, Connections] = {}
-        self._proven: dict[Strategy, StepProof] = {}
+        self.step_proofs: dict[Strategy, StepProof] = {}
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
+        self._looking, self._knowing = threading.Lock(), threading.Lock()
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,
@@ -244,13 +237,14 @@ class Builder:
 
     def agree_on(self, strategy: Strategy) -> None:
         """Before the first visit of `strategy`: what a step of it shows is the same on all ranks. Collective."""
+        self.learn([strategy])
         if strategy not in self._warned:
             if strategy.zero or strategy.tp > 1:
                 self.template.check_elementwise(str(strategy))
             self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.options)
         # Which rank is where changes no step: going back to where a training was needs no proof.
-        composed = replace(strategy, tp_slowest=False)
+        composed = _composed(strategy)
         if composed not in self._agreed:
             self.shard_layouts.of(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
@@ -264,10 +258,10 @@ class Builder:
 
     def _step_proof(self, strategy: Strategy) -> StepProof:
         """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
-        strategy = replace(strategy, tp_slowest=False)
-        if strategy not in self._proven:
+        strategy = _composed(strategy)
+        if strategy not in self.step_proofs:
             config = self.config
-            self._proven[strategy] = prove_step(
+            self.step_proofs[strategy] = prove_step(
                 self.skeleton,
                 strategy,
                 self.options,
@@ -278,7 +272,7 @@ class Builder:
                 microbatch_size=config.microbatch_size,
                 short=self._short,
             )
-        return self._proven[strategy]
+        return self.step_proofs[strategy]
 
     def follow(self, everyone: Sequence[Changes]) -> None:
         """From now on sides are made with the changes of all ranks."""
@@ -330,7 +324,7 @@ class Builder:
             return
         # What an earlier look has proven holds where this one cannot tell.
         known = {name: value for name, value in vars(found).items() if value is not None}
-        self.options = self.shard_layouts.options = replace(self.options, **known)
+        self._know(**known)
         need_rows(self.options, sharded_model.strategy)
         for finding in warn_of_coupled(self.options, sharded_model.strategy):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
@@ -339,66 +333,89 @@ class Builder:
         """The job computes with `sharded_model` now."""
         self.template.follow(sharded_model.held)
 
-    def _look(self, config: TrainConfig) -> dict[str, Any]:
-        """What running the model on the example shows: attributes of Options.
+    def _look(self, config: TrainConfig, asked: Sequence[Strategy]) -> Options:
+        """The options, with what running the model on the example shows: of its rows, and what `asked` need to know.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
         """
-        found: dict[str, Any] = {}
+        options = Options(
+            tp_plan=config.tp_plan,
+            recompute=config.recompute,
+            experts=experts_in(self.skeleton),
+            cut=config.microbatch_size is not None,
+            compile=config.compile,
+        )
         if config.example is None:
-            return found
+            return options
         if self.rank == 0:
-            try:
-                self._probe(config, found)
-            except Exception as error:
-                found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+            options = replace(options, looked=frozenset[str]())
+            with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
+                options = self._seen(config, options)
+            if wanted := lacking(options, asked):
+                found = find_facts(self.module, self._runs(self.module, config), options, wanted)
+                options = replace(options, **found)
         if self.world_size > 1:
-            dist.broadcast_object_list(sent := [found], src=0, device=self.device)
-            found = sent[0]
-        return found
+            dist.broadcast_object_list(sent := [options], src=0, device=self.device)
+            options = sent[0]
+        return options
 
-    def _probe(self, config: TrainConfig, found: dict[str, Any]) -> None:
+    def _seen(self, config: TrainConfig, options: Options) -> Options:
+        """`options` with what the model draws itself, and what couples the rows of a batch."""
         example = on_device(config.example, self.device)
-        value, _ = pair(example, config.inputs)
-
-        def run(value: Any = value) -> Any:
-            return call(self.module, value)
-
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
-        draws, self._short = look.draws, look.short
-        found["draws"] = draws
-        few = example if look.short is None else look.short
-
-        def brief() -> Any:
-            return run(pair(few, config.inputs)[0])
-
+        self._short = look.short
+        options = replace(options, draws=look.draws)
         if self.world_size > 1 or config.microbatch_size is not None:
-            found |= self._rows(config, run, look)
-        if sizes := [size for size in range(2, self.world_size + 1) if self.world_size % size == 0]:
-            found["proof"] = prove(self.module, run, sizes, config.tp_plan, brief=brief)
-            with suppress(Exception):
-                # What is wrong with the model is said, in full, where it is trained.
-                found["gathers"] = plan_gathers(
-                    self.module,
-                    lambda: _loss(run(), example, config),
-                    brief=lambda: _loss(brief(), few, config),
-                    autocast=PRECISIONS.get(config.precision or ""),
-                )
-        with repeating(self.module, draws, example) as drawing:
-            chain = find_chain(self.module, lambda: drawing(run), stages=config.stages, brief=lambda: drawing(brief))
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()
-        try:
-            found["chain"], found["costs"] = chain, measure_costs(self.module, chain, run)
-            found["hidden"] = hidden_between(self.module, chain, run)
-        finally:
-            for part, mode in modes:
-                part.training = mode
+            options = replace(options, **self._rows(config, lambda value: call(self.module, value), look))
+        return options
+
+    def _runs(self, module: nn.Module, config: TrainConfig) -> Runs:
+        """How `module`, the whole model, is run on the example."""
+        example, device = config.example, self.device
+        few = example if self._short is None else self._short
+        return Runs(
+            batch=example,
+            whole=lambda: call(module, pair(on_device(example, device), config.inputs)[0]),
+            loss=lambda output: _loss(output, on_device(example, device), config),
+            brief=lambda: call(module, pair(few, config.inputs)[0]),
+            brief_loss=lambda output: _loss(output, few, config),
+            stages=config.stages,
+            autocast=PRECISIONS.get(config.precision or ""),
+        )
+
+    def learn(self, strategies: Sequence[Strategy]) -> None:
+        """What `strategies` need to know of the model is known on every rank afterwards. Collective.
+
+        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing for what all have been told.
+        """
+        new = [each for each in map(_composed, strategies) if each not in self._told and facts_for(each)]
+        if self.options.looked is None or not new:
+            return
+        facts: list[Any] = [self.look_for(new) if self.rank == 0 else None]
         if self.world_size > 1:
-            with repeating(self.module, draws, example) as drawing:
-                found["positionwise"] = try_in_parts(
-                    self.module, chain.units, lambda: drawing(run), lambda output: _loss(output, example, config)
-                )
+            dist.broadcast_object_list(facts, src=0, device=self.device)
+        self._know(**facts[0])
+        self._told.update(new)
+
+    def learned(self, strategy: Strategy) -> bool:
+        """Whether all ranks know what `strategy` needs to know of the model; equal on all of them."""
+        return self.options.looked is None or not facts_for(strategy) or _composed(strategy) in self._told
+
+    def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
+        """Find out, on this rank, what `strategies` need to know of the model; all that is known. Sends nothing.
+
+        The model is run on the example, with weights that take no memory. beside: in a thread beside a training, where
+        a model that draws by itself is not looked at.
+        """
+        with self._looking:
+            if wanted := lacking(self.options, strategies):
+                runs_of = partial(self._runs, config=self.config)
+                self._know(**find_later(self.skeleton, runs_of, self.options, wanted, beside=beside))
+            return told(self.options)
+
+    def _know(self, **facts: Any) -> None:
+        with self._knowing:
+            self.options = self.shard_layouts.options = replace(self.options, **facts) if facts else self.options
 
     def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
         """What couples the rows of a batch, and what weighs them: attributes of Options."""
@@ -420,8 +437,13 @@ class Builder:
 
     def choose(self, **options: Any) -> None:
         """Attributes of Options that change in a job. The sharded models that are made from now on have them."""
-        self.options = self.shard_layouts.options = replace(self.options, **options)
+        self._know(**options)
         self._ready, self._changes = None, self._changes + 1
+
+
+def _composed(strategy: Strategy) -> Strategy:
+    """Which rank is where changes no step."""
+    return replace(strategy, tp_slowest=False)
 
 
 def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:

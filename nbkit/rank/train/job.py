@@ -85,7 +85,8 @@ class Job(Switchable):
         self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: Given = None
     ) -> None:
         self.plan = SwitchPlan(switches)
-        super().__init__(model, optimizer, config, strategy=self.plan.first(strategy))
+        first = self.plan.first(strategy)
+        super().__init__(model, optimizer, config, strategy=first, later=self.plan.ahead)
 
     @classmethod
     def joining(

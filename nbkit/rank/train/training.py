@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nbkit.errors import TrainingError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
@@ -44,11 +45,18 @@ class Training:
     pending: the last switch, until a step has been made under it.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str) -> None:
+    def __init__(
+        self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, later: Sequence[str] = ()
+    ) -> None:
+        """later: strategies that are planned to be switched to."""
         here = self._take_place()
         # What is wrong with a strategy is said before a model is built.
         chosen = None if strategy == AUTO else Strategy.parse(strategy, self.world_size)
-        builder = Builder(model, optimizer, config, **here)
+        asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
+        for text in later:
+            with suppress(StrategyError):  # the plan is checked where the batch is known too
+                asked = [*asked, Strategy.parse(text, self.world_size)]
+        builder = Builder(model, optimizer, config, asked=asked, **here)
         self._begin(builder)
         self.precision.check(builder.skeleton)
         if chosen is None:
@@ -281,7 +289,7 @@ class Training:
     def cost_model(self) -> CostModel:
         """What the formulas say of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
-        if seen is None or not seen.holds(kinds):
+        if seen is None or not seen.holds(kinds, self.builder.options):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
 

@@ -148,6 +148,17 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
     assert not checked(state, "")["ok"]
 
 
+def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> None:
+    table = table_of()
+    for row in table["options"]:
+        if row["strategy"] == "tp=4":
+            row.update(ok=False, untried=True, why="not known yet", memory={})
+    state = state_of(Looked(answer_of(table)))
+
+    assert checked(state, "tp=4") == {"text": "tp=4", "ok": True, "strategy": "tp=4", "why": "not known yet"}
+    assert "  tp=4: not known yet" in text_of(state).splitlines()
+
+
 def test_the_panel_as_text_says_the_same() -> None:
     text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Finished(verdict_of())))
 

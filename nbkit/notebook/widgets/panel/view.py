@@ -108,7 +108,7 @@ def checked(state: State, text: str) -> dict[str, Any]:
         return {"text": text, "ok": False, "strategy": "", "why": f"{error.what} {error.numbers} → {error.hint}"}
     known = next((row for row in state.table.get("options", ()) if row["strategy"] == str(strategy)), None)
     if known is not None and not known["ok"]:
-        return {"text": text, "ok": False, "strategy": str(strategy), "why": known["why"]}
+        return {"text": text, "ok": known.get("untried", False), "strategy": str(strategy), "why": known["why"]}
     return {"text": text, "ok": True, "strategy": str(strategy), "why": "; ".join(strategy.without_effect)}
 
 
@@ -163,7 +163,9 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "strategy": row["strategy"],
         "label": row["label"],
         "ok": row["ok"],
+        "untried": row.get("untried", False),
         "why": row["why"] or "",
+        "proof": row.get("proof", ""),
         "current": current,
         "recommended": row["strategy"] == table["recommended"],
         "held": row["held"],

@@ -101,6 +101,7 @@ function render({ model, el }) {
   const job = () => model.get("job");
   const pulse = () => model.get("pulse");
   const rowOf = (text) => (job().rows ?? []).find((row) => row.strategy === text);
+  const open = (row) => row.ok || row.untried; // what was not tried yet is tried when it is chosen
   const candidate = () => (draft === null ? undefined : rowOf(draft) ?? rowOf(verdict?.strategy));
 
   function press(action) {
@@ -165,7 +166,7 @@ function render({ model, el }) {
 
   function drawButtons() {
     const can = pulse().can ?? {};
-    const changes = draft !== null && (candidate()?.ok ?? verdict?.ok ?? false);
+    const changes = draft !== null && (candidate() ? open(candidate()) : verdict?.ok ?? false);
     buttons.switch.disabled = !(can.apply && changes);
     buttons.try.disabled = !(can.try && changes);
     buttons.undo.disabled = !can.undo;
@@ -197,7 +198,7 @@ function render({ model, el }) {
     sum.textContent = shown ? `${shown}, unchanged` : "";
     const why = draft === null ? "" : row ? row.why : verdict?.why ?? "";
     said.textContent = why;
-    said.classList.toggle("bad", draft !== null && (row ? !row.ok : verdict ? !verdict.ok : false));
+    said.classList.toggle("bad", draft !== null && (row ? !open(row) : verdict ? !verdict.ok : false));
     drawGrid(row?.ok && !row.current ? row : null);
     for (const line of rows.querySelectorAll("tbody tr")) {
       const selected = line.dataset.strategy === (row?.strategy ?? (draft === null ? job().strategy : ""));
@@ -308,9 +309,9 @@ function render({ model, el }) {
     const element = make("tr", row.current ? "now" : row.ok ? "" : "no");
     element.dataset.strategy = row.strategy;
     element.setAttribute("role", "option");
-    element.setAttribute("aria-disabled", !row.ok);
+    element.setAttribute("aria-disabled", !open(row));
     const first = make("td", "", row.label);
-    first.title = row.strategy;
+    first.title = row.ok && row.proof ? `${row.strategy}: ${row.proof}` : row.strategy;
     if (row.recommended) {
       const mark = make("span", "recommended", "recommended");
       mark.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, put_aliases, tensors_beside
 
@@ -74,3 +75,34 @@ def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None)
     for part, attribute in places:
         part._parameters[attribute] = param
         put_aliases(part, attribute, param)
+
+
+def window(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, draw: torch.Generator | None = None
+) -> Tensor:
+    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims. draw: of its numbers."""
+    if not shape:
+        return torch.ones((), dtype=dtype, device=device)
+    strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
+    size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
+    drawn = torch.randn(size, generator=draw) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
+    return drawn.to(device, dtype).as_strided(tuple(shape), strides)
+
+
+def runnable(skeleton: nn.Module) -> nn.Module:
+    """A copy of `skeleton` that can be run, forward and backward, with hardly any memory: every parameter is a window
+    onto a few random numbers, and its gradient is let go of as soon as it is made. Draws from a generator of its own.
+    """
+    module, draw = skeleton_of(skeleton), torch.Generator().manual_seed(0)
+    for places in homes(module).values():
+        old: nn.Parameter = getattr(*places[0])
+        param = nn.Parameter(window(old.shape, old.dtype, old.device, draw), requires_grad=old.requires_grad)
+        param.__dict__.update(old.__dict__)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_let_go)
+        replace(places, param)
+    return module
+
+
+def _let_go(param: Tensor) -> None:
+    param.grad = None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from nbkit.rank.device import accelerator
+from nbkit.rank.rng.seeding import generators_kept
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
-    with accelerator().generators_kept([p.device for p, _, _ in params]), plain_attention():
+    with generators_kept([p.device for p, _, _ in params]), plain_attention():
         for config in configs.values():
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:

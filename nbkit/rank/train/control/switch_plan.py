@@ -31,6 +31,11 @@ class SwitchPlan:
         """The strategy to begin with: that of step 0, if the plan has one."""
         return self._ahead.pop(0, otherwise)
 
+    @property
+    def ahead(self) -> tuple[str, ...]:
+        """The strategies that are still to come."""
+        return tuple(self._ahead.values())
+
     def check(self, world_size: int, fits: Callable[[Strategy], object]) -> None:
         """Raise StrategyError or TrainingError for a strategy that these ranks, or `fits`, refuse: before any step."""
         for text in self._ahead.values():

@@ -52,9 +52,10 @@ class CostModel:
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
 
-    def holds(self, kinds: Kinds) -> bool:
-        """Whether it still holds: the optimizer's first step, or another precision, changes what is kept."""
-        return self.kinds == kinds and self.trained == self._trained()
+    def holds(self, kinds: Kinds, options: Options) -> bool:
+        """Whether it still holds: the optimizer's first step, or another precision, changes what is kept; and more may
+        be known of the model."""
+        return self.kinds == kinds and self.options is options and self.trained == self._trained()
 
     def _trained(self) -> set[str]:
         return {name for name, p in self.skeleton.named_parameters() if p.requires_grad}

@@ -65,7 +65,9 @@ class PeakBytes:
     ) -> None:
         """before: of the same model, whose measurements are taken over. recompute: blocks; None: as the job does."""
         self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
-        self._traced: dict[tuple[int, int], Traced | None] = before._traced if before is not None else {}
+        self.options = builder.options
+        alike = before is not None and blocks_of(before.options) == blocks_of(self.options)
+        self._traced: dict[tuple[int, int], Traced | None] = before._traced if before is not None and alike else {}
         self._updating: Updating | None = before._updating if before is not None else None
 
     def of(self, strategy: Strategy, batch: int, *, microbatch_size: int | None = None) -> list[Peak]:
@@ -75,10 +77,10 @@ class PeakBytes:
         Raises StrategyError for what cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
-        if traced is None or (strategy.pp > 1 and self.builder.options.chain is None):
+        if traced is None or (strategy.pp > 1 and self.options.chain is None):
             return []
         pieces = traced.pieces
-        costs = self.builder.options.costs or (1.0,) * len(pieces)
+        costs = self.options.costs or (1.0,) * len(pieces)
         ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
         rows = max(stop - start for start, stop in strategy.rows(batch))
         size = microbatch_size or self.builder.config.microbatch_size
@@ -107,7 +109,7 @@ class PeakBytes:
     def traced(self, tp: int, cp: int) -> Traced | None:
         """As measured; None where the model did not run."""
         if (tp, cp) not in self._traced:
-            builder, options = self.builder, self.builder.options
+            builder, options = self.builder, self.options
             if self.recompute is not None:
                 options = replace(options, recompute=self.recompute)
             found = None
@@ -150,18 +152,18 @@ class PeakBytes:
 
     def weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
         """Of every piece, as the rank that runs `own` holds it: a tied weight belongs to the last of its pieces."""
-        skeleton, chain, layouts = self.builder.skeleton, self.builder.options.chain, self.builder.shard_layouts
+        skeleton, chain, layouts = self.builder.skeleton, self.options.chain, self.builder.shard_layouts
         params = dict(skeleton.named_parameters())
         local = layouts.split(strategy.tp, 0)
         sizes = {name: local[name].numel * p.element_size() for name, p in params.items()}
-        casts = casts_of(self.builder.options, strategy)
+        casts = casts_of(self.options, strategy)
         less: dict[str, int] = {}
         if casts is not None:
             less = {name: sizes[name] - local[name].numel * casts.dtype.itemsize for name in casts.names}
-        gathers = self.builder.options.gathers
+        gathers = self.options.gathers
         units = gathers.units if gathers is not None else chain.units if chain is not None else ()
         rooted = gathers.rooted if gathers is not None else ()
-        blocks = blocks_of(self.builder.options)
+        blocks = blocks_of(self.options)
         count = len(blocks)
         here = [i for start, stop in own for i in range(start, stop)]
         if chain is not None:

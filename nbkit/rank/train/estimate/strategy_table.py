@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from nbkit.errors import NbkitError
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
+from nbkit.rank.parallel.model_facts import lacking
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
@@ -20,6 +21,8 @@ from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause,
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy, divisors
 
+_PROVEN = "a whole step of it was compared with one process"
+_UNPROVEN = "a whole step of it is compared with one process before a switch"
 _REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
 
 
@@ -31,7 +34,9 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
     is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
     measured, where the strategy has run in this job, else predicted_step_s is predicted where that can be; switch_s is
-    predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known.
+    predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known. "untried":
+    the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
+    what is known of one that is.
     "recommended": the strategy to choose, "" where nothing tells.
     """
     now, seen = job.strategy, job.cost_model()
@@ -63,7 +68,10 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
-    """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state."""
+    """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state.
+
+    Raises StrategyError for what cannot be split, and where the model was not looked at for `new`: see Builder.learn.
+    """
     seen = job.cost_model()
     flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
     return flow.total, max(flow.received, default=0)
@@ -74,7 +82,9 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "strategy": str(strategy),
         "label": strategy.label,
         "ok": False,
+        "untried": bool(lacking(job.builder.options, [strategy])),
         "why": "",
+        "proof": _UNPROVEN,
         "moved_bytes": None,
         "memory": {},
         "peak_bytes": None,
@@ -91,8 +101,12 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         strategy = seen.placed(strategy, now=job.strategy)
         flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
-        found["why"] = " ".join(line for line in (error.what, error.numbers) if line)
+        found["why"] = _told(error)
         return found
+    if (proof := job.builder.step_proofs.get(replace(strategy, tp_slowest=False))) is not None:
+        if proof.refusal is not None:
+            return {**found, "why": _told(proof.refusal)}
+        found["proof"] = f"not all was compared: {proof.unproven}" if proof.unproven else _PROVEN
     after = [rest.total for rest in seen.census.at_rest(strategy)]
     peak = _peak(holds, after, flow.received, left) if strategy != job.strategy else max(holds)
     found.update(
@@ -107,6 +121,15 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
     if found["step_s"] is None:
         found["predicted_step_s"] = predicted_step(job, seen, strategy)
     return found
+
+
+def look_at_all(job: Job) -> bool:
+    """Find out, on rank 0, what every strategy needs to know of the model, if that was not done: the model is run on a
+    few rows, for seconds. True if now. In a thread beside a training."""
+    builder, before = job.builder, job.builder.options
+    if builder.rank == 0:
+        builder.look_for(Strategy.every(job.world_size, schedules=("1f1b",)), beside=True)
+    return builder.options is not before
 
 
 def measure_peaks(job: Job) -> bool:
@@ -151,6 +174,10 @@ def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], lef
 def _on_this_node(job: Job) -> int:
     link = job.builder.link
     return link.node_of.count(link.node_of[job.rank]) if link is not None else 1
+
+
+def _told(error: NbkitError) -> str:
+    return " ".join(line for line in (error.what, error.numbers) if line)
 
 
 def _fractions(seen: CostModel, strategy: Strategy) -> dict[str, Any]:

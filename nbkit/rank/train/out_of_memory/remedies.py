@@ -84,6 +84,13 @@ class Remedies:
         return next((row for row in ranked if row.fits is not False), None)
 
 
+def alternatives(job: Job) -> list[Strategy]:
+    """The strategies that may take less memory than the one in force."""
+    now, world = job.strategy, job.world_size
+    found = [replace(now, zero=zero, shard=0) for zero in (2, 3) if now.dp > 1 and now.zero < zero]
+    return [*found, Strategy(tp=world)] if world > 1 and now.tp < world else found
+
+
 def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting]) -> Remedies:
     """Every setting that takes less than the one in force, but those that were tried. Sends nothing.
 
@@ -138,13 +145,15 @@ class _Search:
         if again:
             yield replace(now, recompute=True)
         strategy = now.strategy
-        for zero in (2, 3):
-            if strategy.dp > 1 and strategy.zero < zero:
-                yield replace(now, strategy=replace(strategy, zero=zero, shard=0))
+        others = alternatives(self.job)
+        for other in others:
+            if other.zero:
+                yield replace(now, strategy=other)
         if accelerator().holds(self.job.device) and not now.offload:
             yield replace(now, offload=True)
-        if self.job.world_size > 1 and strategy.tp < self.job.world_size:
-            yield replace(now, strategy=Strategy(tp=self.job.world_size), microbatch_size=self.batch)
+        for other in others:
+            if not other.zero:
+                yield replace(now, strategy=other, microbatch_size=self.batch)
         if again and strategy.dp > 1 and strategy.zero < 3:
             yield replace(now, strategy=replace(strategy, zero=3, shard=0), recompute=True)
 

@@ -33,7 +33,7 @@ from nbkit.rank.train.control.detached import DETACHED
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply
-from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, described, remedies
+from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, alternatives, described, remedies
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
@@ -255,6 +255,7 @@ class Rescue:
     def _found(self, batch: int) -> Remedies:
         """The same on every rank: rank 0 computes them, for the rank that has least. Collective."""
         job = self._trainer.job
+        job.builder.learn(alternatives(job))
         rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)
         told: list[Any] = [None]
         if job.rank == 0:

@@ -53,6 +53,7 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
         strategy = _strategy(job.strategy, ranks, text)
         job.feed.fits(strategy)
         job.plan.check(ranks, job.feed.fits)
+        job.builder.learn([strategy])
         job.builder.shard_layouts.check(strategy)
     except (StrategyError, TrainingError) as error:
         raise type(error)(

@@ -3,6 +3,8 @@
 In a thread of this rank: who holds what under the new strategy, the plan of the exchange, the module cut. It sends
 nothing, takes no memory for weights and draws no random numbers. Where groups are missing, all ranks then make them in
 a thread, begun after the same step; with NCCL the switch does, for there a group costs nothing until it is used.
+For a strategy that the model was not looked at for, rank 0 does so first, in its thread. After a step all are told what
+was found, and the rest is made in the second thread.
 Nothing hangs on it: a switch makes what it does not find, and finds only what is still true.
 """
 
@@ -32,32 +34,48 @@ class Ahead(step_boundary.Preparation):
     def __init__(self, job: Training, text: str) -> None:
         self._job, self._text = job, text
         self._new: Strategy | None = None  # not before it is known, and that it fits
+        self._unknown: Strategy | None = None  # not looked at by all ranks, when this began
         self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
         self._groups: threading.Thread | None = None
         self._made.start()
 
     def alone(self) -> bool:
-        """Plan and module."""
+        """Plan and module; or, where the model was not looked at for this strategy, that look of rank 0."""
         return not self._made.is_alive()
 
     def lacks(self) -> bool:
         """Groups."""
         if self._groups is not None:
             return self._groups.is_alive()
+        if self._unknown is not None:
+            return True
         if self._new is None or accelerator().holds(self._job.device):
             return False
         return not self._job.builder.connected(self._new)
 
     def create_groups(self) -> None:
-        """The groups, and the module cut with them."""
+        """The groups, and the module cut with them; before that, what rank 0 has found is told to all."""
+        if self._unknown is not None:
+            self._job.builder.learn([self._unknown])
         self._groups = forming.beside(lambda: self._run(self._create_groups), seconds=GROUPS_SECONDS)
 
     def _alone(self) -> None:
-        self._new = make_ready(self._job, self._text)
+        builder = self._job.builder
+        new = Strategy.parse(self._text, self._job.world_size)
+        if builder.learned(new):
+            self._new = make_ready(self._job, self._text)
+            return
+        self._unknown = new
+        if builder.rank == 0:
+            _choose_device(self._job)
+            builder.look_for([new], beside=True)
 
     def _create_groups(self) -> None:
+        if self._unknown is not None:
+            self._new = make_ready(self._job, self._text)
         assert self._new is not None
-        self._job.builder.create_groups(self._new)
+        if not accelerator().holds(self._job.device):
+            self._job.builder.create_groups(self._new)
 
     def _run(self, make: Callable[[], None]) -> None:
         try:
@@ -76,12 +94,16 @@ def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
 
 def make_ready(job: Training, text: str) -> Strategy:
     """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
-    if accelerator().holds(job.device):
-        accelerator().choose(job.device.index or 0)  # a thread begins with the first one
+    _choose_device(job)
     builder = job.builder
     new = job.cost_model().placed(Strategy.parse(text, job.world_size), now=job.strategy)
     builder.make_ready(job.strategy, new, builder.plans.kinds(_expected(job)))
     return new
+
+
+def _choose_device(job: Training) -> None:
+    if accelerator().holds(job.device):
+        accelerator().choose(job.device.index or 0)  # a thread begins with the first one
 
 
 def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:

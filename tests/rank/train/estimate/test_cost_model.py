@@ -113,8 +113,10 @@ def unknown(world: Any) -> dict[str, bool]:
     data = [(torch.randn(6, generator=draw), torch.randn(6, generator=draw)) for _ in range(32)]
     job = trainer(model=TwoMaps, loss=F.mse_loss, data=data)
     job.fit(1)
+    strategies = {text: Strategy.parse(text, 2) for text in ("ddp", "zero3", "tp", "pp", "cp=2")}
+    job.job.builder.learn(list(strategies.values()))
     seen = job.job.cost_model()
-    return {text: bool(seen.terms(Strategy.parse(text, 2))) for text in ("ddp", "zero3", "tp", "pp", "cp=2")}
+    return {text: bool(seen.terms(strategy)) for text, strategy in strategies.items()}
 
 
 def test_of_what_is_no_transformer_only_the_data_axis_is_known() -> None:

@@ -70,6 +70,7 @@ def through_all(world: Any) -> dict[str, Any]:
     said = []
     for text in THROUGH:
         new = Strategy.parse(text, 4)
+        job.job.builder.learn([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         # Of the order of ranks that moves fewer bytes, which depends on where stages are cut, by what blocks have cost.

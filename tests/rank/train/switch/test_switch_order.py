@@ -36,6 +36,7 @@ def through_tp(world: Any) -> dict[str, Any]:
     said = []
     for text in THROUGH:
         new = Strategy.parse(text, 4)
+        job.job.builder.learn([new])
         foretold, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         table = {row["strategy"]: row for row in strategy_table.table(job.job)["options"]}

@@ -1,0 +1,170 @@
+"""What a strategy needs to know of a model is found when somebody asks for the strategy, and not before."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from jobs import asked_for, one_process, points, quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.bridge.training_requests import Controls
+from nbkit.rank.parallel import model_facts
+from nbkit.rank.parallel.model_facts import find_facts
+from nbkit.rank.train import builder as building
+from nbkit.rank.train.estimate import strategy_table
+from nbkit.strategy import Strategy
+
+CUT = {"dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=4", "cp=2"}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.up(x).relu()))
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(Residual() for _ in range(4)))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + 0.01 * torch.randn_like(x))
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, generator=draw), torch.randn(8, generator=draw)) for _ in range(16)]
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
+    """(facts, name of the thread) of every look at a model from now on."""
+    found: list[tuple[set[str], str]] = []
+
+    def finding(module: nn.Module, runs: Any, options: Any, wanted: Any) -> dict[str, Any]:
+        found.append((set(wanted), threading.current_thread().name))
+        return find_facts(module, runs, options, wanted)
+
+    patch.setattr(building, "find_facts", finding)
+    patch.setattr(model_facts, "find_facts", finding)
+    return found
+
+
+def on_demand(world: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        looks = looked_for(patch)
+        trainer = quiet(model=blocks, loss=squares, optimizer=adam, data=rows())
+        trainer.fit(2)
+        at_start = list(looks)
+        trainer.switch("zero3")
+        trainer.fit(2)
+        told = asked_for(trainer, Controls(), "pp")
+        trainer.switch("ddp")
+        options = trainer.job.builder.options
+        asked = [wanted for wanted, _ in looks]
+        by_plan = quiet(model=blocks, loss=squares, optimizer=adam, data=rows(), switches={2: "zero3"})
+    return {
+        "start": at_start,
+        "asked": asked,
+        "threads": [name for _, name in looks[: len(asked)]],
+        "told": (told["ok"], told["result"]["identical"]),
+        "known": (options.looked, options.chain, options.costs, options.gathers, str(options.proof)),
+        "planned": by_plan.job.builder.options.looked,
+    }
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_start_under_ddp_looks_for_nothing_and_a_switch_for_what_it_needs_on_rank_0_alone() -> None:
+    first, second = run_ranks(on_demand, 2, timeout=150)
+    assert first["start"] == second["start"] == second["asked"] == []
+    assert first["asked"] == [{"gathers", "chain"}, {"costs"}]
+    assert first["threads"] == ["MainThread", "nbkit-ahead"]  # asked for while it trains: beside the training
+    assert first["told"] == second["told"] == (True, True)
+    assert first["known"] == second["known"] and first["known"][1] is not None
+    assert first["planned"] == second["planned"] == {"gathers", "chain"}
+
+
+def in_a_panel(world: Any) -> list[dict[str, tuple[bool, bool]]]:
+    def seen(trainer: Any) -> dict[str, tuple[bool, bool]]:
+        return {row["strategy"]: (row["ok"], row["untried"]) for row in strategy_table.table(trainer.job)["options"]}
+
+    trainer = quiet(optimizer=adam, data=points(40))
+    trainer.fit(1)
+    found = [seen(trainer)]
+    strategy_table.look_at_all(trainer.job)
+    found.append(seen(trainer))
+    trainer.job.builder.step_proofs[Strategy.parse("tp=2", 2)] = refused()
+    found.append(seen(trainer))
+    noisy = quiet(model=Noisy, loss=squares, optimizer=adam, data=rows())
+    strategy_table.look_at_all(noisy.job)
+    return [*found, seen(noisy)]
+
+
+def refused() -> Any:
+    from nbkit.errors import StrategyError
+    from nbkit.rank.parallel.whole_step.prove_step import StepProof
+
+    return StepProof(StrategyError("planted"))
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_row_of_the_panel_fits_only_where_the_model_was_run_to_see_it() -> None:
+    before, after, planted, noisy = run_ranks(in_a_panel, 2, timeout=100)[0]
+    assert {name for name, (_, untried) in before.items() if untried} == CUT
+    assert {name for name, (ok, _) in before.items() if ok} == {"dp=2", "dp=2 zero=1", "dp=2 zero=2"}
+    assert not any(untried for _, untried in after.values()) and after["tp=2"][0] and after["dp=2 zero=3"][0]
+    assert planted["tp=2"] == (False, False)  # a whole step of it differed
+    # Trials of a model that draws itself would take numbers from a training beside which they are made.
+    assert {name for name, (_, untried) in noisy.items() if untried} == CUT
+
+
+def beside_draws(world: Any) -> list[bool]:
+    trainer = quiet(model=blocks, loss=squares, optimizer=adam, data=rows())
+    torch.manual_seed(3)
+    looking = threading.Thread(target=strategy_table.look_at_all, args=(trainer.job,))
+    looking.start()
+    drawn = []
+    while looking.is_alive() or not drawn:
+        drawn.append(torch.rand(1).item())
+    torch.manual_seed(3)
+    return [drawn == [torch.rand(1).item() for _ in drawn], trainer.job.builder.options.chain is not None]
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_look_beside_a_training_draws_no_number_that_the_training_would_have_drawn() -> None:
+    first, second = run_ranks(beside_draws, 2, timeout=100)
+    assert first == [True, True] and second == [True, False]
+
+
+def through(world: Any) -> list[float]:
+    trainer = quiet(optimizer=adam, data=points(40))
+    for strategy in ("tp", "pp", "zero3", "ddp"):
+        trainer.fit(2)
+        trainer.switch(strategy)
+    trainer.fit(2)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_what_is_found_after_the_start_trains_as_one_process_does() -> None:
+    losses, _, _ = one_process(points(40), steps=10, optimizer=adam)
+    for found in run_ranks(through, 2, timeout=100):
+        assert found == pytest.approx(losses, rel=1e-5)
