@@ -17,7 +17,7 @@ import pytest
 from training_cell import NETWORK
 
 from nbkit import Cluster
-from nbkit.errors import RankDied
+from nbkit.errors import CellError, RankDied
 from nbkit.notebook.cluster.cells.results import Results
 
 STEPS = 40
@@ -116,6 +116,46 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     results = run_killing(four, [3], until + "[record['loss'] for record in trainer.history]")
     assert results.values[3] == pytest.approx(undisturbed, abs=1e-10)
     assert f"{STEPS}\n" in results.output[3]
+
+
+TORN = """
+class Torn(torch.optim.AdamW):
+    def step(self, closure=None):
+        super().step()
+        if trainer is not None and rank == 1 and trainer.step == 8 and not planted:
+            planted.append(8)
+            raise ValueError("planted")
+
+planted, trainer = [], None
+trainer = make(strategy="zero3", backup_every={}, optimizer=lambda model: Torn(model.parameters(), lr=1e-2))
+"""
+
+
+def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
+    four: Cluster, undisturbed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under zero3 each rank holds its own part, so that no other one can give what is torn."""
+    four.run(TORN.format(1))
+    with pytest.raises(CellError, match="planted"):
+        four.run(CELL, timeout=60)
+    results = four.run("history = trainer.fit(until=steps)\n[record['loss'] for record in trainer.history]", timeout=60)
+    for rank in range(4):
+        assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
+    assert "all go on from step" in "".join(results.output.values())
+
+
+def test_a_torn_update_of_which_nothing_is_kept_is_refused_with_what_to_type(four: Cluster, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    four.run(TORN.format(0))
+    for save, typed in (("", "build the Trainer again: nothing is saved"), (f"save({saved!r})", f"load({saved!r})")):
+        if save:
+            four.run(f"{TORN.format(0)}trainer.fit(2)\ntrainer.{save}", timeout=60)
+        with pytest.raises(CellError, match="planted"):
+            four.run(CELL, timeout=60)
+        with pytest.raises(CellError) as refused:
+            four.run("trainer.fit(until=steps)", timeout=60)
+        assert typed in refused.value.traceback
+    four.run(f"trainer.{typed}\ntrainer.fit(until=10)", timeout=60)
 
 
 def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:

@@ -39,6 +39,7 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.replace.resume_fit import Span, check_policy, resized, seat, span_of
+from nbkit.rank.train.replace.torn_update import mend
 from nbkit.rank.train.resize.plan_resize import Resizing
 from nbkit.rank.train.rewind import Snapshots
 from nbkit.rank.train.step.history import Records
@@ -265,6 +266,8 @@ class Trainer:
         joined, self._joined = self._joined, None
         if resume is not None and joined is None and not self.step:
             self.saves.resume(resume, self.load)
+        if joined is None:
+            mend(self)
         span = joined or span_of(self, steps, until)
         if span.goal == self.step and joined is None:
             return Records()
