@@ -153,9 +153,12 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
 
 
 def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
-    """Bytes from each rank (row) to each other (column) in this step."""
-    sent = [[0.0] * world_size for _ in range(world_size)]
-    modelled = [[0.0] * world_size for _ in range(world_size)]
+    """Bytes from each rank (row) to each other (column) in this step. world_size: now; the step may have had more."""
+    rows = [row for record in steps.values() for row in record.traffic]
+    named = [*steps, *(row.peer or 0 for row in rows), *(one for row in rows for one in members.get(row.group, ()))]
+    size = max([world_size, *(rank + 1 for rank in named)])
+    sent = [[0.0] * size for _ in range(size)]
+    modelled = [[0.0] * size for _ in range(size)]
     for rank, record in steps.items():
         for row in record.traffic:
             if row.op == "send" and row.peer is not None and row.peer >= 0:

@@ -20,6 +20,7 @@ CASES = {
         'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SIZE = 12, 200',
         ("1.33", "None"),
     ),
+    "07_break_it": ('CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, PACE = 24, 0.2', ("0", "4", "3", "8")),
     "06_which_strategy": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.01', ("108", "None", "1.25")),
 }
 
@@ -46,11 +47,11 @@ def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_what_the_lesson_says_is_what_was_measured(executed: dict[str, Any]) -> None:
-    said = {tag: text_of(cell) for tag in (*ONE, *OTHER, *THIRD) for cell in tagged(executed, tag)}
+    said = {tag: text_of(cell) for tag in (*ONE, *OTHER, *THIRD, *FOURTH) for cell in tagged(executed, tag)}
 
-    assert set(said) in (set(ONE), set(OTHER), set(THIRD))
+    assert set(said) in (set(ONE), set(OTHER), set(THIRD), set(FOURTH))
     for tag, text in said.items():
-        assert re.search((ONE | OTHER | THIRD)[tag], text), text
+        assert re.search((ONE | OTHER | THIRD | FOURTH)[tag], text), text
 
 
 ONE = {
@@ -67,4 +68,11 @@ THIRD = {
     "why": r"recommended: dp=8 zero=2",
     "network": r"found: [\d.]+ times; no guess",
     "waits": r"4 micro-batches: 1\.25 times ddp foretold",
+}
+FOURTH = {
+    "new": r"24 losses; this rank is new",
+    "killed": r"measured: 0 losses; you said 0 losses: right",
+    "squeezed": r"measured: 2 rows; you said 4 rows: look again",
+    "named": r"measured: 3; you said 3: right",
+    "sizes": r"dp=4 -> dp=2 -> dp=4\nmeasured: 8 rows; you said 8 rows: right",
 }

@@ -106,6 +106,8 @@ def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
     assert found.sent[0] == (0, 0, 0, 64) and sum(map(sum, found.sent)) == 64
     assert found.modelled[0] == pytest.approx((0, 150 + 10, 10, 10))
     assert found.modelled[3] == pytest.approx((150 + 10, 10, 10, 0))
+    # The cluster has been resized since, and the picture is of the step before.
+    assert traffic_matrix(steps, ALL, 2) == found
 
 
 def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:

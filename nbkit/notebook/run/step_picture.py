@@ -78,7 +78,8 @@ def lateness(run: Run) -> dict[str, Any]:
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
     """The slow link of a pipeline, from the detailed step that is nearest."""
-    if not of or not any(row.op == "recv" for row in rows):
+    # Backups are messages too, and hold no pipeline up.
+    if not of or not any(row.op == "recv" and row.axis == "pp" for row in rows):
         return None
     details = run.details_near(run.files, step)
     newest = max((one.step for one in details.values()), default=0)
@@ -104,7 +105,7 @@ def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
 
 def _traffic(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any]:
     matrix = traffic_matrix(steps, run.members, run.world_size)
-    return {"world": run.world_size, "sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled)}
+    return {"world": len(matrix.sent), "sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled)}
 
 
 def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[float]]:
