@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from clusters import end_clusters
+from forked_parents import forked_parents_of_kernels
 
 PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 IDLE = f"{PANEL} .jp-Notebook-ExecutionIndicator[data-status='idle']"
@@ -79,7 +80,8 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         )
     try:
         url = _url_of(server, home)
-        yield {"url": url, "token": "lesson", "root": str(home / "notebooks"), "clusters": str(home / "clusters")}
+        with forked_parents_of_kernels(home / "ipython"):
+            yield {"url": url, "token": "lesson", "root": str(home / "notebooks"), "clusters": str(home / "clusters")}
     finally:
         server.send_signal(signal.SIGTERM)
         try:

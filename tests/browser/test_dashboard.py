@@ -26,7 +26,7 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
         "    batch_size=4 * world_size,\n"
-        "    callbacks=[lambda *_: time.sleep(0.03)],\n"  # leaves the browser some of the machine
+        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves the browser some of the machine
         ")"
     ),
     "fit": "%%distributed\ntrainer.fit(100_000)",

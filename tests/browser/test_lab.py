@@ -25,7 +25,7 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=train,\n"
         "    batch_size=4 * world_size,\n"
-        "    callbacks=[lambda *_: time.sleep(0.03)],\n"  # leaves the browser some of the machine
+        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves the browser some of the machine
         ")"
     ),
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from kernel_client import Kernel
 
+from nbkit.notebook.cluster import registry
+
 TRAINING = """%%distributed --detach
 import time
 for i in range(60):
@@ -20,9 +22,13 @@ steps = i
 """
 
 
-def processes_of(home: Path) -> list[psutil.Process]:
-    """Everything that was started for clusters in `home`."""
-    return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
+def processes_of(home: Path, name: str) -> list[psutil.Process]:
+    """The controller of a cluster in `home`, the parent of its ranks, the ranks, and what these have started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBKIT_HOME", str(home))
+        entry = registry.running(name)
+    family = [psutil.Process(entry.controller.pid), psutil.Process(entry.parent.pid)]
+    return [member for process in family for member in (process, *process.children(recursive=True))]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +39,10 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         kernel.run("%load_ext nbkit")
         cell = kernel.run("%cluster start -n 2 --cpu --name long")
         assert cell.status == "ok", cell.text
+        family = processes_of(home, "long")
         yield kernel
         kernel.run("%cluster stop")
-        assert processes_of(home) == []
+        assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["restarted", "killed"])
@@ -78,13 +85,12 @@ def test_a_cluster_lets_go_by_itself_when_nobody_uses_it_and_not_before(tmp_path
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")
         kernel.run("%cluster start -n 2 --cpu --name brief --ttl 3")
+        family = processes_of(tmp_path, "brief")
+        assert len(family) > 4
         time.sleep(4.5)
         assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text  # a kernel that is there keeps it
         kernel.run("%%distributed --detach\nimport time; time.sleep(5)")
         kernel.restart(kill=True)
         time.sleep(4)
-        assert processes_of(tmp_path)  # the time to live has passed, but a cell runs
-        deadline = time.monotonic() + 30
-        while processes_of(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert processes_of(tmp_path) == []
+        assert all(process.is_running() for process in family)  # the time to live has passed, but a cell runs
+        assert psutil.wait_procs(family, timeout=30)[1] == []

@@ -1,21 +1,56 @@
 """The parent of a cluster's ranks, forked from the process that ranks of tests are forked from: it has torch in memory.
 
 To import it takes each start of a cluster some seconds of a core. All else is as at a user's: its own session,
-environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does.
+environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of the kernels,
+those of README, of the pages and of the lessons do.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socketserver
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import process as processes
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
+
+# Run by each kernel as it starts. It asks the process of the tests, because to fork from one's own takes an import too.
+# nbkit is imported by a cell all the same, as at a user's.
+_STARTUP = """
+def prepare():
+    import json, os, socket, sys
+
+    def start(launcher):
+        environment = {{**os.environ, **launcher.get_env()}}
+        with socket.socket(socket.AF_UNIX) as asking, asking.makefile("rw") as lines:
+            asking.connect({address!r})
+            how = [launcher.args, environment, launcher.work_dir, launcher.output_file]
+            print(json.dumps(how), file=lines, flush=True)
+            launcher.pid = int(lines.readline())
+
+    def before_a_cell(*_):
+        if "nbkit" in sys.modules:
+            from nbkit.notebook.cluster.launch.launch import ParentLauncher
+
+            ParentLauncher.start = start
+            events.unregister("pre_run_cell", before_a_cell)
+
+    events = get_ipython().events
+    events.register("pre_run_cell", before_a_cell)
+
+prepare()
+del prepare
+"""
 
 
 @contextmanager
@@ -29,13 +64,39 @@ def forked_parents(forked: bool = True) -> Iterator[None]:
 _AS_EVER = ParentLauncher.start
 
 
+@contextmanager
+def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
+    """Clusters that are started meanwhile by kernels whose IPYTHONDIR this is."""
+    ranks._forking()  # here, because it changes the environment for a moment
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+        address = os.path.join(folder, "parents")
+        startup = ipython_dir / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        (startup / "00-forked-parents.py").write_text(_STARTUP.format(address=address))
+        with socketserver.UnixStreamServer(address, _Asked) as server:
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            try:
+                yield
+            finally:
+                server.shutdown()
+
+
+class _Asked(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        """Fork one parent, and tell its pid."""
+        self.wfile.write(b"%d\n" % _fork(*json.loads(self.rfile.readline())))
+
+
 def _start(launcher: ParentLauncher) -> None:
     environment = {**os.environ, **launcher.get_env()}
-    how = (launcher.args, environment, launcher.work_dir, launcher.output_file)
+    launcher.pid = _fork(launcher.args, environment, launcher.work_dir, launcher.output_file)
+
+
+def _fork(*how: Any) -> int:
     process = ranks._forking().Process(target=_be_parent, args=how, daemon=False)
     process.start()
     processes._children.discard(process)  # type: ignore[attr-defined]  # nobody waits for it: clusters are ended by name
-    launcher.pid = process.pid
+    return int(process.pid)
 
 
 def _be_parent(args: list[str], environment: dict[str, str], work_dir: str, output: str) -> None:

@@ -7,11 +7,13 @@ import queue
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusters import end_clusters
+from forked_parents import forked_parents_of_kernels
 from jupyter_client.manager import KernelManager
 
 
@@ -56,6 +58,8 @@ class Kernel:
         self.manager = KernelManager(kernel_name="python3")
         self.environment = environment
         self.others: dict[str, list[tuple[float, str, dict[str, Any]]]] = {}
+        self.opened = ExitStack()
+        self.opened.enter_context(forked_parents_of_kernels(home / "ipython"))
         self.manager.start_kernel(env=environment, cwd=str(home))
         self._connect()
 
@@ -70,6 +74,7 @@ class Kernel:
     def __exit__(self, *exception: object) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self.opened.close()
         # A test that failed half-way has left its cluster running.
         end_clusters(Path(self.environment["NBKIT_HOME"]))
 
