@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_parents import forked_parents_of_kernels
 
 from nbkit.errors import CellError, NbkitError
 from nbkit.notebook.cluster import registry
@@ -68,7 +69,8 @@ def test_a_failing_cell_ends_the_run_and_its_cluster(tmp_path: Path) -> None:
         "%load_ext nbkit\n%cluster start -n 1 --cpu --ttl 30", "%%distributed\nprint('now')\n1 / 0", "print('never')"
     )
 
-    with pytest.raises(CellError) as error, Headless(tmp_path, silent) as kernel:
+    forked = forked_parents_of_kernels(tmp_path / "IPYTHONDIR")
+    with forked, pytest.raises(CellError) as error, Headless(tmp_path, silent) as kernel:
         try:
             kernel.run(notebook)
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_parents import forked_parents
 
 from nbkit.errors import TrainingError, UsageError
 from nbkit.notebook.cluster.cluster import Cluster
@@ -34,7 +35,7 @@ trainer = nbkit.Trainer(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("traced")
-    with pytest.MonkeyPatch.context() as patch:
+    with forked_parents(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setenv("NBKIT_HOME", str(home / "clusters"))
         made = Cluster.start(RANKS, name="traced", cpu=True, ttl=120)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from clusters import end_clusters
+from forked_parents import forked_parents_of_kernels
 
 from nbkit.notebook.headless import Headless, text_of
 
@@ -97,7 +98,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
         for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
             patch.setenv(name, str(folder / name))
         try:
-            with Headless(folder, lambda cell, text: None) as kernel:
+            forked = forked_parents_of_kernels(folder / "IPYTHONDIR")
+            with forked, Headless(folder, lambda cell, text: None) as kernel:
                 kernel.run(notebook)
             (folder / "saved.ipynb").write_text(json.dumps(notebook))
             yield Ran(folder, cells, losses_in(text_of(cells[CELLS.index(LOSSES.strip())])))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_parents import forked_parents
 
 from nbkit.commands import main
 from nbkit.errors import CellError
@@ -32,7 +33,8 @@ trainer.fit(12)
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
-    made = Cluster.start(2, name="watched", cpu=True, ttl=60)
+    with forked_parents():
+        made = Cluster.start(2, name="watched", cpu=True, ttl=60)
     yield made
     made.stop()
 
