@@ -154,6 +154,11 @@ def candidates(
     singles |= {path: role for path, role in extra.items() if role not in (*_IN_PAIRS, "replicate")}
     singles |= vocabulary
     reasons |= {path: "tp_plan says so" for path, role in said.items() if role == "replicate"}
+    # One key and value head goes to no two ranks: such an attention stays whole, and what is around it may be split.
+    for pair in [pair for pair in pairs if _shares_one_head(pair) and not said.keys() & {*_members(pair)}]:
+        pairs.remove(pair)
+        ways.pop(pair.rows[0], None)
+        reasons |= dict.fromkeys(_members(pair), "its heads share one key and value head")
     for pair in pairs:
         _divides(pair, size)
     _enough_rows(model, singles, size)
@@ -247,6 +252,10 @@ def _packed(out: int, inner: int, is_attention: bool) -> tuple[int, ...]:
     if is_attention:
         return (inner, (out - inner) // 2, (out - inner) // 2)
     return (inner,) * (out // inner)
+
+
+def _shares_one_head(pair: Pair) -> bool:
+    return pair.heads is not None and pair.heads.kv_heads == 1 < pair.heads.heads
 
 
 def _divides(pair: Pair, size: int) -> None:

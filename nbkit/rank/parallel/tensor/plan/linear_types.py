@@ -7,15 +7,18 @@ from typing import Any
 
 from torch import nn
 
+from nbkit.rank.parallel.tensor.plan.linear_trial import computes_linear
 from nbkit.tensor_layout import bounds
 
 
 def _is_plain(module: Any) -> bool:
-    # By their forward: a subclass that computes something else is no linear map.
-    kind = type(module)
-    if kind.forward is not nn.Linear.forward and not (kind.__name__ == "Conv1D" and hasattr(module, "nf")):
-        return False
-    return module._parameters.get("weight") is not None
+    # By what they compute: a subclass that computes something else is no linear map.
+    if isinstance(module, nn.Linear):
+        linear = computes_linear(module)
+    else:
+        conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        linear = conv1d or type(module).forward is nn.Linear.forward
+    return linear and module._parameters.get("weight") is not None
 
 
 def is_lora(module: nn.Module) -> bool:
