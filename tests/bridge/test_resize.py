@@ -5,7 +5,10 @@ One cluster for all; each compares with a training that was left alone.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from training_cell import NETWORK
 
 from nbkit import Cluster
-from nbkit.errors import StrategyError, TrainingError, UsageError
+from nbkit.errors import NbkitError, StrategyError, TrainingError, UsageError
 from nbkit.notebook.run.follower import Run
 
 STEPS = 30
@@ -121,6 +124,48 @@ def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) 
         cluster.resize(4)
     assert re.search(r"[\d.]+ MB of weights, gradients and optimizer on a rank under dp=4", refused.value.numbers)
     cluster.run("del os.environ['NBKIT_MEMORY_LIMIT']")
+    check_whole(cluster, 2)
+
+
+def kill_when_one_is_forked(cluster: Cluster, rank: int) -> threading.Thread:
+    """Kill the process of `rank` when the parent has forked a new rank: before it can form a world. 2: that one."""
+
+    def children() -> set[int]:
+        pid = cluster.entry.parent.pid
+        return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+    known = children()
+
+    def act() -> None:
+        while not (new := children() - known):
+            time.sleep(0.002)
+        os.kill(cluster.entry.ranks[rank].pid if rank < 2 else min(new), signal.SIGKILL)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("rank", [1, 2], ids=["one that is there", "one that is new"])
+def test_a_rank_that_dies_while_the_cluster_grows_leaves_the_training_as_it_was(cluster: Cluster, rank: int) -> None:
+    alone = cluster.run(f"slow = 0.0; trainer = make()\n{CELL}").values[0]
+    cluster.run("trainer = make(); slow = 0.05")
+    handle = cluster.run(CELL, detach=True)
+    until(cluster, 4)
+    killing = kill_when_one_is_forked(cluster, rank)
+    with pytest.raises(NbkitError) as failed:
+        cluster.resize(4)
+    killing.join()
+    assert f"rank {rank} died (SIGKILL)" in failed.value.numbers and "%cluster resize 4" in failed.value.hint
+
+    results = handle.wait(timeout=120)
+    assert sorted(results.values) == [0, 1]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+    check_whole(cluster, 2)
+    # Nothing of it is left: the next one succeeds.
+    assert cluster.resize(4).result["ranks"] == 4
+    cluster.resize(2)
     check_whole(cluster, 2)
 
 

@@ -265,7 +265,12 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
     if not error.hint and "trainer.load(" not in getattr(error, "traceback", ""):
         raise Wrong(f"ended without a word of what to do: {error}")
     if run.folder.exists():
-        bench.goes_on(run.folder)
+        try:
+            bench.goes_on(run.folder)
+        except NbkitError as unread:
+            # It died again and again while the first one was being written: that is said, and there is no other.
+            if run.after > SAVED + 1 or "TornCheckpoint" not in str(unread):
+                raise
     elif run.after > SAVED + 1:
         raise Wrong(f"ended without a checkpoint: {error}")
     return f"ended: {error.what[:100]}"

@@ -111,7 +111,9 @@ class Replacer:
     def takes(self, child: Child, death: dict[str, Any]) -> bool:
         """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""
         parent, replacement = self.parent, self.under_way
-        survivors = [other for other in parent.children.values() if not self._is_new(other)]
+        # One that is being ended, such as a new rank of a resize that was given up, is no part of the training.
+        there = [other for other in parent.children.values() if not other.dismissed]
+        survivors = [other for other in there if not self._is_new(other)]
         seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
         seat = seats.pop() if survivors and len(seats) == 1 else None
         if parent.coordinator or parent.end_in_order.why or seat is None:

@@ -164,7 +164,13 @@ class Survivor:
             except queue.Empty:
                 continue
             if word["do"] == "kept":
-                error.add_note(f"It was not {'resized' if about else 'replaced'}: {word['why']}.")
+                if about:
+                    raise ClusterError(
+                        "The number of ranks stays what it was.",
+                        numbers=word["why"],
+                        hint=f"%cluster resize {about['size']}",
+                    )
+                error.add_note(f"It was not replaced: {word['why']}.")
                 raise error
             if word["do"] in ("form", "leave"):
                 return word
