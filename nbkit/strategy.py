@@ -135,10 +135,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
-        """The strategy that `text` means on `world_size` ranks. node: ranks of a node, for the default of hsdp's shard.
+        """The strategy that `text` means on `world_size` ranks.
 
-        Raises StrategyError for an unknown word, a value that cannot be, and when the degrees do not multiply to the
-        world.
+        node: ranks of a node, where there are several: a bare hsdp shards, and a bare tp splits, within one. Raises
+        StrategyError for an unknown word, a value that cannot be, and when the degrees do not multiply to the world.
         """
         if isinstance(text, Strategy):
             _check_world({axis: text.mesh.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
@@ -156,6 +156,11 @@ class Strategy:
         _check_world(degrees, world_size, absorber=absorber)
         if absorber is not None:
             degrees[absorber] = world_size // prod(degrees.values())
+        if absorber == "tp" and node is not None and "dp" not in degrees:
+            left, cp = degrees["tp"], degrees.get("cp", 1)
+            # Where no part of it fits in a node, it is as it was asked for.
+            degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * cp) == 0), default=left)
+            degrees["dp"] = left // degrees["tp"]
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in _DEGREES)
         zero = _stage(preset, given.get("zero"))
         shard = given.get("shard", 0)
@@ -316,7 +321,8 @@ def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
             + (f"the divisors {', '.join(map(str, proper))}" if proper else "no divisor"),
             hint=f"shard={proper[-1]}" if proper else "zero3",
         )
-    return shard or max((n for n in proper if neighbours is None or n <= neighbours), default=max(proper))
+    near = [n for n in proper if neighbours is None or n <= neighbours] or proper
+    return shard or max([n for n in near if neighbours is not None and neighbours % n == 0] or near)
 
 
 def divisors(n: int) -> list[int]:

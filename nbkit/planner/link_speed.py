@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from nbkit.planner.traffic import Traffic
+
+
+def ranks_of_node(node_of: Sequence[int]) -> int | None:
+    """The most ranks that are neighbours on one node, counted from rank 0; None on one node. node_of: see Link.
+
+    Where nodes have unequal numbers, what divides each of them.
+    """
+    sizes = Counter(node_of).values()
+    return gcd(*sizes) if len(sizes) > 1 else None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from nbkit.notebook.cluster.control_result import ControlResult, stopped
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import Traced, trace
+from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
 
 TICK_SECONDS = 0.03
@@ -158,7 +159,7 @@ class Training:
         table = (_in_force(answer) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
         try:
             wanted = args.get("strategy") or table.get("previous") or ""
-            strategy = str(Strategy.parse(wanted, self._connection.entry.n))
+            strategy = str(Strategy.parse(wanted, self._connection.entry.n, node=ranks_of_node(table.get("nodes", ()))))
         except StrategyError:
             return {}  # the ranks say what is wrong with it
         row: dict[str, Any] = next((row for row in table.get("options", ()) if row["strategy"] == strategy), {})

@@ -73,7 +73,7 @@ def prepare(
         loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
     )
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
-    job.plan.check(job.world_size, job.feed.fits)
+    job.plan.check(job.parsed, job.feed.fits)
     job.record(log_dir, name=name)
     return job
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import StrategyError, TrainingError
+from nbkit.planner.link_speed import Link, ranks_of_node
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -51,11 +53,14 @@ class Training:
         """later: strategies that are planned to be switched to."""
         here = self._take_place()
         # What is wrong with a strategy is said before a model is built.
-        chosen = None if strategy == AUTO else Strategy.parse(strategy, self.world_size)
+        if strategy != AUTO:
+            Strategy.parse(strategy, self.world_size)
+        link = link_of(self.device)
+        chosen = None if strategy == AUTO else _parsed(strategy, self.world_size, link)
         asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
         for text in later:
             with suppress(StrategyError):  # the plan is checked where the batch is known too
-                asked = [*asked, Strategy.parse(text, self.world_size)]
+                asked = [*asked, _parsed(text, self.world_size, link)]
         builder = Builder(model, optimizer, config, asked=asked, **here)
         self._begin(builder)
         self.precision.check(builder.skeleton)
@@ -65,6 +70,10 @@ class Training:
             if self.rank == 0:
                 print(recommended)
         self.start(*builder.first(chosen))
+
+    def parsed(self, text: str) -> Strategy:
+        """The strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
+        return _parsed(text, self.world_size, self.builder.link)
 
     def _take_place(self) -> dict[str, Any]:
         place = World.join_from_env().place
@@ -310,3 +319,7 @@ class Training:
 
     def _forgotten(self) -> None:
         self.training_step.reduced = False
+
+
+def _parsed(text: str, world_size: int, link: Link | None) -> Strategy:
+    return Strategy.parse(text, world_size, node=None if link is None else ranks_of_node(link.node_of))

@@ -10,6 +10,7 @@ from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.panel.state import State
+from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
 
 _PHASES = {
@@ -103,7 +104,8 @@ def axis_of(strategy: str) -> str:
 def checked(state: State, text: str) -> dict[str, Any]:
     """Parse a strategy that the user has typed: {"text", "ok", "strategy", "why"}."""
     try:
-        strategy = Strategy.parse(text, state.table.get("ranks", state.ranks))
+        node = ranks_of_node(state.table.get("nodes", ()))
+        strategy = Strategy.parse(text, state.table.get("ranks", state.ranks), node=node)
     except StrategyError as error:
         return {"text": text, "ok": False, "strategy": "", "why": f"{error.what} {error.numbers} → {error.hint}"}
     known = next((row for row in state.table.get("options", ()) if row["strategy"] == str(strategy)), None)

@@ -36,10 +36,10 @@ class SwitchPlan:
         """The strategies that are still to come."""
         return tuple(self._ahead.values())
 
-    def check(self, world_size: int, fits: Callable[[Strategy], object]) -> None:
+    def check(self, parsed: Callable[[str], Strategy], fits: Callable[[Strategy], object]) -> None:
         """Raise StrategyError or TrainingError for a strategy that these ranks, or `fits`, refuse: before any step."""
         for text in self._ahead.values():
-            fits(Strategy.parse(text, world_size))
+            fits(parsed(text))
 
     def due(self, step: int) -> str | None:
         """The strategy that the plan has after `step` finished steps, once: None when nothing changes.

@@ -33,14 +33,14 @@ def compare(
     """
     check_counts(steps=steps)
     check_again(again)
-    names = list(dict.fromkeys(str(Strategy.parse(text, job.world_size)) for text in (str(job.strategy), *strategies)))
+    names = list(dict.fromkeys(str(job.parsed(text)) for text in (str(job.strategy), *strategies)))
     turns = max(1, min(_MOST_TURNS, steps // 4))
     found = {name: _Measured() for name in names}
     with job.ledger.clock.stopped():
         for turn in range(turns):
             for name in names if turn % 2 == 0 else reversed(names):
                 if not found[name].error:
-                    found[name].add(job, Strategy.parse(name, job.world_size), math.ceil(steps / turns), make_step)
+                    found[name].add(job, job.parsed(name), math.ceil(steps / turns), make_step)
     rows = [{"strategy": name, **found[name].row(job)} for name in names]
     return {"steps": steps, "strategies": rows}
 

@@ -96,7 +96,7 @@ def make_ready(job: Training, text: str) -> Strategy:
     """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
     _choose_device(job)
     builder = job.builder
-    new = job.cost_model().placed(Strategy.parse(text, job.world_size), now=job.strategy)
+    new = job.cost_model().placed(job.parsed(text), now=job.strategy)
     builder.make_ready(job.strategy, new, builder.plans.kinds(_expected(job)))
     return new
 

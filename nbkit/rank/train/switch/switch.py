@@ -73,7 +73,7 @@ class Switchable(Training):
             # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
             owner = step_boundary.training()
             own_steps = getattr(owner, "job", owner) is self and self.feed.remakes and not pause.is_held()
-            return self._switch(Strategy.parse(strategy, self.world_size), beside=beside and own_steps)
+            return self._switch(self.parsed(strategy), beside=beside and own_steps)
 
     def undo(self, *, beside: bool = False) -> Switched:
         """Back to the strategy before the last switch; the weights stay as they are now. Collective."""

@@ -29,7 +29,7 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
     """
     check_counts(steps=steps)
     check_again(again)
-    old, new = job.strategy, Strategy.parse(text, job.world_size)
+    old, new = job.strategy, job.parsed(text)
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(old)]
     with job.ledger.clock.stopped():
         event, seconds = measure(job, new, steps, make_step)
