@@ -13,8 +13,9 @@ SEEDS ?=
 G ?=
 W ?=
 C ?=
+D ?=
 
-.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos check clean
+.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +33,7 @@ help:
 	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
 	@echo "make gpu-check  strategies, switches, errors and what else a training does, on a pretended GPU: about 20 minutes"
 	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
+	@echo "make drills  do 73 things wrong in a notebook, one after the other, and look at the answers: about 3 minutes"
 	@echo "make chaos   kill ranks, parents, controllers and notebooks under trainings, fill disks and memory: up to an hour"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
@@ -92,6 +94,10 @@ gpu-check: $(READY)
 # Some of it:  make why W="operation DDP"
 why: $(READY)
 	@$(BIN)/python -m tests.support.planted_hangs $(W)
+
+# All of it is stored; a part only printed:  make drills D="strategy Stop"
+drills: $(READY)
+	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/drills.md)
 
 # Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill
 chaos: $(READY)

@@ -24,6 +24,10 @@ from ipykernel.zmqshell import ZMQExitAutocall
 
 MAGICS = (("line", "run"), ("cell", "capture"))  # those that run code and show its error
 
+FRAMES_SHOWN = (20, 40)
+"""Of the frames of an error the outermost and the innermost. IPython looks for the module of each among all that are
+imported, and with torch there are thousands: the thousand frames of a recursion took it half a minute of a core."""
+
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
 
 
@@ -147,6 +151,8 @@ class Shell:
             exception_only = False
             error.__traceback__ = _of_the_user(error.__traceback__)
             exc_tuple = type(error), error, error.__traceback__
+        if error is not None and (shown := _shortened(error)) is not None:
+            exc_tuple = type(error), error, shown
         self._show(exc_tuple, filename, tb_offset, exception_only, running_compiled_code)
 
     def publish(self, etype: type[BaseException], evalue: BaseException, lines: list[str]) -> None:
@@ -180,6 +186,27 @@ class Shell:
         return getattr(self.shell.compile, "_filename_map", {})
 
 
+def _shortened(error: BaseException) -> TracebackType | None:
+    """The traceback of an error without its middle, which is counted in a note; None where it is short."""
+    steps, traceback = [], error.__traceback__
+    while traceback is not None:
+        steps.append(traceback)
+        traceback = traceback.tb_next
+    first, last = FRAMES_SHOWN
+    if len(steps) <= first + last:
+        return None
+    error.add_note(f"({len(steps) - first - last} of {len(steps)} frames are left out in the middle)")
+    return _chain([*steps[:first], *steps[-last:]])
+
+
+def _chain(steps: list[TracebackType]) -> TracebackType | None:
+    """A traceback of these steps, the outermost first."""
+    made = None
+    for step in reversed(steps):
+        made = TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return made
+
+
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
     """A traceback without IPython's frames and ours, but for the first, which IPython leaves out itself."""
     steps = []
@@ -187,7 +214,4 @@ def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
         steps.append(traceback)
         traceback = traceback.tb_next
     kept = [step for step in steps[1:] if not step.tb_frame.f_code.co_filename.startswith(_MACHINERY)]
-    made = None
-    for step in reversed([*steps[:1], *kept]):
-        made = TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    return made
+    return _chain([*steps[:1], *kept])

@@ -164,6 +164,8 @@ class DelegatingGroup(ProcessGroup):
         how: tuple[int, ...],
     ) -> Any:
         global _last
+        if isinstance(peer, int) and not 0 <= peer < len(self.members):
+            raise ValueError(f"A {operation} with rank {peer} of a group that has ranks 0 to {len(self.members) - 1}.")
         counts[peer] = number = counts.get(peer, 0) + 1
         _last = (operation, peer, self.seen, number, now())
         alone = not self._batching and isinstance(peer, int)

@@ -26,7 +26,7 @@ from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.cluster.why.stall import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire import cluster_end
-from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_text, record_from
+from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_named, record_from
 from nbkit.wire.processes import Process
 
 FOLLOW_SECONDS = 0.2
@@ -144,7 +144,7 @@ class Connection:
         if gone:
             raise ClusterError(
                 f"Rank {gone[0]} has died ({self.deaths[gone[0]].how}).",
-                numbers=f"ranks {ranks_text(self.client.ranks)} are left",
+                numbers=f"left: {ranks_named(self.client.ranks).lower()}",
                 hint="%cluster restart   or   --ranks to use those that are left (without collectives)",
             )
 

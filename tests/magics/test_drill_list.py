@@ -1,0 +1,46 @@
+"""What people do wrong, in a notebook: a sample of `make drills`, and what the drills would notice."""
+
+from __future__ import annotations
+
+import drills
+import pytest
+from drill_list import DRILLS, Drill
+from kernel_client import Kernel
+
+SAMPLE = (
+    "an option that has another name now",
+    "one rank fails, the other waits for it",
+    "a recursion without an end",
+    "a message to a rank that is not there",
+    "a barrier on one rank alone, and Stop",
+    "a push of an object whose class is the notebook's",
+    "a model that fails",
+    "a live cell that fails",
+)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_drill_is_answered_and_leaves_nothing(kernel: Kernel, name: str) -> None:
+    assert drills.perform(kernel, next(drill for drill in DRILLS if drill.name == name)).wrong == ""
+
+
+def test_there_are_sixty_drills_and_no_two_of_one_name() -> None:
+    assert len({drill.name for drill in DRILLS}) == len(DRILLS) >= 60
+
+
+def test_a_process_that_is_left_running_is_noticed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drills, "GONE_SECONDS", 0.3)
+    leaves = "%%rank 0\nimport subprocess\nchild = subprocess.Popen(['sleep', '300'])"
+    try:
+        assert "left running" in drills.perform(kernel, Drill("leaves a process", "", leaves, fails=False)).wrong
+    finally:
+        kernel.run("%%rank 0\nchild.kill(); child.wait()")
+
+
+def test_an_answer_without_the_words_and_a_cluster_that_is_not_as_before_are_noticed(kernel: Kernel) -> None:
+    drill = Drill("takes a function away", "words that are nowhere", "%%distributed\ndel dist.all_reduce", fails=False)
+    try:
+        wrong = drills.perform(kernel, drill).wrong
+        assert "is not shown" in wrong and "the next cell" in wrong
+    finally:
+        kernel.run("%%distributed\ndist.all_reduce = dist.distributed_c10d.all_reduce")

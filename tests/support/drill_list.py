@@ -1,0 +1,235 @@
+"""The drills: what a person does wrong, or what breaks, and words that have to be in the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Drill:
+    """words: have to be in what is shown. cell: is what is done, in a notebook. first: cells that prepare it.
+
+    fails: the cell ends with an error, so that Run All stops. after: cells that clean up, and have to go well. typed:
+    what is typed when the cell asks. stop: the stop button is pressed so many seconds after the cell was sent.
+    with_cluster: of a notebook that has one. renews: the cluster has other processes afterwards.
+    """
+
+    name: str
+    words: str
+    cell: str
+    first: tuple[str, ...] = ()
+    fails: bool = True
+    after: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
+    stop: float = 0.0
+    with_cluster: bool = True
+    renews: bool = False
+
+
+def _on_ranks(name: str, words: str, code: str, *, fails: bool = True, stop: float = 0.0) -> Drill:
+    return Drill(name, words, f"%%distributed\n{code}", fails=fails, stop=stop)
+
+
+def _before(name: str, words: str, cell: str) -> Drill:
+    return Drill(name, words, cell, with_cluster=False)
+
+
+_SLEEPS = ("%%distributed --detach\nimport time; time.sleep(500)",)
+_END = ("handle.stop()",)
+
+MAGICS = (
+    _before("a cell before there is a cluster", "%cluster start -n 2", "%%distributed\nrank"),
+    _before("%nbkit why before there is a cluster", "%cluster start -n 2", "%nbkit why"),
+    _before("attach to a cluster that is not there", "There is no cluster called 'nowhere'", "%cluster attach nowhere"),
+    _before("an option that does not exist", "unrecognized arguments: --ranks 4", "%cluster start --ranks 4"),
+    _before("no ranks at all", "A cluster has at least one rank", "%cluster start -n 0"),
+    _before("GPUs of a machine that has none", "--cpu", "%cluster start --gpus 0,1"),
+    Drill("an option that has another name now", "--here", "%%distributed --local\n1"),
+    Drill("a second cluster, with other options", "%cluster stop   first", "%cluster start -n 4 --cpu"),
+    Drill("a rank that is not there", "There is no rank 7", "%%rank 7\n1"),
+    Drill("ranks that cannot be read", "'0,x' does not name ranks", "%%distributed --ranks 0,x\n1"),
+    Drill("a time that is none", "'soon' is no length of time", "%%distributed --timeout soon\n1"),
+    Drill("results of a detached cell", "--detach results", "%%distributed --detach --as results\n1"),
+    Drill("a verb that does not exist", "choose from 'pause'", "%train go"),
+    Drill("%nbkit debug when nothing has failed", "No rank keeps the frames", "%nbkit debug", ("%%distributed\n1",)),
+)
+
+CELLS = (
+    _on_ranks("a syntax error", "nothing has run on any rank", "for i in range(3)\n    print(i)"),
+    _on_ranks("a name that nobody has defined", "name 'undefined' is not defined, line 2", "print(undefined)"),
+    Drill("a name of the notebook, on the ranks", "%push mine", "%%distributed\nmine + 1", ("mine = 4",)),
+    _on_ranks(
+        "one rank fails, the other waits for it",
+        "Rank 0: released at line 4",
+        "if rank == 1:\n    raise ValueError('only here')\ndist.barrier()",
+    ),
+    _on_ranks("every rank fails in the same line", "Ranks 0-1 failed: IndexError", "[1, 2][5]"),
+    _on_ranks("an assertion without a text", "Ranks 0-1 failed: AssertionError, line 2", "assert rank < 0"),
+    _on_ranks("a recursion without an end", "frames are left out", "def again(n): return again(n + 1)\nagain(0)"),
+    _on_ranks(
+        "an error whose text cannot be made",
+        "no text",
+        "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Bad()",
+    ),
+    _on_ranks("sys.exit(3) in a cell", "SystemExit: 3", "import sys\nsys.exit(3)"),
+    _on_ranks("exit() in a cell", "the rank lives on", "exit()", fails=False),
+    _on_ranks(
+        "a script that fails under %run",
+        "math domain error",
+        "import pathlib, tempfile\npath = pathlib.Path(tempfile.mkdtemp()) / 'script.py'\n"
+        "path.write_text('import math\\nmath.sqrt(-1)')\n%run {path}",
+    ),
+    _on_ranks("a script that is not there", "nowhere.py", "%run nowhere.py"),
+    _on_ranks("a module that is not installed", "No module named 'not_installed'", "import not_installed"),
+    _on_ranks("input() on a rank", "%push answer", "input('name? ')"),
+    _on_ranks("an endless loop, and Stop", "variables live on", "while True: pass", stop=0.7),
+    _on_ranks(
+        "one rank sleeps, and Stop",
+        "variables live on",
+        "import time\nif rank == 0: time.sleep(500)\ndist.barrier()",
+        stop=0.7,
+    ),
+    _on_ranks(
+        "Stop, which the code catches",
+        "variables live on",
+        "import time\nfor _ in range(3):\n    try:\n"
+        "        time.sleep(500)\n    except KeyboardInterrupt:\n        print('caught')",
+        stop=0.7,
+    ),
+    Drill(
+        "a cell that takes longer than its --timeout",
+        "stopped after 1 s (--timeout)",
+        "%%distributed --timeout 1s\nimport time; time.sleep(500)",
+    ),
+    Drill("a breakpoint that is left with q", "variables live on", "%%distributed\nbreakpoint()\n1", typed=("q",)),
+    Drill("a cell while another one runs", "--queue", "%%distributed\n1", _SLEEPS, after=_END),
+    Drill("a pull while a cell runs", "this pull has to wait", "%pull x", _SLEEPS, after=_END),
+    _on_ranks("a value of 50 million characters", "characters", "'x' * 50_000_000", fails=False),
+    _on_ranks("a print of 20,000 lines", "19999", "for i in range(20_000): print(rank, i)", fails=False),
+    _on_ranks(
+        "a thread that fails",
+        "ZeroDivisionError",
+        "import threading\nthread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
+        fails=False,
+    ),
+    _on_ranks("memory runs out in a cell", "can't allocate memory", "torch.ones(1 << 50)"),
+    _on_ranks(
+        "collectives of other sizes, and Stop", "variables live on", "dist.all_reduce(torch.ones(2 + rank))", stop=1
+    ),
+    _on_ranks("a barrier on one rank alone, and Stop", "variables live on", "if rank == 0: dist.barrier()", stop=1),
+    _on_ranks(
+        "a receive without a send, and Stop", "variables live on", "if rank == 1: dist.recv(torch.ones(1), 0)", stop=1
+    ),
+    _on_ranks("a message to a rank that is not there", "a group that has ranks 0 to 1", "dist.send(torch.ones(1), 5)"),
+    _on_ranks("the world is destroyed", "", "dist.destroy_process_group()", fails=False),
+    Drill("the world is destroyed by one rank", "", "%%rank 1\ndist.destroy_process_group()", fails=False),
+    Drill("a pull of a name that is not there", "name 'nowhere' is not defined", "%pull nowhere"),
+    Drill("a push of a name that is not there", "not defined in this notebook", "%push nowhere"),
+    Drill("a push of what cannot travel", "make it on the ranks", "%push lines", ("lines = (i for i in range(3))",)),
+    Drill(
+        "a push of an object whose class is the notebook's",
+        "needs that class on the ranks too",
+        "%push mine",
+        ("class Mine: pass\nmine = Mine()",),
+    ),
+    Drill(
+        "a pull of what cannot travel",
+        "cannot pickle",
+        "%pull lock",
+        ("%%distributed\nimport threading; lock = threading.Lock()",),
+    ),
+)
+
+_TRAINER = """%%distributed
+trainer = None
+def trainer_of(model=lambda: torch.nn.Linear(4, 2), loss=lambda output, target: ((output - target) ** 2).mean(),
+               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3), batch_size=8, data=None,
+               **options):
+    data = [(torch.ones(4) * i, torch.zeros(2)) for i in range(32)] if data is None else data
+    return nbkit.Trainer(model=model, loss=loss, optimizer=optimizer, data=data, batch_size=batch_size,
+                         log_dir=None, progress=False, **options)
+"""
+_TRAINS = (
+    _TRAINER,
+    "%%distributed --detach\nimport time\ntrainer = trainer_of(callbacks=[lambda *_: time.sleep(0.01)])\n"
+    "trainer.fit(100_000)",
+    "%%distributed --at-step\ntrainer.step",
+)
+
+
+def _trainer(name: str, words: str, options: str, then: str = "trainer.fit(2)") -> Drill:
+    return Drill(name, words, f"%%distributed\ntrainer = trainer_of({options})\n{then}", (_TRAINER,))
+
+
+TRAININGS = (
+    _trainer("a strategy that does not exist", "'zero9' is not a preset", "strategy='zero9'"),
+    _trainer("a strategy for more ranks than there are", "degrees that divide 2", "strategy='tp=4'"),
+    _trainer("a key of a strategy that does not exist", "'micro' is not a key", "strategy='pp=2 micro=4'"),
+    _trainer("a batch of no rows", "batch_size is a whole number, at least 1", "batch_size=0"),
+    _trainer("no data", "smaller than one global batch", "data=[]"),
+    _trainer(
+        "data whose rows differ in shape",
+        "stack expects each tensor to be equal size",
+        "data=[(torch.ones(4 + i % 2), torch.zeros(2)) for i in range(32)]",
+    ),
+    _trainer("a loss that is no number", "The loss is not a scalar", "loss=lambda output, target: output - target"),
+    _trainer(
+        "a loss that does not depend on the model",
+        "does not depend on the model's parameters",
+        "loss=lambda output, target: torch.ones(()).mean()",
+    ),
+    _trainer("a model that fails", "mat1 and mat2 shapes cannot be multiplied", "model=lambda: torch.nn.Linear(5, 2)"),
+    _trainer("a model that is no module", "The model is not a torch module", "model=lambda: 3"),
+    _trainer(
+        "an optimizer of other parameters",
+        "parameters that are not this model's",
+        "optimizer=lambda model: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-3)",
+    ),
+    _trainer(
+        "an optimizer that fails",
+        "Invalid learning rate: -1",
+        "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=-1)",
+    ),
+    _trainer(
+        "a learning rate that makes the loss infinite",
+        "is not finite",
+        "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30)",
+        "trainer.fit(20)",
+    ),
+    _trainer("a checkpoint that is not there", "could not be read", "", "trainer.load('/nowhere/at/all')"),
+    _trainer("a checkpoint where none can be written", "could not be written", "", "trainer.save('/proc/nbkit')"),
+    _trainer("a callback that fails", "ZeroDivisionError", "callbacks=[lambda *_: 1 / 0]"),
+    Drill("%train pause without a training", "nothing to pause", "%train pause", ("%%distributed\ntrainer = None",)),
+    Drill("a live cell without a training", "no step boundary", "%%distributed --at-step\n1"),
+    Drill("a live cell that fails", "ZeroDivisionError", "%%distributed --at-step\n1 / 0", _TRAINS, after=_END),
+    Drill("a switch that the model does not allow", "cannot be cut into", "%strategy pp=2", _TRAINS, after=_END),
+)
+
+_DEATHS = ("%cluster restart",)
+
+DEATHS = (
+    Drill(
+        "a rank is killed in a cell",
+        "%cluster restart",
+        "%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
+        after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a cell after a rank has died",
+        "%cluster restart",
+        "%%distributed\n1",
+        ("%%distributed\nimport os\nif rank == 1: os._exit(3)\ndist.barrier()",),
+        after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a rank crashes in C",
+        "%cluster restart",
+        "%%distributed\nimport ctypes\nif rank == 0:\n    ctypes.string_at(0)\ndist.barrier()",
+        after=_DEATHS,
+        renews=True,
+    ),
+)
+
+DRILLS = (*MAGICS, *CELLS, *TRAININGS, *DEATHS)

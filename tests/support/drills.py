@@ -1,0 +1,164 @@
+"""What people do wrong and what breaks, in a real notebook: what is then shown, how long it takes, and what is left.
+
+python -m tests.support.drills                    all of them
+python -m tests.support.drills WORD ...           those with a word in their name; --out FILE writes the table
+
+One kernel, one cluster of two ranks. After each drill the next cell runs a collective on both ranks, and no process is
+left that was not there before; after the last one nothing is left at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_folder = Path(__file__).parent
+if str(_folder) not in sys.path:
+    sys.path.insert(0, str(_folder))
+
+from drill_list import DRILLS, Drill  # noqa: E402
+from kernel_client import Cell, Kernel  # noqa: E402
+
+START = "%cluster start -n 2 --cpu"
+HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
+GONE_SECONDS = 20.0  # for processes that are being ended, on a busy machine too
+SHOWN_CHARACTERS = 220
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """shown: the sentence of the answer. seconds: until it was complete. wrong: what is not as it should be, or ""."""
+
+    drill: Drill
+    shown: str
+    seconds: float
+    wrong: str = ""
+
+
+def perform(kernel: Kernel, drill: Drill) -> Outcome:
+    """Do what the drill says, look at what is shown, and make sure that all goes on as if nothing had been."""
+    before = processes(kernel)
+    for source in drill.first:
+        kernel.run(source)
+    cell = kernel.run(drill.cell, typed=drill.typed, at={drill.stop: kernel.interrupt} if drill.stop else None)
+    wrong = [] if drill.words in cell.text else [f"{drill.words!r} is not shown"]
+    if drill.fails == (cell.status == "ok"):
+        wrong.append(f"the cell's status is {cell.status}")
+    for source in drill.after:
+        last = kernel.run(source)
+        wrong += [f"{source!r}: {last.text[-200:]}"] if last.status != "ok" else []
+    if drill.with_cluster:
+        last = kernel.run(HEALTHY)
+        wrong += [] if "Out[0-1]: 2" in last.text else [f"the next cell: {last.text[-200:]}"]
+        if not drill.renews and (left := _new(kernel, before)):
+            wrong.append(f"left running: {left}")
+    return Outcome(drill, sentence(cell), cell.seconds, "; ".join(wrong))
+
+
+def processes(kernel: Kernel) -> set[int]:
+    """Every process that has the kernel's folder of clusters in its environment."""
+    found, home = set(), kernel.environment["NBKIT_HOME"]
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("NBKIT_HOME") == home:
+                found.add(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _new(kernel: Kernel, before: set[int]) -> list[str]:
+    deadline = time.monotonic() + GONE_SECONDS
+    while (new := processes(kernel) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [" ".join(psutil.Process(pid).cmdline()[:4]) for pid in new if psutil.pid_exists(pid)]
+
+
+def sentence(cell: Cell) -> str:
+    """Of what a cell shows the lines that say what is wrong and what to type: of its error, else the last ones."""
+    errors = [content for _, kind, content in cell.messages if kind == "error"]
+    text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
+    lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # of an error that a rank has raised
+    shown = " ".join(lines[-4:] if not errors or len(lines) > 6 else lines)
+    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
+
+
+def all_of(words: Sequence[str]) -> list[Drill]:
+    """The drills that have one of `words` in their name; without words all."""
+    return [drill for drill in DRILLS if not words or any(word in drill.name for word in words)]
+
+
+def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
+    """The outcome of each, in one notebook. The last one of a whole list is that nothing is left running."""
+    with Kernel(home) as kernel:
+        kernel.run("%load_ext nbkit")
+        for drill in [each for each in drills if not each.with_cluster]:
+            yield perform(kernel, drill)
+        started = kernel.run(START)
+        assert started.status == "ok", started.text
+        kernel.run(HEALTHY)
+        for drill in [each for each in drills if each.with_cluster]:
+            yield perform(kernel, drill)
+        kernel.run("%cluster stop")
+    deadline = time.monotonic() + GONE_SECONDS
+    while (left := processes(kernel)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"left running when the notebook had ended: {left}"
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """As a page shows them."""
+    lines = ["| | what is done | what is then shown | seconds |", "|---|---|---|---|"]
+    for number, outcome in enumerate(outcomes, 1):
+        shown = outcome.shown.replace("|", "\\|")
+        answer = f"**{outcome.wrong}** {shown}" if outcome.wrong else shown
+        lines.append(f"| {number} | {outcome.drill.name} | {answer} | {outcome.seconds:.2f} |")
+    return lines
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    right = [each for each in outcomes if not each.wrong]
+    seconds = sorted(each.seconds for each in outcomes)
+    return (
+        f"{len(right)} of {len(outcomes)} are answered as they should be; median {statistics.median(seconds):.2f} s, "
+        f"slowest {seconds[-1]:.1f} s. After each the next cell ran on both ranks and no process was left; when the "
+        "notebook had ended, none at all."
+    )
+
+
+def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: print(text, flush=True)) -> int:
+    """Returns the exit status: 1 when a drill is not answered as it should be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.drills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="word", help="only drills with one of these in their name")
+    parser.add_argument("--out", type=Path, help="write the table there")
+    asked = parser.parse_args(arguments)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="drills") as home:
+        for outcome in performed(all_of(asked.words), Path(home)):
+            outcomes.append(outcome)
+            mark = f"WRONG ({outcome.wrong})" if outcome.wrong else "right"
+            say(f"{len(outcomes)} {outcome.drill.name}: {mark}, {outcome.seconds:.2f} s: {outcome.shown}")
+    lines = [summary(outcomes), "", *table(outcomes)]
+    say("\n".join(["", *lines]))
+    if asked.out is not None:
+        title = "What people do wrong and what breaks, in a real notebook with two ranks: `make drills`."
+        head = ["# Drills", "", title, ""]
+        asked.out.write_text("\n".join([*head, *lines]) + "\n")
+    return int(any(each.wrong for each in outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
