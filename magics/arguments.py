@@ -81,6 +81,7 @@ def _cell_options(parser: MagicParser) -> None:
         "--as", dest="name", type=_variable, metavar="NAME", help="put the Results into this notebook variable"
     )
     parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
+    parser.add_argument("--tabs", action="store_true", help="what each rank prints in a tab of its own")
 
 
 def distributed_parser() -> MagicParser:

@@ -55,6 +55,7 @@ async def run(magic: str, line: str, body: str) -> None:
         options.detach is not None,
         at_step=options.at_step,
         queue=options.queue,
+        tabs=options.tabs,
     )
     _finish(options, body, results)
 
@@ -109,6 +110,7 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
             options.detach is not None,
             at_step=options.at_step,
             queue=options.queue,
+            tabs=options.tabs,
         )
         _finish(options, cell, results)
 

@@ -36,6 +36,7 @@ from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.output import display
+from nbkit.notebook.cluster.output.rank_tabs import RankTabs
 from nbkit.notebook.cluster.registry import Entry, Process
 from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
@@ -298,12 +299,14 @@ class Cluster:
         *,
         at_step: bool = False,
         queue: bool = False,
+        tabs: bool = False,
     ) -> Any:
         """Run source text on the ranks (all, or e.g. "0,2-3") and show what they print as it comes.
 
         timeout: seconds, or "30s", after which the cell is stopped. detach: do not wait, return a CellHandle. at_step:
         at the next step boundary of the running training, on all ranks. queue: wait for a cell that runs, instead of
-        refusing. Returns Results. Raises CellError (the rank that failed first), CellRunning, UsageError.
+        refusing. tabs: what a rank prints goes into a tab of its own, in a notebook. Returns Results. Raises CellError
+        (the rank that failed first), CellRunning, UsageError.
         """
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
@@ -312,7 +315,7 @@ class Cluster:
             time.sleep(0.05)
         request = request_for(self.connection, cell, ranks, at_step=at_step, detached=detach)
         note = "" if at_step else self.connection.ensure_world()
-        execution = self._send(request, note, at_step=at_step)
+        execution = self._send(request, note, at_step=at_step, tabs=tabs)
         if detach:
             return CellHandle(self.connection, execution, timeout)
         return wait_here(self.connection, execution, timeout)
@@ -326,6 +329,7 @@ class Cluster:
         *,
         at_step: bool = False,
         queue: bool = False,
+        tabs: bool = False,
     ) -> Any:
         """`run`, to be awaited: meanwhile the notebook's kernel goes on answering widgets."""
         timeout = seconds_given(timeout)
@@ -337,13 +341,16 @@ class Cluster:
         # In a thread, because a new generation may take long to form, and the stop button needs the event loop.
         spoilt = self.connection.generation.spoilt and not at_step
         note = await asyncio.to_thread(self.connection.ensure_world) if spoilt else ""
-        execution = self._send(request, note, at_step=at_step)
+        execution = self._send(request, note, at_step=at_step, tabs=tabs)
         if detach:
             return CellHandle(self.connection, execution, timeout)
         return await wait_async(self.connection, execution, timeout)
 
-    def _send(self, request: CellRequest, note: str, *, at_step: bool) -> Execution:
-        execution = self.connection.send(request, display.here(), note, live=at_step)
+    def _send(self, request: CellRequest, note: str, *, at_step: bool, tabs: bool) -> Execution:
+        screen = display.here()
+        if tabs and isinstance(screen, display.KernelScreen):
+            screen = RankTabs(screen.kernel, request.ranks, self.connection.client.later)
+        execution = self.connection.send(request, screen, note, live=at_step)
         self.sent.append(SentCell(request, at_step, execution.done))
         for observe in () if at_step else _observers:
             observe(self, execution)

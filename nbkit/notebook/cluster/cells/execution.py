@@ -20,6 +20,7 @@ from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_o
 from nbkit.notebook.cluster.output.display import Outbox, Screen
 from nbkit.notebook.cluster.output.handler_failure import fault
 from nbkit.notebook.cluster.output.lines import Lines, label
+from nbkit.notebook.cluster.output.rank_tabs import RankTabs
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
 from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Prompt, first_line, ranks_text
 
@@ -63,6 +64,7 @@ class Execution:
         self.fault: CellError | None = None  # an error in nbkit's own code; later messages are ignored
         self.unshown: CellError | None = None  # the first message that the screen refused
         self.outbox = Outbox(screen, self.later, self._on_unshown)
+        self.tabs = screen if isinstance(screen, RankTabs) else None
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
         self.deaths: dict[int, Death] = {}
@@ -91,8 +93,11 @@ class Execution:
             self.arrived[rank] = seq + 1
         if kind == "stream":
             self._keep(rank, content["text"])
-            self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
-            self._show_ready()
+            if self.tabs is not None:
+                self.tabs.feed(rank, content["text"])
+            else:
+                self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
+                self._show_ready()
         elif kind in COMM_TYPES:
             self.outbox.put("comm", kind, content)
         else:
@@ -317,6 +322,8 @@ class Execution:
     def finish(self, *, results: Results | None = None, error: Exception | None = None) -> None:
         """End the cell. Observers are called before `done` is set: whoever waits may send the next cell at once."""
         self.ended = time.time()
+        if self.tabs is not None:
+            self.tabs.end()
         for observe in self.observers:
             try:
                 observe(self)
