@@ -85,13 +85,20 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+class _Loader(DataLoader[Any]):
+    """Torch's, without its advice: of the cores that a rank is pinned to it makes a largest number of workers."""
+
+    def check_worker_number_rationality(self) -> None:
+        return
+
+
 class ReadAhead:
     """The batches that follow a position, `workers` processes ahead."""
 
     def __init__(self, reader: Reader, workers: int) -> None:
         self._told: deque[ToRead] = deque()
         self._ahead: Iterator[ToRead] = iter(())
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader: DataLoader[Any] = _Loader(
             reader,
             batch_size=None,
             collate_fn=_as_it_is,

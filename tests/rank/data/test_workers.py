@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from typing import Any
@@ -93,6 +94,19 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
         assert len(data.next((7, 3, 1)).data[0]) == 8
     finally:
         data.close()
+
+
+def test_more_workers_than_cores_are_no_warning() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # as a rank is pinned
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reading = stream(Augmented(), workers=2, collate=default_collate)
+            assert reading.next().rows == 8
+            reading.close()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def iterated(world: Any) -> list[str]:
