@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +26,13 @@ panel.render({ model: window.model, el: document.getElementById("here") });
 """
 
 
-def shown(browser: Any, table: dict[str, Any], **answer: Any) -> Any:
-    """A page with the panel of this table."""
+def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
+    """A page in this window with the panel of this table."""
     state = reduce(State("lesson", table["ranks"]), Looked(answer_of(table, **answer)))
     values = json.dumps({"job": job_view(state), "pulse": pulse_view(state), "note": ""})
     script = (STATIC / "panel.js").read_text().replace("export default", "const panel =")
     script += MODEL.replace("STATE", values)
-    page = browser.new_page(viewport={"width": 1100, "height": 700})
+    page = window.new_page()
     page.set_content(
         f"<!doctype html><style>{(STATIC / 'panel.css').read_text()}</style>"
         f"<div id='here'></div><script type='module'>{script}</script>"
@@ -40,9 +41,17 @@ def shown(browser: Any, table: dict[str, Any], **answer: Any) -> Any:
     return page
 
 
+@pytest.fixture(scope="module")
+def window(browser: Any) -> Iterator[Any]:
+    """One for all tests: to make it takes the browser longer than a page."""
+    window = browser.new_context(viewport={"width": 1100, "height": 700})
+    yield window
+    window.close()
+
+
 @pytest.fixture
-def page(browser: Any) -> Any:
-    page = shown(browser, table_of())
+def page(window: Any) -> Any:
+    page = shown(window, table_of())
     yield page
     page.close()
 
@@ -159,7 +168,8 @@ def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
 
 
-def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(page: Any) -> None:
+def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> None:
+    page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
     page.clock.install()
     note = page.locator(".note")
     page.get_by_role("button", name="Pause").click()
@@ -175,10 +185,11 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(page: Any) -> Non
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[1].press })")
     page.clock.fast_forward(4000)
     assert note.inner_text() == ""
+    page.close()
 
 
-def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(browser: Any) -> None:
-    page = shown(browser, table_of("dp=8 tp=2 pp=4", ranks=64, nodes=8))
+def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(window: Any) -> None:
+    page = shown(window, table_of("dp=8 tp=2 pp=4", ranks=64, nodes=8))
 
     page.locator("tr[data-strategy='dp=64 zero=3']").click()
 
