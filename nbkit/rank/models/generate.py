@@ -1,6 +1,7 @@
 """Text from a model that is spread over ranks: every rank takes part in each token, and all say the same.
 
-A Hugging Face model is given the newest token alone, and what it kept of those before (key_value_cache); any other one
+A Hugging Face model is given the newest token alone, and what it kept of those before (key_value_cache), if that gives
+the logits of the whole text: both ways are run on the first prompt under each strategy, and compared. Any other model
 gets the whole text so far for each token, which is right under every strategy without the model knowing of it.
 
 Through a pipeline several texts are on their way in different stages at once, in the order of schedules.token_rounds.
@@ -14,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -23,8 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.comm.agree import largest
 from nbkit.rank.models.key_value_cache import KeyValueCache, first_argument, why_no_cache
 from nbkit.rank.parallel.context.context_parallel import together
+from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
@@ -86,10 +89,74 @@ def generate(
         new = [row.new_empty(0) for row in rows]
     else:
         with sharded_model.evaluating():
-            new = _Generation(sharded_model, rows, tokens, inputs, sampling, device).run()
+            cached = tokens > 1 and not _why_no_cache(sharded_model, rows[0], inputs, device)
+            new = _Generation(sharded_model, rows, tokens, inputs, sampling, device, cached=cached).run()
     texts = iter([torch.cat([row.to(device), more]) for row, more in zip(rows, new, strict=True)])
     answers = [_like(one, [next(texts) for _ in _rows(one)]) for one in prompts]
     return answers if several else answers[0]
+
+
+def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
+    """Why nothing is kept while several tokens are generated; "" where it is. Collective. Warns of it.
+
+    What a model declares says that it may be given a cache. That it is right is seen by running: once for a sharded
+    model, before its first text. row: that text's prompt.
+    """
+    if model.no_cache is None:
+        model.no_cache = why_no_cache(model.module) or _tried(model, row, inputs, device)
+    if model.no_cache and not model.axes.rank:
+        # The filter of Python shows what comes from one line once.
+        warnings.warn(
+            f"{type(model.module).__name__} keeps no keys and values while it generates, so that each token takes "
+            f"the whole text anew: {model.no_cache}.",
+            stacklevel=1,
+        )
+    return model.no_cache
+
+
+def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
+    """How far the logits of the tokens behind `row` are off where the model keeps keys and values; "" where not."""
+    row = row[: _longest(model.module) - _TRIED]
+    if not len(row):
+        return "it knows too few positions to try it"
+    # The same tokens both ways, whatever the model would choose.
+    given = [int(row[i % len(row)]) for i in range(_TRIED)]
+    whole, kept = _Given(given=given), _Given(given=given)
+    _Generation(model, [row], _TRIED, inputs, whole, device, cached=False).run()
+    failed = ""
+    try:
+        _Generation(model, [row], _TRIED, inputs, kept, device, cached=True).run()
+    except Exception as error:
+        if model.pipeline is not None:
+            raise  # other stages wait for this one
+        failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    off = 0.0 if failed else max((gap(a, b) for a, b in zip(whole.seen, kept.seen, strict=True)), default=0.0)
+    failures, parts = largest([bool(failed), int(min(off, 1e3) * 1e9)], device=device)
+    if failures:
+        return f"with them it fails: {failed or 'on another rank'}"
+    dtype = min((p.dtype for p in model.module.parameters() if p.is_floating_point()), key=lambda kind: kind.itemsize)
+    if parts <= 1e9 * _ROUNDING[dtype.itemsize]:
+        return ""
+    return f"with them the logits of the next {_TRIED - 1} tokens differ by {parts / 1e9:.2g} of the largest"
+
+
+_TRIED = 3
+"""Tokens by which both ways are compared: the first comes of the whole prompt, the others of what was kept."""
+
+_ROUNDING = {1: 5e-2, 2: 5e-2, 4: 1e-4, 8: 1e-6}
+"""Bytes of an element of the weights -> what is rounding in logits, which are float32 when a token is chosen."""
+
+
+@dataclass(frozen=True)
+class _Given(Sampling):
+    """Chooses the tokens that were `given`, one after the other, and keeps the logits that it has `seen`."""
+
+    given: Sequence[int] = ()
+    seen: list[Tensor] = field(default_factory=list)
+
+    def pick(self, logits: Tensor, draws: Sequence[torch.Generator]) -> Tensor:
+        self.seen.append(logits)
+        return torch.full((len(logits), 1), self.given[len(self.seen) - 1], device=logits.device)
 
 
 def _rows(prompt: Prompt) -> list[Tensor]:
@@ -129,19 +196,13 @@ class _Generation:
         inputs: Sequence[str] | None,
         sampling: Sampling,
         device: torch.device,
+        *,
+        cached: bool,
     ) -> None:
         self.model, self.tokens, self.sampling, self.device = model, tokens, sampling, device
         self.longest = _longest(model.module)
-        why = why_no_cache(model.module)
-        if why and tokens > 1 and not model.axes.rank:
-            # The filter of Python shows what comes from one line once.
-            warnings.warn(
-                f"{type(model.module).__name__} keeps no keys and values while it generates, so that each token takes "
-                f"the whole text anew: {why}.",
-                stacklevel=1,
-            )
-        self.input = inputs[0] if inputs is not None else None if why else first_argument(model.module)
-        self.cached = not why
+        self.input = inputs[0] if inputs is not None else first_argument(model.module) if cached else None
+        self.cached = cached
         self.lengths = [len(row) for row in rows]
         self.texts = [self._texts(rows, numbers) for numbers in self._together()]
         self.known = 0

@@ -28,7 +28,8 @@ from nbkit.strategy import Strategy
 @dataclass
 class ShardedModel:
     """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
-    about how the model was split.
+    about how the model was split. no_cache: why it keeps no keys and values while it generates, "" where it does; None
+    before that was tried.
     """
 
     strategy: Strategy
@@ -39,6 +40,7 @@ class ShardedModel:
     pipeline: Pipeline | None = None
     partial: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    no_cache: str | None = None
 
     @property
     def axes(self) -> Axes:

@@ -99,6 +99,67 @@ def test_a_model_without_a_cache_generates_the_same_and_that_is_said_once() -> N
         assert shape == (2, 5)
 
 
+def wrong_caches() -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Right(GPT2LMHeadModel):
+        pass
+
+    class FromZero(GPT2LMHeadModel):
+        """Counts positions anew in each call."""
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            return super().forward(
+                input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache, position_ids=places
+            )
+
+    class Rolling(GPT2LMHeadModel):
+        """Mixes the positions of a call beside its attention."""
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
+            output = super().forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+            output.logits = output.logits + output.logits.cumsum(1).roll(1, 1)
+            return output
+
+    class Failing(GPT2LMHeadModel):
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
+            if past_key_values is not None:
+                past_key_values.reorder_cache(None)
+            return super().forward(input_ids=input_ids, use_cache=False)
+
+    config = GPT2Config(vocab_size=32, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=None,
+                        eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    return {kind.__name__: lambda kind=kind: kind(config) for kind in (Right, FromZero, Rolling, Failing)}
+
+
+def with_wrong_caches(world: Any) -> dict[str, Any]:
+    ids, target = next_tokens(16, torch.Generator().manual_seed(4))
+    data = [({"input_ids": x}, y) for x, y in zip(ids, target, strict=True)]
+    found: dict[str, Any] = {}
+    for name, make in wrong_caches().items():
+        torch.manual_seed(0)
+        model = make()
+        prompt, text = torch.arange(4) + 1, torch.arange(4) + 1
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                text = torch.cat([text, model.eval()(text[None]).logits[0, -1:].argmax(-1)])
+        job = trainer(lambda model=model: model, "ddp", data, loss=object_cross_entropy)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = [job.generate(prompt, TOKENS).tolist() for _ in range(2)]
+        found[name] = made == [text.tolist()] * 2, [str(one.message) for one in said if "keys" in str(one.message)]
+    return found
+
+
+def test_keys_and_values_are_kept_only_where_they_give_the_logits_of_the_whole_text() -> None:
+    first, second = run_ranks(with_wrong_caches, 2, timeout=150)
+    assert all(equal for rank in (first, second) for equal, _ in rank.values())
+    assert first["Right"][1] == [] and all(said == [] for _, said in second.values())
+    for name, why in (("FromZero", "logits"), ("Rolling", "logits"), ("Failing", "it fails: AttributeError")):
+        assert len(first[name][1]) == 2 and all(why in text for text in first[name][1])
+
+
 def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
