@@ -115,7 +115,8 @@ def check(
     if batch is not None and rows is None:
         rows = rows_of(batch)
         example = take(batch, 0, min(2, rows), rows=rows)
-        look = first_runs(module, example, inputs=inputs, loss=loss, parts=chosen.tp)
+        parts = chosen.tp * (2 * chosen.cp if chosen.cp > 1 else 1)
+        look = first_runs(module, example, inputs=inputs, loss=loss, parts=parts)
         run = _runner(module, example, inputs)
         brief = run if look.short is None else _runner(module, look.short, inputs)
         try:

@@ -91,11 +91,11 @@ def prove_step(
     skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
     over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
     refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
-    given. short: few positions of those rows, which prove as much where positions are not split (see short_example.py);
-    what they do not prove, all of them may.
+    given. short: few positions of those rows, which prove as much (see short_example.py): where positions are split,
+    blocks were compared on all of them. What the few do not prove, all may.
     """
     how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
-    if short is not None and strategy.cp == 1:
+    if short is not None:
         proof = _proof(skeleton, strategy, options, short, **how)
         if proof == StepProof():
             return proof
