@@ -296,6 +296,8 @@ def _from_inside(bench: Bench, run: Run, what: str) -> str:
     try:
         values = bench.cluster.run(f"trainer.fit({STEPS})\nlosses()", timeout=RUN_SECONDS).values
     except NbkitError as error:
+        if "was stopped after" in str(error):
+            raise Wrong(f"it hangs: {error}") from error
         if what == "exception" and "planted" not in str(error):
             raise Wrong(f"the cause is not named: {error}") from error
         if what.startswith("SIG"):

@@ -70,6 +70,8 @@ class Reduction:
 
     def send(self, grads: Sequence[Tensor | None]) -> None:
         """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros."""
+        # One that was broken off while it was waited for would count as sent across already.
+        self.forget()
         links, width = self.links, self.packing.width
         self._end = width + len(grads)
         matrix = self._like.new_empty(links.ranks, aligned(self._end + 1, self._like))
