@@ -204,5 +204,6 @@ def test_how_a_job_ends_is_told_apart() -> None:
     for state, words in over.items():
         seen = parsed("7", line(JobState=state)).seen(120)
         assert seen.state == "over" and words in seen.words
+    assert parsed("7", line(JobState="SIGNALING")).seen(120).state == "running"
     waits = parsed("7", line(JobState="PENDING", Reason="Resources", StartTime="Unknown")).seen(120)
     assert waits == Seen("pending", "job 7 is pending (Resources)")

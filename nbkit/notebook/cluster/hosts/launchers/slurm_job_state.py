@@ -21,6 +21,9 @@ _ENDS = {
     "NODE_FAIL": "lost a node",
     "OUT_OF_MEMORY": "ran out of memory",
     "FAILED": "failed",
+    "BOOT_FAIL": "lost a node that did not start",
+    "DEADLINE": "was ended at its deadline",
+    "REVOKED": "was moved to another cluster",
     "COMPLETED": "has ended",
 }
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
@@ -58,7 +61,7 @@ class JobState:
             return Seen("pending", f"{name} is pending ({self.reason}){expected}")
         if self.state == "COMPLETING":  # how it will be called is not said before it is over
             return Seen("ending", f"{name} {self._how_it_ends()}")
-        if self.state in ("RUNNING", "CONFIGURING", "SUSPENDED"):
+        if self.state not in _ENDS:  # RUNNING, or what it does meanwhile: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
             if self.ends is None:
                 return Seen("running", words)
@@ -68,7 +71,7 @@ class JobState:
             return Seen("running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}")
         if self.preempted_at and self.state == "COMPLETED":  # it has made way before it was ended
             return Seen("over", f"{name} {_ENDS['PREEMPTED']}")
-        return Seen("over", f"{name} {_ENDS.get(self.state, f'is {self.state}')}")
+        return Seen("over", f"{name} {_ENDS[self.state]}")
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
