@@ -68,7 +68,7 @@ def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: S
 def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes, busy: str) -> None:
     source = (
         "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.request import SlurmRequest\n"
-        "Cluster.submit(SlurmRequest(2, nodes=2, cpu=True), name='later', ttl=30)"
+        "Cluster.submit(SlurmRequest(2, nodes=2, cpu=True), name='later', ttl=45)"
     )
     subprocess.run([sys.executable, "-c", source], check=True, timeout=PATIENCE)
     born = time.monotonic()
@@ -76,7 +76,7 @@ def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes,
     assert entry is not None and not entry.kernel.is_alive() and not entry.is_attached()
     until(lambda: re.search(PENDING, state_of("later")))
     # Longer than its time to live: the time in the queue is nobody's absence.
-    until(lambda: time.monotonic() > born + 35)
+    until(lambda: time.monotonic() > born + 50)
     slurm.command("scancel", busy)
     cluster = Cluster.attach("later")
     assert cluster.run("x = torch.ones(1) * (rank + 1); dist.all_reduce(x); int(x)").values == {0: 3, 1: 3}

@@ -89,9 +89,8 @@ def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path) -> None
     until(lambda: (folder / "saved").is_dir())
     found = re.search(r"has ended after step (\d+), saved to", log.read_text())
     assert found and int(found[1]) < LAST
-    slurm.command(
-        "scontrol", "update", f"JobId={job}", "StartTime=now+3"
-    )  # Slurm's own pause is two minutes, and none is an error
+    # Slurm's own pause is two minutes; without one it takes the job for the one that it has just ended.
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     until((folder / "history.json").exists)
     until(lambda: not slurm.jobs())
     assert "step 1\n" not in log.read_text().split(found[0])[1]  # not from the start

@@ -39,6 +39,7 @@ TICK_SECONDS = 0.1
 LOOK_SECONDS = 0.5  # at the queue, while the job waits in it
 SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
 ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answered
+RANKS_SECONDS = 180.0  # for the ranks to start
 END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
 _BACKLOG = 1024
 
@@ -190,7 +191,8 @@ class Coordinator:
                 hint="--cpu   or   hosts that are alike",
             )
         backend = "nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo"
-        self.going, self.seen = True, time.monotonic()  # the time in the queue is nobody's absence
+        # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
+        self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
         for host in self.hosts.values():
             host.link.send(event="go", backend=backend, device=facts[0]["device"])
         self._show(
