@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from slurm_nodes import SlurmNodes
 
+from magics.cluster import ClusterMagics
 from nbkit import Cluster
 from nbkit.errors import ClusterNotFound
 from nbkit.notebook.cluster import registry
@@ -49,6 +50,7 @@ def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: S
     listed = Cluster.submit(ASKED, name="waits")
     assert [entry.name for entry in listed] == ["waits"]
     until(lambda: re.search(PENDING, state_of("waits")))
+    assert re.search(PENDING, repr(ClusterMagics(None)._status(None)))  # %cluster status, in a notebook without another
     registry.end(registry.running("waits"))  # %cluster stop waits
     assert slurm.jobs() == [f"{busy} RUNNING"]
     assert registry.find("waits") is None

@@ -37,6 +37,10 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("") is None
     found = asked("--slurm -n 8 --nodes 2 --partition gpu --time 1:00:00", "--mem=4G")
     assert found == SlurmRequest(8, 2, "gpu", "1:00:00", options=("--mem=4G",))
+    assert asked("--slurm -n 8 --detach --save-before 10min") == SlurmRequest(8, save_before=600)
+    assert asked("--slurm -n 8").save_before == 120  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="--detach is for --slurm"):
+        asked("-n 2 --detach")
     assert asked("--hosts node1:2,node2 --cpu") == SshRequest((("node1", 2), ("node2", 1)), cpu=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
