@@ -10,9 +10,9 @@ import torch
 
 from bench.rigs.jobs import config, trainer
 from nbkit.errors import SwitchError
+from nbkit.rank.parallel import model_facts
 from nbkit.rank.parallel.reshard.resizable_storage import Filling
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak, storage_bytes
-from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate.free_memory import side_bytes, trim
 from nbkit.strategy import Strategy
@@ -24,7 +24,7 @@ class Worker:
     """A job of a GPT that has made its first steps."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
-        setattr(builder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(model_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
         self.step()
 

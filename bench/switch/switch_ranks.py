@@ -21,8 +21,8 @@ from bench.rigs.loopback import measured
 from bench.switch.dcp_shards import stored
 from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import Stopped
+from nbkit.rank.parallel import model_facts
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak
-from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
 from nbkit.tensor_layout import Layout
@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int = 256, block: int = 16) -> None:
         # Equal blocks, so that the stages of two pipelines nest, whatever else the machine did when they were timed.
-        setattr(builder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(model_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import NbkitError
-from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.whole_step.prove_step import StepProof
 from nbkit.rank.train import builder
 from nbkit.rank.train import trainer as training
@@ -427,10 +426,6 @@ def verdict(
     try:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.setattr(builder, "prove_step", lambda *_, **__: StepProof())
-            if "cp" not in strategy:
-                patch.setattr(builder, "try_in_parts", lambda *_: None)
-            if "tp" not in strategy:
-                patch.setattr(builder, "prove", lambda *_, **__: Proof())
             warnings.simplefilter("ignore")
             if not seen:
                 training.example_of = lambda *_: None
