@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbkit.errors import NotFinite, Stopped, TrainingError
+from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.device import accelerator
@@ -321,7 +321,13 @@ class Job(Switchable):
         """Switch, if the plan says so for this step."""
         if (strategy := self.plan.due(self.step)) is None:
             return
-        self.switch(strategy)
+        try:
+            self.switch(strategy)
+        except (SwitchError, StrategyError):
+            self.plan.done(self.step)
+            raise
+        # Only now: a switch that is broken off, as by a lack of memory on another rank, is due again on all.
+        self.plan.done(self.step)
         if self.pending is not None:
             # Nobody waits for this one's result, and the training goes on under the old strategy.
             self.pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))

@@ -42,13 +42,17 @@ class SwitchPlan:
             fits(parsed(text))
 
     def due(self, step: int) -> str | None:
-        """The strategy that the plan has after `step` finished steps, once: None when nothing changes.
+        """The strategy that the plan has after `step` finished steps, until it is `done`: None when nothing changes.
 
         After a jump, as a checkpoint makes it, it is the newest one that was passed.
         """
-        passed = sorted(at for at in self._ahead if at <= step)
-        texts = [self._ahead.pop(at) for at in passed]
-        return texts[-1] if texts else None
+        passed = [at for at in self._ahead if at <= step]
+        return self._ahead[max(passed)] if passed else None
+
+    def done(self, step: int) -> None:
+        """What was due after `step` finished steps has been made, or was refused on all ranks alike."""
+        for at in [at for at in self._ahead if at <= step]:
+            del self._ahead[at]
 
 
 def _read(path: Path) -> Any:

@@ -62,3 +62,12 @@ def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match="plan of switches cannot be read"):
         SwitchPlan(tmp_path / "plan.json")
+
+
+def test_a_switch_that_is_broken_off_is_due_again_on_every_rank() -> None:
+    """A lack of memory on another rank, say, breaks it off on those that have begun it; all begin it again together."""
+    plan = SwitchPlan({3: "tp", 5: "zero3", 9: "ddp"})
+
+    assert [plan.due(2), plan.due(5), plan.due(5)] == [None, "zero3", "zero3"]
+    plan.done(5)
+    assert [plan.due(5), plan.due(8), plan.due(9)] == [None, None, "ddp"]
