@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import drills
 import pytest
 from drill_list import DRILLS, Drill
@@ -26,6 +28,12 @@ def test_a_drill_is_answered_and_leaves_nothing(kernel: Kernel, name: str) -> No
 
 def test_there_are_sixty_drills_and_no_two_of_one_name() -> None:
     assert len({drill.name for drill in DRILLS}) == len(DRILLS) >= 60
+
+
+def test_the_ranks_are_among_the_processes_that_are_looked_at(kernel: Kernel) -> None:
+    kernel.run("%%distributed --as pids\nimport os; os.getpid()")
+    pids = json.loads(kernel.run("import json; print(json.dumps(list(pids.values.values())))").text)
+    assert len(pids) == 2 and {*pids} <= {process.pid for process in drills.processes(kernel)}
 
 
 def test_a_process_that_is_left_running_is_noticed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 _folder = Path(__file__).parent
 if str(_folder) not in sys.path:
@@ -27,6 +29,8 @@ if str(_folder) not in sys.path:
 
 from drill_list import DRILLS, Drill  # noqa: E402
 from kernel_client import Cell, Kernel  # noqa: E402
+
+from nbkit.notebook.cluster import registry  # noqa: E402
 
 START = "%cluster start -n 2 --cpu"
 HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
@@ -64,23 +68,47 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
     return Outcome(drill, sentence(cell), cell.seconds, "; ".join(wrong))
 
 
-def processes(kernel: Kernel) -> set[int]:
-    """Every process that has the kernel's folder of clusters in its environment."""
-    found, home = set(), kernel.environment["NBKIT_HOME"]
+def processes(kernel: Kernel) -> set[psutil.Process]:
+    """Every process of the kernel's clusters: by what it has in its environment, and by what is registered.
+
+    What is forked from a process of the tests shows that one's environment.
+    """
+    home = kernel.environment["NBKIT_HOME"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBKIT_HOME", home)
+        registered = [
+            process.pid for entry in registry.entries() for process in (entry.controller, entry.parent, *entry.ranks)
+        ]
+    found = set[psutil.Process]()
+    for pid in registered:
+        with suppress(psutil.Error):
+            found |= {psutil.Process(pid), *psutil.Process(pid).children(recursive=True)}
     for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("NBKIT_HOME") == home:
-                found.add(process.pid)
-        except psutil.Error:
-            continue
-    return found
+        with suppress(psutil.Error):
+            if process.environ().get("NBKIT_HOME") == home:
+                found.add(process)
+    return alive(found)
 
 
-def _new(kernel: Kernel, before: set[int]) -> list[str]:
+def alive(found: set[psutil.Process]) -> set[psutil.Process]:
+    """Those that have not ended."""
+    left = set()
+    for process in found:
+        with suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.add(process)
+    return left
+
+
+def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
     deadline = time.monotonic() + GONE_SECONDS
     while (new := processes(kernel) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [" ".join(psutil.Process(pid).cmdline()[:4]) for pid in new if psutil.pid_exists(pid)]
+    words = []
+    for process in new:
+        with suppress(psutil.Error):
+            words.append(" ".join(process.cmdline()[:4]))
+    return words
 
 
 def sentence(cell: Cell) -> str:
@@ -108,11 +136,13 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
         started = kernel.run(START)
         assert started.status == "ok", started.text
         kernel.run(HEALTHY)
+        known = processes(kernel)
         for drill in [each for each in drills if each.with_cluster]:
             yield perform(kernel, drill)
+            known |= processes(kernel)
         kernel.run("%cluster stop")
     deadline = time.monotonic() + GONE_SECONDS
-    while (left := processes(kernel)) and time.monotonic() < deadline:
+    while (left := alive(known | processes(kernel))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"left running when the notebook had ended: {left}"
 
