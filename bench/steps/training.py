@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.settings import Settings, shuffled
 from bench.stats import ratio
-from bench.steps.arms import Block, CellArm, TorchrunArm
+from bench.steps.cluster_and_torchrun import Block, CellArm, TorchrunArm
 from bench.table import Row, compared
 
 RANKS = 2

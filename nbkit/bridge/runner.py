@@ -34,7 +34,7 @@ from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
 from nbkit.wire import interrupts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from nbkit.errors import UsageError
-from nbkit.notebook.forked import in_a_fork
+from nbkit.notebook.call_in_fork import in_a_fork
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.ranked_strategies import Plan, Words
 from nbkit.planner.choose.search import Subject, search

@@ -22,7 +22,7 @@ from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
 
 from nbkit import Cluster
-from nbkit.notebook.cluster.hosts.request import SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 

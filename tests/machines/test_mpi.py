@@ -16,7 +16,7 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, RankDied, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
-from nbkit.notebook.cluster.hosts.request import MpiRequest
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest
 
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 

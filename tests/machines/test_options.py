@@ -10,7 +10,8 @@ from magics.arguments import cluster_parser, parse
 from magics.cluster import options_of
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
-from nbkit.notebook.cluster.hosts.request import (
+from nbkit.notebook.cluster.hosts.start_options import requested
+from nbkit.notebook.cluster.hosts.start_request import (
     AllocationRequest,
     MpiRequest,
     Request,
@@ -19,7 +20,6 @@ from nbkit.notebook.cluster.hosts.request import (
     loaded,
     saved,
 )
-from nbkit.notebook.cluster.hosts.start_options import requested
 
 
 def asked(line: str, *rest: str) -> Request | None:

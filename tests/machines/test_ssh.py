@@ -14,7 +14,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
-from nbkit.notebook.cluster.hosts.request import SshRequest
+from nbkit.notebook.cluster.hosts.start_request import SshRequest
 
 
 def refused(ssh: SshHosts, *names: str, python: str = "") -> ClusterError:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.hosts.request import Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import Request, SlurmRequest, SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = (["ddp"], ["zero3"], ["pp=2"], ["ddp", "zero3", "pp=2"])

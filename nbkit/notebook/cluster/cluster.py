@@ -25,8 +25,8 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
-from nbkit.notebook.cluster.hosts.request import Request, loaded, saved
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts, reach_on_hosts, submit_to_hosts
+from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within

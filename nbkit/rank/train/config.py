@@ -24,7 +24,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
-from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 

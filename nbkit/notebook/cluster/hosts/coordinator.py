@@ -28,7 +28,7 @@ from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
-from nbkit.notebook.cluster.hosts.request import Starter, loaded
+from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
 from nbkit.notebook.cluster.hosts.versions import check_versions
 from nbkit.wire import cluster_end
 from nbkit.wire.cluster_end import ClusterEnd

@@ -25,7 +25,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
-from nbkit.notebook.cluster.hosts.request import Request, saved
+from nbkit.notebook.cluster.hosts.start_request import Request, saved
 from nbkit.notebook.cluster.launch.launch import (
     START_SECONDS,
     connect,

@@ -9,7 +9,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
-from nbkit.notebook.cluster.hosts.request import MpiRequest, Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest
 
 
 def requested(options: Any) -> Request | None:

@@ -15,7 +15,7 @@ from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.checkpoint import retention
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
-from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Checkpointed
 

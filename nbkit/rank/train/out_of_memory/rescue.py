@@ -29,7 +29,7 @@ from nbkit.rank.telemetry.memory import storage_bytes
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.collective_guard import Guard, waited
-from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply

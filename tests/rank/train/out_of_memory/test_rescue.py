@@ -20,7 +20,7 @@ from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import pause, step_boundary
-from nbkit.rank.train.control.detached import DETACHED
+from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.out_of_memory import question, tensor_limit
 from nbkit.rank.train.replace import backup, resume_fit
 from nbkit.rank.train.replace.recover import recover

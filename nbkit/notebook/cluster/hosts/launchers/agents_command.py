@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbkit.notebook.cluster.hosts.request import last_lines
+from nbkit.notebook.cluster.hosts.start_request import last_lines
 
 
 class AgentsCommand:

@@ -16,7 +16,7 @@ from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, AllocationRequest, SlurmRequest
+from nbkit.notebook.cluster.hosts.start_request import AGENT, AllocationRequest, SlurmRequest
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:

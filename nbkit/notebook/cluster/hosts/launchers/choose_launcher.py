@@ -8,7 +8,7 @@ from nbkit.notebook.cluster.hosts.launchers.allocation import AllocatedNodes
 from nbkit.notebook.cluster.hosts.launchers.mpi import MpiHosts
 from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmJob
 from nbkit.notebook.cluster.hosts.launchers.ssh import SshHosts
-from nbkit.notebook.cluster.hosts.request import MpiRequest, Request, SlurmRequest, SshRequest, Starter
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest, Starter
 
 
 def starter_of(request: Request, folder: Path) -> Starter:

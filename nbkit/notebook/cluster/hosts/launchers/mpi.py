@@ -20,7 +20,7 @@ from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.ssh import hostname_of
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, MpiRequest
+from nbkit.notebook.cluster.hosts.start_request import AGENT, MpiRequest
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")

@@ -19,7 +19,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, SlurmRequest, last_lines
+from nbkit.notebook.cluster.hosts.start_request import AGENT, SlurmRequest, last_lines
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.request import AGENT, SshRequest, last_lines
+from nbkit.notebook.cluster.hosts.start_request import AGENT, SshRequest, last_lines
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30")
 
