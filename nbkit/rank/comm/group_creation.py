@@ -25,7 +25,7 @@ from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, l
 from nbkit.rank.world import sockets
 
 _DELEGATED = {"gloo", "nccl"}
-_ABORT_SECONDS = 2.0
+_ABORT_SECONDS = _RELEASE_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
 
@@ -63,14 +63,24 @@ def install() -> None:
     install_batched()
 
 
-def release(group: DelegatingGroup, instead: Broken) -> None:
-    """Take the inner group out of `group` for good: its connections are shut, and the last reference dropped."""
-    # Before the drop: its destructor waits for worker threads, and those may wait for a peer.
-    sockets.shut(group.sockets)
-    abort([group])
-    group.inner, group.sockets = instead, frozenset()
-    group.meeting = None
-    group.keep.clear()
+def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGroup], Broken]) -> None:
+    """Take the inner groups out of `groups` for good: their connections are shut, and the last references dropped."""
+    groups, dropping = list(groups), []
+    for group in groups:
+        sockets.shut(group.sockets)
+    abort(groups)
+    for group in groups:
+        inner = [group.inner]
+        group.inner, group.sockets = instead(group), frozenset()
+        group.meeting = None
+        group.keep.clear()
+        # Its destructor waits for worker threads, and those for peers if a connection was missed: then it is left.
+        dropping.append(threading.Thread(target=inner.clear, name="nbkit-release", daemon=True))
+        dropping[-1].start()
+        del inner
+    until = time.monotonic() + _RELEASE_SECONDS
+    for thread in dropping:
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:

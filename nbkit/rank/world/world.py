@@ -169,8 +169,7 @@ class World:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        for group in live():
-            release(group, Broken(f"Process group {group.label} was destroyed: this rank left the world."))
+        release(live(), lambda group: Broken(f"Process group {group.label} was destroyed: this rank left the world."))
         self._store = None
         self.dirty = "this rank has left the world"
         if _current is self:
@@ -221,9 +220,7 @@ class World:
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
         held, name, count = self._compare(groups)
         # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
-        abort(live())
-        for group in live():
-            release(group, Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
+        release(live(), lambda group: Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
         c10d._world.pg_coalesce_state.clear()
         if groups:
             clear_broken_steps()

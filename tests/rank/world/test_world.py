@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm import delegating_group
+from nbkit.rank.comm.delegating_group import registered
 from nbkit.rank.world import sockets, watchdog
 from nbkit.rank.world.rank_place import keep_local
 from nbkit.rank.world.world import Place, World, current, open_listener
@@ -420,3 +421,18 @@ def test_compiled_models_and_functions_go_through_the_groups() -> None:
 def test_the_listener_is_on_loopback() -> None:
     with open_listener() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def each_waits_for_the_other(world: World) -> float:
+    """As where a connection was missed: neither rank's is shut, so both worker threads go on waiting."""
+    here = torch.ones(4)
+    dist.broadcast(here, src=1 - world.place.rank, async_op=True)
+    for group in registered():
+        group.sockets = frozenset()
+    next_generation(world)
+    dist.all_reduce(here)
+    return here[0].item()
+
+
+def test_a_group_whose_worker_waits_for_ever_does_not_hold_up_the_next_generation() -> None:
+    assert run_ranks(each_waits_for_the_other, 2, generations=2, timeout=40) == [2.0, 2.0]
