@@ -7,7 +7,6 @@ from runs on tensors without memory (model_trace); they are those of the model a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,24 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbkit.errors import NbkitError, StrategyError, UsageError
+from nbkit.errors import StrategyError, UsageError
 from nbkit.planner.choose.search import LEAST_POSITIONS
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.peak.activations import Piece
 from nbkit.planner.peak.peak import Weights
 from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.model_facts import Runs, find_facts
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
-from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.cost_model import transformer_facts
 from nbkit.rank.train.estimate.model_trace.trace import Traced
@@ -87,39 +81,25 @@ def describe(
     look = first_runs(module, example, inputs=inputs, loss=loss, parts=max(degrees, default=1))
     few = example if look.short is None else look.short
 
-    def run() -> Any:
-        return call(module, pair(example, inputs)[0])
-
-    def brief() -> Any:
-        return call(module, pair(few, inputs)[0])
-
-    def lost(output: Any, batch: Any) -> Any:
+    def loss_of(output: Any, batch: Any) -> Any:
         return weigh(loss(output, pair(batch, inputs)[1]), rows_of(batch)).value
 
-    found: dict[str, Any] = {}
-    if degrees:
-        found["proof"] = prove(module, run, list(degrees), brief=brief)
-    with suppress(Exception):  # what is wrong with the model is said below, where it is run in earnest
-        found["gathers"] = plan_gathers(
-            module,
-            lambda: lost(run(), example),
-            brief=lambda: lost(brief(), few),
-            autocast=PRECISIONS.get(precision or ""),
-        )
-    try:
-        with repeating(module, look.draws, example) as drawing:
-            chain = find_chain(module, lambda: drawing(run), brief=lambda: drawing(brief))
-            found["chain"], found["hidden"] = chain, hidden_between(module, chain, run)
-            if found["hidden"] is not None and found["hidden"][0] >= 2 * LEAST_POSITIONS:
-                found["positionwise"] = try_in_parts(
-                    module, chain.units, lambda: drawing(run), lambda output: lost(output, example)
-                )
-    except Exception as error:
-        found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+    runs = Runs(
+        example,
+        lambda: call(module, pair(example, inputs)[0]),
+        lambda output: loss_of(output, example),
+        lambda: call(module, pair(few, inputs)[0]),
+        lambda output: loss_of(output, few),
+        autocast=PRECISIONS.get(precision or ""),
+    )
     with torch.no_grad():
-        lost(run(), example)
+        runs.loss(runs.whole())  # what is wrong with the model is said here
+    options = Options(experts=experts_in(module), draws=look.draws)
+    for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
+        if wanted != ["positionwise"] or (options.hidden is not None and options.hidden[0] >= 2 * LEAST_POSITIONS):
+            options = replace(options, **find_facts(module, runs, options, wanted))
+    options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
     skeleton = skeleton_of(module)
-    options = Options(experts=experts_in(module), draws=look.draws, **found)
     made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module, skeleton=skeleton)
     config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
     layouts = ShardLayouts(skeleton, options)

@@ -61,7 +61,7 @@ class Ahead(step_boundary.Preparation):
 
     def _alone(self) -> None:
         builder = self._job.builder
-        new = Strategy.parse(self._text, self._job.world_size)
+        new = self._job.parsed(self._text)
         if builder.learned(new):
             self._new = make_ready(self._job, self._text)
             return
