@@ -112,10 +112,8 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
     found: dict[str, int] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
-        def made(p: Tensor) -> None:
-            assert p.grad is not None
-            found[name] = _checksum(p.grad.float())
-            p.grad = None
+        def made(gradient: Tensor) -> None:  # before it is the parameter's: one that takes no memory lets go of it
+            found[name] = _checksum(gradient.float())
 
         return made
 
@@ -130,7 +128,9 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
                     p = nn.Parameter(p.detach().to(casts.dtype), requires_grad=p.requires_grad)
                     replace(places, p)
                 if p.requires_grad:
-                    hooks.append(p.register_post_accumulate_grad_hook(note(name) if name in casts.names else drop))
+                    hooks.append(p.register_post_accumulate_grad_hook(drop))
+                    if name in casts.names:
+                        hooks.append(p.register_hook(note(name)))
             value = run()
             if value.requires_grad:
                 value.backward()

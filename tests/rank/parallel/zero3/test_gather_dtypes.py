@@ -124,6 +124,9 @@ def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any],
         log_dir=None,
     )
     weights = [p.detach().clone() for p in job.model.parameters()]
+    job.builder.learn([job.parsed(strategy) for strategy, _ in cases])
+    plan = job.builder.options.gathers
+    job.builder.learn([job.parsed(strategy) for strategy, _ in cases])
     plan = job.builder.options.gathers
     assert plan is not None and plan.casts is not None and plan.casts.names == MAPS
     found = {}
