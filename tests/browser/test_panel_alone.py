@@ -270,3 +270,25 @@ def test_the_fonts_of_a_page_s_icons_are_none_of_the_panel_s(page: Any) -> None:
     }""")
 
     assert strange == []
+
+
+def test_no_figure_runs_into_the_next_column(window: Any) -> None:
+    table = table_of()
+    for option in table["options"]:
+        option["memory"] = {"now": 104_000_000, "during": 226_400_000, "after": 102_600_000}
+        option["peak_bytes"] = 178_000_000
+    page = shown(window, table)
+    page.set_viewport_size({"width": 900, "height": 700})
+
+    # A range has the box of what is written, wherever its cell ends.
+    apart = page.evaluate("""[...document.querySelectorAll("tbody tr:not(.no)")].map((row) => {
+      const boxes = [...row.cells].slice(1).filter((cell) => cell.textContent).map((cell) => {
+        const written = document.createRange();
+        written.selectNodeContents(cell.lastChild);
+        return [written.getBoundingClientRect(), cell.querySelector(".bar")?.getBoundingClientRect()];
+      });
+      const gaps = boxes.slice(1).map(([box], i) => box.left - boxes[i][0].right);
+      return Math.min(boxes[0][0].left - boxes[0][1].right, ...gaps);
+    })""")
+    page.close()
+    assert len(apart) > 3 and min(apart) >= 4

@@ -320,7 +320,7 @@ function render({ model, el }) {
     if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
     element.append(first);
     if (row.ok) {
-      const memory = make("td");
+      const memory = make("td", "memory");
       const scale = make("span", "bar");
       for (const [className, part] of [["during", row.during_part], ["rest", row.memory_part]]) {
         const filled = make("i", className);
@@ -329,7 +329,7 @@ function render({ model, el }) {
       }
       memory.append(scale, row.memory);
       memory.title = row.memory_words;
-      if (row.tight) memory.className = "tight";
+      if (row.tight) memory.classList.add("tight");
       element.append(memory);
       for (const name of ["peak", "step", "sends", "moved", "pause", "payback"]) {
         const known = row[name] !== "unknown";
