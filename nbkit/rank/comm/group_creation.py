@@ -236,5 +236,10 @@ def nccl_backend(group: DelegatingGroup) -> Any:
 
 
 def shut_all() -> int:
-    """Shut the gloo connections of every group of this process, one in the making included; how many were shut."""
-    return sockets.shut(forming.young().union(*(group.sockets for group in live())))
+    """Shut the gloo connections of every group of this process, one in the making included; how many were shut.
+
+    What is on its way between ranks that live arrives first.
+    """
+    known = frozenset[int]().union(*(group.sockets for group in live()))
+    sockets.settle(known)
+    return sockets.shut(known | forming.young())

@@ -9,8 +9,14 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import sys
+import time
 from collections.abc import Collection
+
+_STILL_SECONDS, _SETTLE_SECONDS = 0.1, 2.0
+_TCP_INFO = struct.Struct("120xQQ")
+"""Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received."""
 
 
 def inodes() -> frozenset[int]:
@@ -35,6 +41,33 @@ def shut(wanted: Collection[int]) -> int:
                     duplicate.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
+
+
+def settle(wanted: Collection[int]) -> None:
+    """Return when nothing has come or gone on the connections of `wanted` for a moment, after two seconds at most.
+
+    Before they are shut: a message of gloo's that is half received when its connection ends is awaited for ever, on
+    both sides, and no error is raised. Those between ranks that live go on by themselves, and are soon through.
+    """
+    if not wanted:
+        return
+    until, moved, since = time.monotonic() + _SETTLE_SECONDS, _moved_bytes(wanted), time.monotonic()
+    while time.monotonic() < min(until, since + _STILL_SECONDS):
+        time.sleep(_STILL_SECONDS / 10)
+        if (now := _moved_bytes(wanted)) != moved:
+            moved, since = now, time.monotonic()
+
+
+def _moved_bytes(wanted: Collection[int]) -> int:
+    """Sent and acknowledged, and received, by all of them so far."""
+    total = 0
+    for inode, fd in _by_inode().items():
+        if inode in wanted:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+                if _is_connected_tcp(duplicate):
+                    info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                    total += sum(_TCP_INFO.unpack(info)) if len(info) == _TCP_INFO.size else 0
+    return total
 
 
 def _is_connected_tcp(one: socket.socket) -> bool:

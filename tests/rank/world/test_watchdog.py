@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -191,3 +192,24 @@ def test_a_signal_dumps_the_stacks_into_the_file(tmp_path: Path) -> None:
     (text,) = run_ranks(dumped, 1, str(tmp_path / "stacks"))
 
     assert f'File "{__file__}"' in text and "in dumped" in text
+
+
+def broken_out_in_mid_message(world: World) -> float:
+    """Both ranks live, and one's message is half with the other when each of them is released."""
+    message = torch.full((100_000_000,), world.place.rank, dtype=torch.uint8)
+    ends = dist.isend(message, 0) if world.place.rank == 1 else dist.irecv(message, 1)
+    released = threading.Timer(0.02, watchdog.break_out, ["planted"])
+    released.start()
+    assert ends is not None
+    with contextlib.suppress(RuntimeError):  # if it began after the connection had ended
+        ends.wait()
+    released.join()
+    next_generation(world)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return one.item()
+
+
+def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
+    # gloo wakes nobody who waits for the rest of it.
+    assert run_ranks(broken_out_in_mid_message, 2, generations=2, timeout=40) == [2.0, 2.0]
