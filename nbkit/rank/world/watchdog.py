@@ -27,7 +27,7 @@ def break_out(reason: str) -> None:
     """Release this process from whatever operation of a process group it waits in, and from the forming of one.
 
     The waiting call raises an error; the world is marked dirty with `reason` and is of use again after
-    `World.reform`. Returns within about 2 s; harmless when repeated or when nothing waits.
+    `World.reform`. Returns within about 4 s, mostly within 0.2; harmless when repeated or when nothing waits.
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
