@@ -27,7 +27,7 @@ help:
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
-	@echo "make zoo     train 48 architectures under every strategy: equal to one process, or refused: about 10 minutes"
+	@echo "make zoo     train 55 architectures under every strategy: equal to one process, or refused: about 10 minutes"
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make plan-check measure what the planner foretells, memory and seconds: about 40 minutes"
 	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
@@ -71,7 +71,9 @@ planted: $(READY)
 	@$(BIN)/python -m parity --planted
 
 # All of it is stored; a part only printed:  make zoo Z="gpt2 tp"
+IMAGES := .venv/image-models
 zoo: $(READY)
+	@test -d $(IMAGES)/timm || $(BIN)/python -m pip install -q --no-deps --target $(IMAGES) torchvision==0.28.0 timm==1.0.31
 	@$(BIN)/python -m zoo $(if $(Z),$(Z),--out zoo/results.md)
 
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"

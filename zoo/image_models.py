@@ -1,10 +1,12 @@
-"""Models of images as people write them, and those of torchvision and timm where these are installed."""
+"""Models of images as people write them, and those of torchvision and timm, which `make zoo` installs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from models_zoo import WIDTH, Specimen, classes, cross_entropy
@@ -175,6 +177,7 @@ def _torchvision() -> dict[str, Callable[[], nn.Module]]:
 
 def _timm() -> dict[str, Callable[[], nn.Module]]:
     import timm
+    from timm.models.mlp_mixer import MlpMixer
 
     def made(name: str, **sizes: object) -> Callable[[], nn.Module]:
         return lambda: timm.create_model(name, num_classes=5, **sizes).train()  # type: ignore[no-any-return]
@@ -183,7 +186,7 @@ def _timm() -> dict[str, Callable[[], nn.Module]]:
     return {
         "timm_vit": made("vit_tiny_patch16_224", **patches),
         "timm_convnext": made("convnext_atto", dims=(8, 16, 16, 32), depths=(1, 1, 1, 1)),
-        "timm_mixer": made("mixer_s32_224", img_size=16, patch_size=4, embed_dim=WIDTH, num_blocks=2),
+        "timm_mixer": lambda: MlpMixer(5, img_size=16, patch_size=4, num_blocks=2, embed_dim=WIDTH),
     }
 
 
@@ -196,18 +199,37 @@ IMAGES: dict[str, Specimen] = {
 }
 
 
-def _importable(name: str) -> bool:
-    try:
-        import_module(name)
-    except Exception:  # also one that is built for another torch
-        return False
-    return True
+_OPERATIONS = torch.library.Library("torchvision", "FRAGMENT")
 
 
-MISSING = tuple(name for name in ("torchvision", "timm") if not _importable(name))
+def _missing() -> Iterator[str]:
+    """The names of those of torchvision and timm that cannot be imported."""
+    for name in ("torchvision", "timm"):
+        try:
+            import_module(name)
+        except ImportError:
+            yield name
+        except RuntimeError:
+            # This torchvision is built for another device than torch, as its wheels are beside a torch for CPUs: it
+            # finds none of its kernels, and its import fails at two that it takes for granted. No model here needs one.
+            for operation in ("nms", "qnms"):
+                _OPERATIONS.define(f"{operation}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            import_module(name)
+
+
+# `make zoo` installs both there, and they are found now alone: transformers imports the torchvision that it can see,
+# also one whose import fails.
+sys.path.append(str(Path(sys.prefix) / "image-models"))
+MISSING = tuple(_missing())
 """What cannot be imported: its architectures are left out, and the result says so."""
+sys.path.pop()
 
 if "torchvision" not in MISSING:
     IMAGES |= {name: Specimen(make, classes(3, 16, 16), cross_entropy, ()) for name, make in _torchvision().items()}
 if "timm" not in MISSING:
-    IMAGES |= {name: Specimen(make, classes(3, 16, 16), cross_entropy, ()) for name, make in _timm().items()}
+    # Three times halved, after patches of four.
+    sizes = {"timm_convnext": 32}
+    IMAGES |= {
+        name: Specimen(make, classes(3, sizes.get(name, 16), sizes.get(name, 16)), cross_entropy, ())
+        for name, make in _timm().items()
+    }

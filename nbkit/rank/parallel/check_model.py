@@ -165,7 +165,8 @@ def check(
             found.append(Finding(True, error.what, error.numbers, error.hint))
     found += _norms(module, chosen)
     if not any(finding.error for finding in found):
-        step = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs, short=look.short)
+        many = None if example is None else batch
+        step = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs, short=look.short, many=many)
         found += [finding] if (finding := step.finding(chosen)) is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")

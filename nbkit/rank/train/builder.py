@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from nbkit.planner.link_speed import Link
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import know, link_of
-from nbkit.rank.data.batch import Shard, call, on_device, pair, rows_of
+from nbkit.rank.data.batch import Shard, call, on_device
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine
-from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
+from nbkit.rank.parallel.model_facts import facts_for, find_facts, find_later, lacking, told
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
@@ -45,7 +44,6 @@ from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
-from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
@@ -78,6 +76,9 @@ class Builder:
     link: between the ranks, None in a world of one.
     """
 
+    _short: Any = None  # of the example, where few positions show as much
+    _many: Any = None  # rows of the data, more than the example has
+
     def __init__(
         self,
         model: Model,
@@ -108,7 +109,6 @@ class Builder:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
         self.skeleton = skeleton_of(self.module)
-        self._short: Any = None  # of the example, where few positions show as much
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         self.options = self._look(config, asked)
         self._warned: set[Strategy] = set()
@@ -133,7 +133,7 @@ class Builder:
         """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
-        self.offload, self.shells, self._short = blueprint.config.offload is not None, [], None
+        self.offload, self.shells = blueprint.config.offload is not None, []
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
         self.module = skeleton_of(self.skeleton) if module is None else module
         self._warned, self._agreed, self._told = set(blueprint.proven), set(blueprint.proven), set(blueprint.told)
@@ -271,6 +271,7 @@ class Builder:
                 optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,
                 short=self._short,
+                many=self._many,
             )
         return self.step_proofs[strategy]
 
@@ -352,7 +353,7 @@ class Builder:
             with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
                 options = self._seen(config, options)
             if wanted := lacking(options, asked):
-                found = find_facts(self.module, self._runs(self.module, config), options, wanted)
+                found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
                 options = replace(options, **found)
         if self.world_size > 1:
             dist.broadcast_object_list(sent := [options], src=0, device=self.device)
@@ -368,20 +369,6 @@ class Builder:
         if self.world_size > 1 or config.microbatch_size is not None:
             options = replace(options, **self._rows(config, lambda value: call(self.module, value), look))
         return options
-
-    def _runs(self, module: nn.Module, config: TrainConfig) -> Runs:
-        """How `module`, the whole model, is run on the example."""
-        example, device = config.example, self.device
-        few = example if self._short is None else self._short
-        return Runs(
-            batch=example,
-            whole=lambda: call(module, pair(on_device(example, device), config.inputs)[0]),
-            loss=lambda output: _loss(output, on_device(example, device), config),
-            brief=lambda: call(module, pair(few, config.inputs)[0]),
-            brief_loss=lambda output: _loss(output, few, config),
-            stages=config.stages,
-            autocast=PRECISIONS.get(config.precision or ""),
-        )
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
         """What `strategies` need to know of the model is known on every rank afterwards. Collective.
@@ -409,7 +396,7 @@ class Builder:
         """
         with self._looking:
             if wanted := lacking(self.options, strategies):
-                runs_of = partial(self._runs, config=self.config)
+                runs_of = partial(self.config.runs, short=self._short, device=self.device)
                 self._know(**find_later(self.skeleton, runs_of, self.options, wanted, beside=beside))
             return told(self.options)
 
@@ -422,6 +409,7 @@ class Builder:
         with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
             sample = config.sample() if config.sample is not None else Sample(config.example)
             if sample is not None:
+                self._many = sample.batch
                 seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
                 return {"coupled": seen.coupled, "counted": seen.counted}
         return {}
@@ -444,7 +432,3 @@ class Builder:
 def _composed(strategy: Strategy) -> Strategy:
     """Which rank is where changes no step."""
     return replace(strategy, tp_slowest=False)
-
-
-def _loss(output: Any, example: Any, config: TrainConfig) -> Tensor:
-    return weigh(config.loss(output, pair(example, config.inputs)[1]), rows_of(example)).value

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import check_inputs
+from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.stream import Stream, is_map_style, open_stream
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.model_facts import Runs
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.control.detached_flag import DETACHED
@@ -58,6 +60,23 @@ class TrainConfig:
     def fuses_dropout(self, device: torch.device) -> bool:
         """Whether a kernel of attention draws its own masks there."""
         return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
+
+    def runs(self, module: nn.Module, short: Any, device: torch.device) -> Runs:
+        """How `module`, the whole model, is run on the example. short: few positions of it that show as much."""
+        few = self.example if short is None else short
+
+        def loss(output: Any, rows: Any) -> Tensor:
+            return weigh(self.loss(output, pair(rows, self.inputs)[1]), rows_of(rows)).value
+
+        return Runs(
+            batch=self.example,
+            whole=lambda: call(module, pair(on_device(self.example, device), self.inputs)[0]),
+            loss=lambda output: loss(output, on_device(self.example, device)),
+            brief=lambda: call(module, pair(few, self.inputs)[0]),
+            brief_loss=lambda output: loss(output, few),
+            stages=self.stages,
+            autocast=PRECISIONS.get(self.precision or ""),
+        )
 
     def __post_init__(self) -> None:
         # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.

@@ -23,6 +23,7 @@ from nbkit.rank.data.batch import pick, rows_of
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.whole_step.compare_steps import differences, updates_off
@@ -32,6 +33,9 @@ from nbkit.strategy import Strategy, divisors
 
 _EXACT, _WIDE = 1 << 22, 1 << 26
 """Models of more parameters are run in float32 on fewer rows, and of still more not at all: for memory, and time."""
+
+_MANY = 8
+"""Rows of a rank where few say nothing."""
 
 _RANKS = 32
 
@@ -85,6 +89,7 @@ def prove_step(
     optimizer: Optimizer | None = None,
     microbatch_size: int | None = None,
     short: Any = None,
+    many: Any = None,
 ) -> StepProof:
     """Whether `strategy` trains the model as one process does. Sends nothing.
 
@@ -92,14 +97,19 @@ def prove_step(
     over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
     refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
     given. short: few positions of those rows, which prove as much (see short_example.py): where positions are split,
-    blocks were compared on all of them. What the few do not prove, all may.
+    blocks were compared on all of them. What the few do not prove, all may. many: more rows than example has, where
+    they are known, for a model whose BatchNorm takes its statistics of them: of two rows with one position it divides
+    by the difference of two numbers, and layer by layer a rounding grows to a misfit. In float64, as a last trial.
     """
     how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
+    proof = None
     if short is not None:
         proof = _proof(skeleton, strategy, options, short, **how)
-        if proof == StepProof():
-            return proof
-    return _proof(skeleton, strategy, options, example, **how)
+    if proof != StepProof():
+        proof = _proof(skeleton, strategy, options, example, **how)
+    if proof != StepProof() and batch_norms(skeleton):
+        proof = _proof(skeleton, strategy, options, example if many is None else many, each=_MANY, exact=_WIDE, **how)
+    return proof
 
 
 def _proof(
@@ -112,7 +122,10 @@ def _proof(
     inputs: Sequence[str] | None,
     optimizer: Optimizer | None,
     microbatch_size: int | None,
+    each: int = 2,
+    exact: int = _EXACT,
 ) -> StepProof:
+    """On `each` rows of a rank; of more than `exact` parameters on one, in float32."""
     small = tiny(strategy)
     if small.mesh.size == 1 and microbatch_size is None:
         return StepProof()
@@ -122,9 +135,9 @@ def _proof(
     options = replace(options, compile=False)
     # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
     in_parts = options.coupled is not None and parts_rows(options, strategy)
-    rows = _rows(small, 1 if size > _EXACT or in_parts else 2, microbatch_size)
+    rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
     why = ""
-    for dtype, positive in _DRAWS[size > _EXACT :]:
+    for dtype, positive in _DRAWS[size > exact :]:
         try:
             data = _data(example, rows, dtype)
             batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
@@ -236,7 +249,7 @@ def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
     if strategy.schedule == "dualpipev":
         return (strategy.microbatches or 1) * strategy.dp
     if strategy.pp > 1 or microbatch_size is not None:
-        return 2 * strategy.dp
+        return max(2, each) * strategy.dp
     return each * strategy.dp - (strategy.dp > 1 and each > 1)
 
 

@@ -93,6 +93,48 @@ def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(re
             torch.testing.assert_close(held[name], expected, rtol=1e-9, atol=1e-9, msg=name)
 
 
+class Deep(nn.Module):
+    """BatchNorm after BatchNorm of one position: of two rows each divides by the difference of two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16))
+            for _ in range(8)
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def through_deep(world: Any, strategies: list[str]) -> list[float]:
+    torch.manual_seed(0)
+    trainer = nbkit.Trainer(
+        model=lambda: Deep().double(),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+        data=TensorDataset(torch.randn(96, 16, dtype=torch.float64), torch.arange(96) % 3),
+        batch_size=24,
+        log_dir=None,
+        progress=False,
+    )
+    for strategy in strategies:
+        if trainer.job.world_size > 1:
+            trainer.switch(strategy)
+        trainer.fit(1)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics() -> None:
+    strategies = ["ddp", "zero3", "tp", "pp=2 microbatches=1"]
+    (expected,) = run_ranks(through_deep, 1, strategies)
+    for losses in run_ranks(through_deep, 2, strategies):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_on_cuda_it_is_torchs_own() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     found = synchronised(model, axes=ranks(2), micros=1, device=torch.device("cuda"))
