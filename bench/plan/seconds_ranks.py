@@ -70,6 +70,8 @@ class Worker:
             example=tuple(part[:2] for part in self._rows),
             log_dir=None,
         )
+        # While its blocks sleep: what they cost is measured here.
+        self._job.builder.learn(Strategy.every(4, schedules=("1f1b",)))
         _Sleeping.seconds = 0.0
         self._rate: Rate | None = None
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.pipeline.sleeping_rank import until
-from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.comm.operations import COLLECTIVES, num_bytes
+
+_PARTED = ("alltoall_base", "all_to_all_single")
+"""Operations that are told how much each rank gets: (output, input, sizes of what comes, of what goes)."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +53,39 @@ class _Later:
 
 
 class SleptLink:
-    """Of this process. rate: None hands everything on at once."""
+    """Of this process. rate: None hands everything on at once. carried: bytes that have left at a rate."""
 
     def __init__(self) -> None:
         self.rate: Rate | None = None
+        self.carried = 0.0
         self._free = 0.0
         self._queue: queue.SimpleQueue[tuple[float, _Later, Callable[[], Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._carry, daemon=True).start()
-        issue = delegating_group.method
-
-        def method(inner: Any, name: str) -> Callable[..., Any]:
-            own = issue(inner, name)
-            return lambda *args, **kwargs: self._send(name, inner.size(), args, lambda: own(*args, **kwargs))
-
-        delegating_group.method = method
+        for name in COLLECTIVES:
+            if hasattr(DelegatingGroup, name):
+                setattr(DelegatingGroup, name, self._slow(name, getattr(DelegatingGroup, name)))
         transfer = DelegatingGroup._transfer
 
         def later(group: Any, operation: str, tensors: Any, peer: Any, counts: Any, own: Any, how: Any) -> Any:
             if operation == "send":
                 issue = own
-                own = lambda *args: self._send("send", 1, (tensors,), lambda: issue(*args))  # noqa: E731
+                own = lambda *args: self._send(num_bytes(tensors), lambda: issue(*args))  # noqa: E731
             return transfer(group, operation, tensors, peer, counts, own, how)
 
         DelegatingGroup._transfer = later  # type: ignore[method-assign]
 
-    def _send(self, name: str, ranks: int, args: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
+    def _slow(self, name: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def later(group: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._send(_leaving(name, group, args), lambda: issue(group, *args, **kwargs))
+
+        return later
+
+    def _send(self, leaving: float, issue: Callable[[], Any]) -> Any:
         if self.rate is None:
             return issue()
         now = time.perf_counter()
-        self._free = max(now, self._free) + _leaving(name, ranks, args) / self.rate.speed
+        self.carried += leaving
+        self._free = max(now, self._free) + leaving / self.rate.speed
         work = _Later()
         self._queue.put((self._free + self.rate.latency, work, issue))
         return work
@@ -95,10 +101,10 @@ class SleptLink:
             work.given.set()
 
 
-def _leaving(name: str, ranks: int, args: tuple[Any, ...]) -> float:
+def _leaving(name: str, group: Any, args: tuple[Any, ...]) -> float:
     """Bytes that leave a rank."""
-    if name == "send":
-        return num_bytes(args[0])
     spoken, payload = COLLECTIVES[name]
-    size = num_bytes(args[payload]) if payload is not None else 0
+    size, ranks = num_bytes(args[payload]) if payload is not None else 0, group.size()
+    if name in _PARTED and (parts := args[3]):
+        return size * (1 - parts[group.rank()] / max(sum(parts), 1))
     return size * {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1.0}.get(spoken, (ranks - 1) / ranks)
