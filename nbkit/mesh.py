@@ -61,3 +61,11 @@ class Mesh:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Every group along `axis`, by its first rank; together they hold each rank once."""
         return sorted({self.ranks(axis, rank) for rank in range(self.size)})
+
+    def shard_groups(self, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """(sharding groups of `shard` neighbours along dp, groups of those who hold the same shard)."""
+        within, across = [], []
+        for ranks in self.groups("dp"):
+            within += [ranks[i : i + shard] for i in range(0, len(ranks), shard)]
+            across += [ranks[i::shard] for i in range(shard)]
+        return within, across

@@ -197,6 +197,18 @@ class Strategy:
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=order)
 
     @property
+    def summed_axis(self) -> str:
+        """The axis along which gradients are all-reduced whole, or their shards are: "dp", "replicate", "" for none."""
+        if self.levers.compress or self.dp == 1:
+            return ""
+        return "dp" if self.zero == 0 else "replicate" if self.shard < self.dp else ""
+
+    def summed_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks over which those gradients of `rank` are summed; itself alone where there is no such axis."""
+        line, step = self.mesh.ranks("dp", rank), self.shard if self.summed_axis == "replicate" else 1
+        return line[line.index(rank) % step :: step] if self.summed_axis else (rank,)
+
+    @property
     def replica_speeds(self) -> tuple[Fraction, ...]:
         """Of each place along dp, relative; () where all are equal."""
         found = of_replicas(self.speeds, self.mesh) if self.speeds else ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import Link
 from nbkit.planner.load_balance import makespan
 from nbkit.planner.overlap import Unit, waits
@@ -125,14 +126,17 @@ def _data(strategy: Strategy, sends: Sends, link: Link, computing: float) -> flo
     levers = strategy.levers
     if not terms or not sends.units or strategy.pp > 1 or levers.compress or levers.sync_every > 1:
         return sum(_seconds(term, strategy, link) for term in terms)
-    across = next((term for term in terms if term.axis == "replicate"), None)
-    within = {term.op: term for term in terms if term is not across}
+    summed = [term for term in terms if term.axis == strategy.summed_axis]
+    sharded = {term.op: term for term in terms if term.axis != strategy.summed_axis}
+    whole = max((term.bytes for term in summed), default=0)
 
     def took(op: str, size: float) -> float:
-        seconds = _seconds(replace(within[op], calls=1, bytes=round(size)), strategy, link)
-        if across is not None and op == "reduce_scatter":
-            seconds += _seconds(replace(across, calls=1, bytes=round(size / strategy.shard)), strategy, link)
-        return seconds
+        own = [replace(sharded[op], bytes=round(size))] if op in sharded else []
+        if op != "all_gather":
+            # What is all-reduced, in one level or two: all of it, or of what is sharded a rank's part.
+            part = size / strategy.shard if strategy.zero else size
+            own += [replace(term, bytes=round(part * term.bytes / whole)) for term in summed]
+        return sum(_seconds(replace(term, calls=1), strategy, link) for term in own)
 
     return waits(strategy, sends.units, computing, took, passes=sends.passes)
 
@@ -143,8 +147,8 @@ def _seconds(term: Traffic, strategy: Strategy, link: Link) -> float:
 
 def _spans(term: Traffic, strategy: Strategy, link: Link) -> bool:
     """Whether the groups along the axis have ranks of several nodes."""
-    if len(set(link.node_of)) == 1:
-        return False
+    if len(set(link.node_of)) == 1 or term.level:
+        return term.level == BETWEEN
     axis = term.axis if term.axis in ("tp", "cp", "pp") else "dp"
     lines = strategy.mesh.groups(axis)
     if term.axis == "shard":

@@ -12,6 +12,7 @@ all-gather ends with, what a reduce-scatter begins with. Over n ranks each must 
           compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
           sync_every: all-reduce of the parameters, a step's share of one                 Stich 2019
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
+          an all-reduce over nodes: reduce-scatter and all-gather within, all-reduce between    nbkit.node_levels
     tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
           with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
           embedding and head: an all-reduce each; with it, an all-gather and a reduce-scatter
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nbkit.errors import StrategyError
+from nbkit.node_levels import BETWEEN, WITHIN, levels_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.memory import ADAM, Bytes
 from nbkit.planner.stage_partition import ranks_of_stages
@@ -43,7 +45,10 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """One term of a step: `calls` of `op` in groups of `ranks` along `axis`; `bytes` is S, over all calls together."""
+    """One term of a step: `calls` of `op` in groups of `ranks` along `axis`; `bytes` is S, over all calls together.
+
+    level: WITHIN or BETWEEN nodes, where it is a part of an all-reduce in two levels.
+    """
 
     axis: str
     op: str
@@ -51,6 +56,7 @@ class Traffic:
     calls: int
     bytes: int
     what: str
+    level: str = ""
 
     @property
     def wire(self) -> float:
@@ -75,16 +81,17 @@ def per_step(
     hidden: int = _FP32,
     accumulation: int = 1,
     sequence_parallel: bool = True,
+    node_of: Sequence[int] = (),
 ) -> tuple[Traffic, ...]:
     """What `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
 
     cuts: which blocks the ranks of a pipeline hold; None: as many each. each, hidden: bytes of an element of weights
-    and gradients, of the hidden states. accumulation: forward passes of a step where there is no pipeline.
+    and gradients, of the hidden states. accumulation: forward passes of a step where there is no pipeline. node_of: of
+    each rank, the number of its node; () for one node.
     Raises StrategyError when a number of `facts` that it needs is unknown: batch, sequence, width for tp, pp and cp.
     """
-    step = _Step(
-        weights, facts, strategy, rank, cuts_for(weights, strategy, cuts), each, hidden, accumulation, sequence_parallel
-    )
+    cuts = cuts_for(weights, strategy, cuts)
+    step = _Step(weights, facts, strategy, rank, cuts, each, hidden, accumulation, sequence_parallel, node_of)
     terms = [*step.data(), *step.tensor(), *step.pipeline(), *step.context()]
     return tuple(term for term in terms if term.bytes and term.ranks > 1)
 
@@ -105,6 +112,7 @@ class _Step:
     hidden: int
     accumulation: int
     sequence_parallel: bool
+    node_of: Sequence[int]
 
     def data(self) -> Iterator[Traffic]:
         """The data axis; in hsdp its halves."""
@@ -117,19 +125,17 @@ class _Step:
             return
         if s.levers.sync_every > 1:
             size = round(p * self._held(trained) / s.levers.sync_every)
-            yield Traffic("dp", "all_reduce", s.dp, 1, size, "weights, averaged now and then")
+            yield from self._summed(size, "weights, averaged now and then")
             return
         if s.zero == 0:
-            yield Traffic("dp", "all_reduce", s.dp, 1, g * self._held(trained), "gradients")
+            yield from self._summed(g * self._held(trained), "gradients")
             return
         axis = "dp" if s.shard == s.dp else "shard"
         # Parameters stay gathered while the micro-batches of a pipeline are under way.
         passes = 1 if s.pp > 1 or s.zero < 3 else self.accumulation
         yield Traffic(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
         if s.shard < s.dp:
-            yield Traffic(
-                "replicate", "all_reduce", s.dp // s.shard, 1, g * self._held(trained, sharded=True), "gradients"
-            )
+            yield from self._summed(g * self._held(trained, sharded=True), "gradients")
         if s.zero < 3:
             yield Traffic(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
             return
@@ -140,6 +146,19 @@ class _Step:
             again = [weight for weight in self.weights if not weight.outside]
             size = passes * self._gathered(again)
             yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, backward")
+
+    def _summed(self, size: int, what: str) -> Iterator[Traffic]:
+        """An all-reduce of `size` bytes over those who hold the same, in one level or two."""
+        axis = self.strategy.summed_axis
+        group = self.strategy.summed_group(self.rank)
+        levels = levels_of(group, self.node_of)
+        if levels is None:
+            yield Traffic(axis, "all_reduce", len(group), 1, size, what)
+            return
+        near, far = len(levels.within[0]), len(levels.between[0])
+        yield Traffic(axis, "reduce_scatter", near, 1, size, what, WITHIN)
+        yield Traffic(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
+        yield Traffic(axis, "all_gather", near, 1, size, what, WITHIN)
 
     def tensor(self) -> Iterator[Traffic]:
         """Blocks, vocabulary, and gradients that are partial sums."""

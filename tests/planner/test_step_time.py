@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nbkit.node_levels import BETWEEN, WITHIN
 from nbkit.planner.link_speed import Link, Way
 from nbkit.planner.overlap import Unit
 from nbkit.planner.step_time import Seen, Sends, step_seconds
@@ -85,3 +86,18 @@ def test_across_nodes_the_slow_way_counts() -> None:
         step_seconds(alone, Sends([], 1), alone.strategy, Sends(terms, 1), link, COSTS) for terms in (near, far)
     )
     assert within == pytest.approx(1.1) and across == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("units", [(), (Unit(1.0, (10**9,)),)])
+def test_of_an_all_reduce_in_two_levels_one_part_goes_the_slow_way(units: tuple[Unit, ...]) -> None:
+    link = Link(4, WAYS, Way(0.0, 1e10), Way(0.0, 1e9), 1e10, (0, 0, 1, 1), crowded=False)
+    levels = [
+        Traffic("dp", "reduce_scatter", 2, 1, 10**9, "", WITHIN),
+        Traffic("dp", "all_reduce", 2, 1, 5 * 10**8, "", BETWEEN),
+        Traffic("dp", "all_gather", 2, 1, 10**9, "", WITHIN),
+    ]
+    alone, ddp = Seen(Strategy(), {"compute": 1e-9}), Strategy.parse("ddp", 4)
+    ring, two = (
+        step_seconds(alone, Sends([], 1), ddp, Sends(terms, 1, units), link, COSTS) for terms in ([GRADIENTS], levels)
+    )
+    assert ring == pytest.approx(1.5) and two == pytest.approx(0.5 + 2 * 0.05)

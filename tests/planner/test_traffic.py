@@ -9,6 +9,7 @@ import pytest
 from transformer_weights import FACTS, transformer
 
 from nbkit.errors import StrategyError
+from nbkit.node_levels import BETWEEN, WITHIN
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.strategy import Strategy
@@ -224,3 +225,25 @@ def test_one_rank_alone_and_axes_of_one_say_nothing(strategy: Strategy) -> None:
 def test_a_number_that_is_needed_and_unknown_is_named(missing: str) -> None:
     with pytest.raises(StrategyError, match=f"{missing} is unknown"):
         per_step([Weight("w", (4, 4))], replace(FACTS, **{missing: None}), Strategy(tp=2), 0)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (2, 4), (4, 8)])
+@pytest.mark.parametrize("text", ["ddp", "zero3 shard=2", "ddp sync_every=4"])
+def test_an_all_reduce_over_nodes_has_two_levels(text: str, nodes: int, each: int) -> None:
+    ranks = nodes * each
+    strategy, node_of = Strategy.parse(text, ranks), [rank // each for rank in range(ranks)]
+    (flat,) = (term for term in per_step(WEIGHTS, Facts(), strategy, 0) if term.op == "all_reduce")
+    found = per_step(WEIGHTS, Facts(), strategy, 0, node_of=node_of)
+    if each == strategy.shard:  # one rank of each node holds the same
+        assert flat in found
+        return
+    near = each // (strategy.shard if strategy.zero else 1)
+    levels = {term.op: term for term in found if term.level}
+    assert {op: (term.ranks, term.level) for op, term in levels.items()} == {
+        "reduce_scatter": (near, WITHIN),
+        "all_reduce": (nodes, BETWEEN),
+        "all_gather": (near, WITHIN),
+    }
+    between, ring = near * levels["all_reduce"].wire, flat.wire
+    assert between == pytest.approx(2 * (nodes - 1) / nodes * flat.bytes) and between < ring
+    assert levels["reduce_scatter"].wire + levels["all_gather"].wire == 2 * (near - 1) / near * flat.bytes

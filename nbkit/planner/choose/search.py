@@ -14,6 +14,7 @@ from typing import Protocol
 
 from nbkit.errors import StrategyError
 from nbkit.levers import Levers
+from nbkit.node_levels import BETWEEN, WITHIN, levels_of
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Parts, Rates, interval, seconds, spans
@@ -297,10 +298,10 @@ def _sent(known: _Known, candidate: _Candidate, facts: Facts) -> tuple[dict[str,
         # Gathered before forward and backward and reduced behind it; reduced and gathered; or both in one.
         times = (2 if pp > 1 else 3) if strategy.zero == 3 else 2
         gathered = known.gathered(strategy) if strategy.zero == 3 else held
-        sent[axis] = rounds * (shard - 1) / shard * ((times - 1) * gathered + held)
-        calls[axis] = times * rounds * blocks if strategy.zero == 3 else 0.0
-        if across > 1:
-            sent["replicate"] = 2 * (across - 1) / across * held / shard
+        if strategy.zero:
+            sent[axis] = rounds * (shard - 1) / shard * ((times - 1) * gathered + held)
+            calls[axis] = times * rounds * blocks if strategy.zero == 3 else 0.0
+        sent |= _summed(strategy, held / shard if strategy.zero else held, facts.node)
     if tp > 1:
         once = 2 if candidate.recompute else 0
         # Four gathers and four scatters of a block; embedding and head one pair each.
@@ -317,6 +318,19 @@ def _sent(known: _Known, candidate: _Candidate, facts: Facts) -> tuple[dict[str,
         sent["cp"] = (cp - 1) / cp * (2 * both * blocks + (1 if pp > 1 else 2) * whole + 2 * held)
         calls["cp"] = 4.0 * micros * blocks
     return sent, calls
+
+
+def _summed(strategy: Strategy, size: float, node: int | None) -> dict[str, float]:
+    """Bytes that a rank sends for the all-reduce of `size` bytes of gradients, in one level or two."""
+    axis, group = strategy.summed_axis, strategy.summed_group(0)
+    levels = levels_of(group, [rank // (node or strategy.mesh.size) for rank in range(strategy.mesh.size)])
+    if levels is None:
+        return {axis: 2 * (len(group) - 1) / len(group) * size} if axis else {}
+    near, far = len(levels.within[0]), len(levels.between[0])
+    return {
+        f"{axis} {WITHIN}": 2 * (near - 1) / near * size,
+        f"{axis} {BETWEEN}": 2 * (far - 1) / far * size / near,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -357,10 +371,15 @@ def _row(candidate: _Candidate, load: Load, top: Peak, on: Hardware, rates: Rate
 
 def _relieved(parts: Parts, load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> Iterator[tuple[str, float]]:
     """What a step would take with levers of the data axis that save at least a twentieth of it."""
-    if strategy.zero or "dp" not in load.sent:
+    if strategy.zero or strategy.dp < strategy.mesh.size or strategy.dp == 1:
         return
+    # What is rounded goes over all ranks at once: a ring's bytes.
+    whole = sum(_summed(strategy, 1.0, None).values()) / sum(_summed(strategy, 1.0, on.node).values())
     for lever in (Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)):
-        sent = load.sent | {"dp": load.sent["dp"] * (lever.share if lever.compress else 1 / lever.sync_every)}
+        if lever.compress:
+            sent = {"dp": sum(load.sent.values()) * whole * lever.share}
+        else:
+            sent = {axis: size / lever.sync_every for axis, size in load.sent.items()}
         took = seconds(replace(load, sent=sent), strategy, on, rates).total
         if took <= 0.95 * parts.total:
             yield str(lever), took
@@ -371,7 +390,8 @@ def _limit(parts: Parts, load: Load, strategy: Strategy, on: Hardware) -> str:
     most = max(named, key=lambda name: named[name])
     if most == "exposed" and load.sent:
         axis = max(load.sent, key=lambda one: load.sent[one])
-        return f"{axis} {'between nodes' if spans(strategy, axis, on.node) else 'within a node'}"
+        name = axis.partition(" ")[0]
+        return f"{name} {'between nodes' if spans(strategy, axis, on.node) else 'within a node'}"
     return most
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nbkit.node_levels import BETWEEN
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.strategy import Strategy
 
@@ -72,8 +73,11 @@ class Load:
 
 
 def spans(strategy: Strategy, axis: str, node: int) -> bool:
-    """Whether neighbours along `axis` sit on different nodes."""
+    """Whether neighbours along `axis` sit on different nodes. axis: with its level behind it, where it has two."""
     mesh = strategy.mesh
+    axis, _, level = axis.partition(" ")
+    if level:
+        return level == BETWEEN
     if axis in ("shard", "replicate"):
         inner, outer = mesh.stride("dp"), mesh.stride("dp") * strategy.shard
         return (outer if axis == "shard" else inner * strategy.dp) > node
@@ -89,7 +93,7 @@ def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidde
     for axis, size in load.sent.items():
         speed = (device.far if spans(strategy, axis, on.node) else device.near) * rates.links
         waits[axis] = size / speed + load.calls.get(axis, 0.0) * _DELAY
-    data = sum(waits.pop(axis, 0.0) for axis in ("dp", "shard", "replicate"))
+    data = sum(waits.pop(axis) for axis in list(waits) if axis.partition(" ")[0] in ("dp", "shard", "replicate"))
     behind = _BACK * forward if hidden is None else data * hidden
     exposed = sum(waits.values())
     inner = compute + exposed

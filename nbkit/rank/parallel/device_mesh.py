@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbkit.mesh import AXES, Mesh
+from nbkit.node_levels import BETWEEN, WITHIN, levels_of
 from nbkit.rank.comm.background_creation import forming
 
 MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None]
@@ -58,21 +59,30 @@ def forget(device: torch.device) -> None:
         c10d._world.group_count = int(count)
 
 
-def shard_groups(mesh: Mesh, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """(sharding groups of `shard` neighbours along dp, groups of those who hold the same shard)."""
-    within, across = [], []
-    for ranks in mesh.groups("dp"):
-        within += [ranks[i : i + shard] for i in range(0, len(ranks), shard)]
-        across += [ranks[i::shard] for i in range(shard)]
-    return within, across
+def groups_along(
+    mesh: Mesh, shard: int | None, *, summed: str = "", node_of: Sequence[int] = ()
+) -> dict[str, list[tuple[int, ...]]]:
+    """axis -> its groups, of all ranks. Halves of dp only where they are not the whole of it, or one rank each.
 
-
-def groups_along(mesh: Mesh, shard: int | None) -> dict[str, list[tuple[int, ...]]]:
-    """axis -> its groups, of all ranks. Halves of dp only where they are not the whole of it, or one rank each."""
+    summed: the axis along which gradients are all-reduced; where its groups have ranks on several nodes (node_of: see
+    `levels_of`), also its two levels.
+    """
     found = {axis: mesh.groups(axis) for axis in AXES}
     if shard not in (None, 1, mesh.dp):
-        found["shard"], found["replicate"] = shard_groups(mesh, shard)
+        found["shard"], found["replicate"] = mesh.shard_groups(shard)
+    levels = [levels for group in found.get(summed, ()) if (levels := levels_of(group, node_of)) is not None]
+    if levels:
+        found[f"{summed} {WITHIN}"] = [ranks for one in levels for ranks in one.within]
+        found[f"{summed} {BETWEEN}"] = [ranks for one in levels for ranks in one.between]
     return found
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """The two levels of an all-reduce, as one rank sees them; each group has two ranks or more."""
+
+    within: dist.ProcessGroup
+    between: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -85,10 +95,23 @@ class Axes:
     _groups: dict[str, dist.ProcessGroup | None]
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, *, shard: int | None = None, make: MakeGroup | None = None) -> Axes:
-        """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp)."""
+    def of(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        *,
+        shard: int | None = None,
+        summed: str = "",
+        node_of: Sequence[int] = (),
+        make: MakeGroup | None = None,
+    ) -> Axes:
+        """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp).
+
+        summed, node_of: see `groups_along`.
+        """
         shard, make = mesh.dp if shard is None else shard, make or group_of
-        groups = {axis: make(axis, every, rank) for axis, every in groups_along(mesh, shard).items()}
+        along = groups_along(mesh, shard, summed=summed, node_of=node_of)
+        groups = {axis: make(axis, every, rank) for axis, every in along.items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
         return cls(mesh, rank, shard, groups)
@@ -96,6 +119,11 @@ class Axes:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of this rank along `axis`, None when it is alone there."""
         return self._groups[axis]
+
+    def levels(self, axis: str) -> LevelGroups | None:
+        """The two levels of an all-reduce along `axis`; None where it has one."""
+        within, between = self._groups.get(f"{axis} {WITHIN}"), self._groups.get(f"{axis} {BETWEEN}")
+        return None if within is None or between is None else LevelGroups(within, between)
 
     def size(self, axis: str) -> int:
         """Ranks along `axis`."""

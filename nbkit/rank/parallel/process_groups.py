@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,9 +30,12 @@ class Connections:
     world: dist.ProcessGroup | None = None
 
 
-def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int) -> Connections:
-    """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is."""
-    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard)
+def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: Sequence[int] = ()) -> Connections:
+    """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is.
+
+    node_of: of each rank, the number of its node; () for one node.
+    """
+    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     ties = _ties(strategy, rank_layouts, rank, group_of)
     return Connections(axes, edge_groups(strategy.mesh.groups("pp"), rank), ties, _replication(rank_layouts))
 
@@ -52,12 +55,12 @@ def connect_threads(
     return Connections(axes, {}, ties, _replication(rank_layouts), world)
 
 
-def served(strategy: Strategy, rank_layouts: RankLayouts) -> bool:
+def served(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> bool:
     """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
     if strategy.pp > 1 and dist.get_backend() == "nccl":  # edges are not looked for
         return False
     tied = (every for every, _ in _tied(strategy, rank_layouts))
-    along = groups_along(strategy.mesh, strategy.shard)
+    along = groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     return all(all_made(every, axis) for axis, every in along.items()) and all(all_made(every, "pp") for every in tied)
 
 

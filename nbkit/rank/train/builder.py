@@ -145,16 +145,16 @@ class Builder:
     @property
     def blueprint(self) -> Blueprint:
         """What a process that joins later takes over."""
-        config = replace(self.config, sample=None)  # it reads the data, which was looked at
-        begun = self._first_batches.begun
+        seen = replace(self.config, sample=None), self.skeleton, self.template, self.options  # the data was looked at
         known = frozenset(self._agreed), frozenset(self._told)
-        return Blueprint(config, self.skeleton, self.template, self.options, *known, begun, self.link)
+        return Blueprint(*seen, *known, self._first_batches.begun, self.link)
 
     def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.shard_layouts = ShardLayouts(self.skeleton, self.options)
         self.plans = PlanCache(self.shard_layouts, self.rank)
         self._connected: dict[Strategy, Connections] = {}
+        self._node_of = self.link.node_of if self.link is not None else ()
         self.step_proofs: dict[Strategy, StepProof] = {}
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -230,7 +230,7 @@ class Builder:
             self._connected.clear()
         self.agree_on(strategy)
         if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank)
+            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank, self._node_of)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
         meet(self._connected[strategy].edges, self.device)
         return self._connected[strategy]
@@ -290,7 +290,7 @@ class Builder:
         if self.rank == 0:
             self._step_proof(new)  # which `connect` tells to all
         self._beside = new, time.perf_counter() - began
-        if new in self._connected or served(new, self.shard_layouts.of(new)):
+        if new in self._connected or served(new, self.shard_layouts.of(new), self._node_of):
             self.create_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
@@ -304,7 +304,7 @@ class Builder:
         """
         began, changes = time.perf_counter(), self._changes
         if new not in self._connected:
-            self._connected[new] = connect(new, self.shard_layouts.of(new), self.rank)
+            self._connected[new] = connect(new, self.shard_layouts.of(new), self.rank, self._node_of)
         ready = cut(self.skeleton, new, self._connected[new], options=self.options, device=self.device)
         if changes == self._changes:
             self._ready = ready

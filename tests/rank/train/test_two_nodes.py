@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbkit
+from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import ranks_of_node
-from nbkit.planner.traffic import wire_bytes
+from nbkit.planner.traffic import Traffic, wire_bytes
 from nbkit.rank.comm import link_probe
 from nbkit.rank.telemetry import collectives
 from nbkit.strategy import Strategy
@@ -40,18 +41,22 @@ def trainer(strategy: str) -> nbkit.Trainer:
     )
 
 
-def on_three_nodes(world: Any) -> dict[str, Any]:
+def on_nodes(world: Any, strategy: str, axis: str) -> dict[str, Any]:
     rank = world.place.rank
     link_probe.socket.gethostname = lambda: f"node{rank // EACH}"  # type: ignore[attr-defined]
     link_probe._known = None  # measured here, not given by the tests
     collectives.set_mode("count")
-    job = trainer("hsdp")
+    job = trainer(strategy)
     began, losses = str(job.job.strategy), [record["loss"] for record in job.fit(2)]
     first = collectives.ring.end
     job.fit(1)
     calls = [call for call in collectives.ring.between(first, collectives.ring.end)[0] if call.axis != "world"]
     between = [call for call in calls if len({member // EACH for member in call.group.members}) > 1]
     terms = job.job.cost_model().terms(job.job.strategy)
+
+    def spans(term: Traffic) -> bool:
+        return axis == "replicate" or term.level == BETWEEN
+
     return {
         "began": began,
         "losses": losses,
@@ -59,7 +64,7 @@ def on_three_nodes(world: Any) -> dict[str, Any]:
         "within": {call.axis for call in calls} - {call.axis for call in between},
         # Over n ranks an all-reduce of S bytes sends 2(n-1)/n S.
         "bytes": sum(2 * (n - 1) / n * call.bytes for call in between for n in [len(call.group.members)]),
-        "formula": max(wire_bytes(own, "replicate") for own in terms),
+        "formula": max(wire_bytes([term for term in own if term.axis == axis and spans(term)]) for own in terms),
         "tp": job.switch("tp").new,
         "link": str(job.job.builder.link),
     }
@@ -70,7 +75,7 @@ def alone(world: Any) -> list[float]:
 
 
 def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_says() -> None:
-    said = run_ranks(on_three_nodes, 6, timeout=240)
+    said = run_ranks(on_nodes, 6, "hsdp", "replicate", timeout=240)
     (expected,) = run_ranks(alone, 1)
     for one in said:
         assert one["began"] == "dp=6 zero=3 shard=2"
@@ -80,6 +85,18 @@ def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_sa
         assert "within a node" in one["link"] and "between nodes" in one["link"]
     sent = max(one["bytes"] for one in said)
     assert 0 < said[0]["formula"] <= sent < 1.01 * said[0]["formula"]  # formulas leave out what pads a part
+
+
+def test_gradients_of_ddp_are_summed_in_two_levels_and_between_nodes_goes_what_the_formula_says() -> None:
+    said = run_ranks(on_nodes, 4, "ddp", "dp", timeout=240)
+    (expected,) = run_ranks(alone, 1)
+    for one in said:
+        assert one["losses"] == pytest.approx(expected, abs=1e-12)
+        assert one["axes"] == {"dp"} and not one["within"]
+    sent = max(one["bytes"] for one in said)
+    assert 0 < said[0]["formula"] <= sent < 1.02 * said[0]["formula"]  # formulas leave out counts and what pads a part
+    # Each node's two ranks send to the other node what is 1 x the gradients; in one ring it is 1.5 x.
+    assert 2 * said[0]["formula"] == 8 * 2 * (WIDTH * WIDTH + WIDTH)
 
 
 @pytest.mark.parametrize(

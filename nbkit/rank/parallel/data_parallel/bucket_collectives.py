@@ -1,7 +1,8 @@
 """Gradients summed over ranks so that each keeps its part: reduce-scatter, and for hsdp an all-reduce behind it.
 
 Of gradients of S bytes over n ranks, (n - 1) / n S leave every rank; across r replicas, all-reduced, another
-2 (r - 1) / r S / n. Beside the gradients travel one element per parameter and the canary.
+2 (r - 1) / r S / n, where these are on several nodes in two levels (two_levels.py). Beside the gradients travel one
+element per parameter and the canary.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.parallel.data_parallel import two_levels
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned
-from nbkit.rank.parallel.device_mesh import Axes
-
-# torch 2.13 has new names for both, and warns of the old ones.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce, reduce_scatter
+from nbkit.rank.parallel.device_mesh import Axes, LevelGroups
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class Links:
     index: int
     across: dist.ProcessGroup | None
     replica: int
+    levels: LevelGroups | None = None
+    """Of the all-reduce across."""
 
     @classmethod
     def of(cls, axes: Axes) -> Links:
@@ -40,13 +41,14 @@ class Links:
             axes.index("shard"),
             axes.group("replicate"),
             axes.index("replicate"),
+            axes.levels("replicate"),
         )
 
 
 def all_gather(row: Tensor, links: Links) -> tuple[Tensor, dist.Work]:
     """(matrix with the rows of all ranks, the work that fills it)."""
     matrix = row.new_empty(links.ranks, row.numel())
-    return matrix, _all_gather(matrix.view(-1), row, group=links.group, async_op=True)
+    return matrix, two_levels.all_gather(matrix.view(-1), row, group=links.group, async_op=True)
 
 
 class Reduction:
@@ -64,7 +66,7 @@ class Reduction:
 
     def forget(self) -> None:
         """Whatever is under way is nobody's business any more."""
-        self._work: dist.Work | None = None
+        self._work: dist.Work | TwoLevelSum | None = None
         self._row: Tensor | None = None
         self._within: Tensor | None = None
 
@@ -83,17 +85,19 @@ class Reduction:
         if links.index > 1:
             matrix[:, self._end] = 0
         self._row = matrix[links.index]
-        self._work = _reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
+        self._work = reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
 
     def cross(self) -> None:
-        """Within the group it is summed: start the sum across, where there is one."""
+        """Within the group it is summed: start the sum across, where there is one, or the next level of that."""
+        if isinstance(self._work, TwoLevelSum):
+            self._work.advance()
         if self.links.across is None or self._within is not None:
             return
         assert self._work is not None and self._row is not None
         self._work.wait()
         self._within = self._row[self._end].clone()
         self._row[self._end].mul_(0.5 if self.links.replica < 2 else 0)
-        self._work = dist.all_reduce(self._row, group=self.links.across, async_op=True)
+        self._work = all_reduce(self._row, self._end, self.links.across, self.links.levels)
 
     def receive(self) -> tuple[Tensor, Tensor]:
         """Views: (the sums that it keeps and the counts behind them, the canary), ordered behind the reduction."""

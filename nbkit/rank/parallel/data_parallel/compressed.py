@@ -56,7 +56,7 @@ class CompressedBucket(GradientBucket):
         self.work = dist.all_to_all_single(self.arriving.view(-1), leaving.view(-1), group=self.group, async_op=True)
 
     @torch.no_grad()
-    def cross(self) -> None:
+    def advance(self) -> None:
         """The chunks have come: add them, and start to bring the sums together."""
         if self.crossed:
             return
@@ -73,7 +73,7 @@ class CompressedBucket(GradientBucket):
     @torch.no_grad()
     def land(self) -> None:
         """The sums of all chunks have come."""
-        self.cross()
+        self.advance()
         assert self.work is not None and self.arriving is not None
         self.work.wait()
         self.flat[: self.size] = self._unpacked(self.arriving[:, :-1]).reshape(-1)[: self.size]
@@ -117,10 +117,3 @@ class CompressedReplicas(Replicas):
 
     def _bucket(self, names: Sequence[str]) -> GradientBucket:
         return CompressedBucket([self._params[name] for name in names], self._links, self._form)
-
-    def _send_next(self) -> None:
-        # In one order on all ranks: the sums of a bucket leave before the next bucket does.
-        for bucket in self._buckets[: self._next][-1:]:
-            assert isinstance(bucket, CompressedBucket)
-            bucket.cross()
-        super()._send_next()

@@ -79,12 +79,12 @@ def _replicated(module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, le
         if is_placeholder(param):  # else the module is the user's own, and trains as it is
             memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
             replace(places, fresh(memory, param))
-    ranks, group = axes.size("dp"), axes.group("dp")
+    ranks, group, levels = axes.size("dp"), axes.group("dp"), axes.levels("dp")
     if levers.sync_every > 1:
-        found: Replicas = LocalSteps(module, replicas=ranks, across=group, every=levers.sync_every)
+        found: Replicas = LocalSteps(module, replicas=ranks, across=group, levels=levels, every=levers.sync_every)
     elif levers.compress:
         found = CompressedReplicas(module, Links(group, ranks, axes.index("dp"), None, 0), levers)
     else:
-        found = Replicas(module, world_size=ranks, group=group, bucket=levers.bucket)
+        found = Replicas(module, world_size=ranks, group=group, levels=levels, bucket=levers.bucket)
     found.lay_out(layouts)
     return found

@@ -1,6 +1,7 @@
 """Data parallelism: every rank holds the whole model, gradients are summed over the ranks while backward runs.
 
-On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients. compressed.py sends fewer.
+On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients; over several nodes in two
+levels (two_levels.py). compressed.py sends fewer.
 
 Simpler than torch's DistributedDataParallel, and right where that is not: it *sums* (the loss carries the weights, so
 ragged batches and masks average as on one process), a rank without rows and parameters without gradient take part with
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
+from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce
+from nbkit.rank.parallel.device_mesh import LevelGroups
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.tensor_layout import Layout
 
@@ -34,8 +37,10 @@ class GradientBucket(Bucket):
     give 1, the others 0, so that it is ALIVE when the sum was made and 1 or 0 when it was broken off.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(
+        self, params: list[nn.Parameter], group: dist.ProcessGroup | None, levels: LevelGroups | None = None
+    ) -> None:
+        self.group, self.levels = group, levels
         sizes = [p.numel() for p in params]
         # All of it is written before it is sent.
         self.flat = torch.empty(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
@@ -43,7 +48,7 @@ class GradientBucket(Bucket):
         super().__init__(params, [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)])
         emptied(self.flat)
         self.unused: list[int] = []
-        self.work: dist.Work | None = None
+        self.work: dist.Work | TwoLevelSum | None = None
 
     def send(self) -> None:
         self.adopt()
@@ -58,7 +63,12 @@ class GradientBucket(Bucket):
 
     def launch(self) -> None:
         """Start the sum of `flat`."""
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work = all_reduce(self.flat, -1, self.group, self.levels)
+
+    def advance(self) -> None:
+        """Where the sum takes several operations, start the next one."""
+        if isinstance(self.work, TwoLevelSum):
+            self.work.advance()
 
     def land(self) -> None:
         """Order what follows behind it."""
@@ -78,14 +88,20 @@ class GradientBucket(Bucket):
 class Replicas(BucketedAxis[GradientBucket]):
     """Sums the gradients of `model` over the ranks of a group: `world_size` of them, None is the world.
 
-    On one rank it does nothing, and gradients stay where autograd puts them.
+    levels: of that group, where it has two. On one rank it does nothing, and gradients stay where autograd puts them.
     """
 
     def __init__(
-        self, model: nn.Module, *, world_size: int, group: dist.ProcessGroup | None = None, bucket: int = BUCKET
+        self,
+        model: nn.Module,
+        *,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        levels: LevelGroups | None = None,
+        bucket: int = BUCKET,
     ) -> None:
         super().__init__(dict(model.named_parameters()), bucket=bucket)
-        self.world_size, self.group = world_size, group
+        self.world_size, self.group, self.levels = world_size, group, levels
         self.begin_again()
 
     def lay_out(self, layouts: Mapping[str, Layout]) -> None:
@@ -109,17 +125,25 @@ class Replicas(BucketedAxis[GradientBucket]):
         On a GPU nothing else tells, since an aborted reduction raises nothing here. None when nothing is reduced.
         """
         self._send_rest()
-        for bucket in self._buckets:
+        for i, bucket in enumerate(self._buckets):
+            for under_way in self._buckets[i:]:
+                under_way.advance()
             bucket.receive()
         canary = self._buckets[-1].used[-1] if self._buckets else None
         self._follow_arrival()
         return canary
 
     def _bucket(self, names: Sequence[str]) -> GradientBucket:
-        return GradientBucket([self._params[name] for name in names], self.group)
+        return GradientBucket([self._params[name] for name in names], self.group, self.levels)
 
     def _build(self, order: Sequence[str]) -> None:
         super()._build(order if self.world_size > 1 else ())
+
+    def _send_next(self) -> None:
+        # In one order on all ranks: what follows of a bucket leaves before the next bucket does.
+        for earlier in self._buckets[: self._next]:
+            earlier.advance()
+        super()._send_next()
 
     def _arrive(self, name: str) -> None:
         super()._arrive(name)

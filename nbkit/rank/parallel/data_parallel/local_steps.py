@@ -15,14 +15,24 @@ from torch import Tensor, nn
 
 from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
+from nbkit.rank.parallel.data_parallel.two_levels import all_reduce
+from nbkit.rank.parallel.device_mesh import LevelGroups
 
 
 class LocalSteps(Replicas):
     """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average."""
 
-    def __init__(self, model: nn.Module, *, replicas: int, across: dist.ProcessGroup | None, every: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        replicas: int,
+        across: dist.ProcessGroup | None,
+        levels: LevelGroups | None = None,
+        every: int,
+    ) -> None:
         super().__init__(model, world_size=1)
-        self._replicas, self._across, self._every = replicas, across, every
+        self._replicas, self._across, self._levels, self._every = replicas, across, levels, every
         self._since = 0
 
     def begin_again(self) -> None:
@@ -63,7 +73,7 @@ class LocalSteps(Replicas):
                 group.append(tensors.pop(0))
                 size += group[-1].nbytes
             flat = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
-            dist.all_reduce(flat, group=self._across)
+            all_reduce(flat, None, self._across, self._levels).wait()
             flat.div_(self._replicas)
             for tensor, mean in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(mean.view_as(tensor))

@@ -148,6 +148,7 @@ class CostModel:
                     hidden=size,
                     accumulation=accumulation,
                     sequence_parallel=sequence,
+                    node_of=self._link.node_of if self._link is not None else (),
                 )
                 known[at] = list(terms)
                 if strategy.tp > 1:

@@ -39,7 +39,7 @@ def test_rows_and_large_tensors_begin_at_128_bytes_and_padding_is_below_a_hundre
     ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(bucket_collectives, "_reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
+    monkeypatch.setattr(bucket_collectives, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
     like = torch.empty(0, dtype=dtype)
     for shapes in (BLOCK, ODD):
         packing = Packing.of(shapes, ranks, like)

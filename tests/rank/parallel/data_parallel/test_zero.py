@@ -141,10 +141,20 @@ def far(found: Tensor, wanted: Tensor) -> float:
 
 
 def train(
-    world: Any, model: str, optimizer: str, zero: int, shard: int | None, micro: int, tp: int = 1, **kwargs: Any
+    world: Any,
+    model: str,
+    optimizer: str,
+    zero: int,
+    shard: int | None,
+    micro: int,
+    tp: int = 1,
+    nodes: tuple[int, ...] = (),
+    **kwargs: Any,
 ) -> list[str]:
     # Ranks along tp hold the same here: their sums must not meet.
-    axes = Axes.of(Mesh(dp=world.place.world_size // tp, tp=tp), world.place.rank, shard=shard)
+    mesh, summed = Mesh(dp=world.place.world_size // tp, tp=tp), "replicate" if zero else "dp"
+    axes = Axes.of(mesh, world.place.rank, shard=shard, summed=summed, node_of=nodes)
+    assert (axes.levels(summed) is not None) == bool(nodes)
     rank, size, rows = axes.index("dp"), axes.size("dp"), 7
     grads, weights = one_process(model, optimizer, rows)
     module, axis = prepared(axes, built(model), zero, **kwargs)
@@ -221,11 +231,18 @@ CASES = {
         ("odd", "fused", 3, 1, 9, {}),
         ("odd", "foreach", 3, 2, 1, {"keep": True}),
         ("checkpointed", "sgd", 3, None, 2, {"ahead": 2}),
+        ("odd", "foreach", 0, None, 2, {"nodes": (0, 0, 1, 1)}),
+    ],
+    8: [
+        ("odd", "foreach", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)}),
+        ("gpt", "sgd", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)}),
+        ("odd", "foreach", 1, 2, 1, {"nodes": (0, 0, 1, 1, 1, 1, 0, 0)}),
+        ("odd", "sgd", 0, None, 1, {"nodes": (0, 0, 0, 0, 1, 1, 2, 2)}),
     ],
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_gradients_and_three_steps_equal_one_process(size: int) -> None:
     for found in run_ranks(suite, size, CASES[size], timeout=150):
         assert found == {}
