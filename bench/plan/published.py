@@ -17,6 +17,7 @@ from nbkit.planner.choose.hardware import DEVICES, Hardware
 from nbkit.planner.choose.seconds import Load, calibrated, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
 NODE, HALF, SCORES = 8, 2, 10
@@ -92,7 +93,8 @@ def _case(line: dict[str, str]) -> Case:
         for key in ("layers", "heads", "width", "vocab", "sequence", "tp", "pp", "dp", "interleaved", "batch")
     )
     micros = batch // dp // int(line["micro"])
-    strategy = Strategy(dp, tp, pp, 1, 0, dp, "1f1b" if pp > 1 else None, micros if pp > 1 else None)
+    schedule = None if pp == 1 else "interleaved" if rounds > 1 else "1f1b"
+    strategy = Strategy(dp, tp, pp, 1, 0, dp, schedule, micros if pp > 1 else None)
     devices = strategy.mesh.size
     on = Hardware(max(devices // NODE, 1), min(devices, NODE), DEVICES[line["hardware"]])
     config = GPTConfig(vocab=vocab, block=length, layers=layers, heads=heads, width=width)
@@ -105,19 +107,20 @@ def _case(line: dict[str, str]) -> Case:
     shared = subject.touched() * (1.0 if spread else 0.5 + 0.5 * tp) + scores
     again = 1.0 if full else (2 * attention) / forward
     hidden = rows * length * width * HALF
-    units = 12 if full else 10
-    bubble = (pp - 1) / (rounds * micros)
-    held = subject.parameters() / (tp * pp)
+    calls, held = (12 if full else 10) * layers // pp, subject.parameters() / (tp * pp)
+    terms = [Traffic("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
+    if pp > 1:
+        # Megatron-LM waits for each message, whose sender waits as well: no "send", which nobody waits for.
+        size = round(4 * rounds * hidden / tp)
+        terms.append(Traffic("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
     load = Load(
-        flops=forward * rows / (tp * pp),
-        touched=(shared if not spread else touched) * rows / (tp * pp),
+        flops=forward * rows / tp,
+        touched=(shared if not spread else touched) * rows / tp,
         again=again,
-        sent={"tp": (tp - 1) / tp * hidden * units * layers / pp}
-        | ({"pp": 2.0 * rounds * hidden / tp} if pp > 1 else {}),
-        calls={"tp": float(micros * units * layers / pp), "pp": 2.0 * rounds * micros if pp > 1 else 0.0},
+        stages=(1 / (rounds * pp),) * (rounds * pp),
+        terms=terms,
         # fp16 weights and gradients, fp32 master weights and moments, read and written.
         updated=held * (2 * 12 + 2 + 2),
-        idle=bubble / (1 + bubble),
     )
     kind = "full recompute" if full else "selective, sequence parallel"
     name = f"{line['parameters_b']} B, {devices} {line['hardware']}, {kind}"

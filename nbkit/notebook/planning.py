@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from nbkit.errors import UsageError
 from nbkit.notebook.call_in_fork import in_a_fork
 from nbkit.planner.choose.hardware import Hardware
+from nbkit.planner.choose.load import Subject
 from nbkit.planner.choose.ranked_strategies import Plan, Words
-from nbkit.planner.choose.search import Subject, search
+from nbkit.planner.choose.search import search
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.strategy import divisors

@@ -21,10 +21,19 @@ def ranks_of_node(node_of: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Way:
-    """latency: seconds of an operation of hardly any bytes. speed: bytes that a rank sends per second, all at once."""
+    """latency: seconds of an operation of hardly any bytes. speed: bytes that a rank sends per second, all at once.
+
+    gap: seconds after which the next operation may follow, which is less where several can be under way (the g of
+    LogGP; Alexandrov et al. 1995); None: the latency.
+    """
 
     latency: float
     speed: float
+    gap: float | None = None
+
+    def holds(self, num_bytes: float) -> float:
+        """Seconds in which an operation that sends so much keeps the next one waiting."""
+        return (self.latency if self.gap is None else self.gap) + num_bytes / self.speed
 
     def seconds(self, calls: float, num_bytes: float) -> float:
         """Of `calls` operations that send `num_bytes` together."""
@@ -55,16 +64,20 @@ class Link:
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0
         return carried + max(kept, default=0) / self.copy
 
-    def seconds(self, term: Traffic, *, spans_nodes: bool = False) -> float:
-        """Of the operations of a step, one after the other. spans_nodes: the group has ranks of several nodes."""
-        way = self.ways.get(term.op, self.ways["all_to_all"])
-        # In a ring, as for messages to everyone, the latency grows with the ranks.
-        hops = 1.0 if term.op == "send" else (term.ranks - 1) / max(self.ranks - 1, 1)
+    def way(self, term: Traffic, *, spans_nodes: bool = False) -> Way:
+        """Of an operation of `term`. spans_nodes: its group has ranks of several nodes."""
+        way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
+        latency, gap = way.latency, way.gap
+        if term.op != "send" and one.latency < latency and self.ranks > 2:
+            # In a ring it grows with the ranks, through a switch it does not: between one message and all ranks' own.
+            share = (term.ranks - 2) / (self.ranks - 2)
+            latency = one.latency + share * (latency - one.latency)
+            gap = None if gap is None else min(gap, latency)
         speed = way.speed
         if self.far is not None and self.near is not None:
             own = self.far if spans_nodes else self.near
             speed *= own.speed / min(self.far.speed, self.near.speed)
-        return Way(way.latency * hops, speed).seconds(term.calls, term.wire)
+        return Way(latency, speed, gap)
 
     def __str__(self) -> str:
         way = self.ways["all_to_all"]

@@ -18,11 +18,13 @@ from nbkit.planner.stage_partition import ranks_of_stages, stage_ranges
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
-_PASSES = 3
+_FORWARD = 1 / 3
 """A backward pass takes twice as long as its forward."""
 _FINE = 100
-_MOST, _MANY = 64, 1024
-"""Stages times micro-batches up to which a division is worth its simulations, and a forecast is worth one."""
+_MOST, _MANY, _FEW = 64, 1024, 32
+"""Stages times micro-batches up to which a division is worth its simulations, and a forecast is worth one, of equal
+stages too."""
+_EQUAL = 1e-6
 
 
 def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> float:
@@ -58,20 +60,53 @@ def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: 
 
 
 @lru_cache(maxsize=4096)
-def makespan(schedule: str | None, micros: int, stages: tuple[float, ...], transfer: float = 0.0) -> float:
+def makespan(
+    schedule: str | None,
+    micros: int,
+    stages: tuple[float, ...],
+    transfer: float = 0.0,
+    *,
+    ranks: int = 0,
+    forward: float = _FORWARD,
+) -> float:
     """Seconds of a pipeline's step. stages: of each, for all micro-batches, forward and backward.
 
-    transfer: of a message between two ranks. schedule: None where there is no pipeline.
+    transfer: of a message between two ranks. schedule: None where there is no pipeline. ranks: 0 where the schedule
+    says how many stages each has. forward: the share of a stage before its backward.
     """
     if schedule is None:
         return sum(stages)
-    ranks = len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
-    each = tuple(stage / micros / _PASSES for stage in stages)
-    if micros * len(stages) > _MANY and schedule in ("gpipe", "1f1b"):
-        # Full, the longest stage is never waited for; each of the others is passed once on the way in and out.
-        return _PASSES * (sum(each) + (micros - 1) * max(each)) + 2 * (len(stages) - 1) * transfer
+    ranks = ranks or len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
+    if _is_sum(schedule, micros, stages, transfer, ranks):
+        return _full(schedule, micros, stages, transfer, ranks)
+    each, back = tuple(forward * stage / micros for stage in stages), (1 - forward) / 2 / micros
+    half = tuple(back * stage for stage in stages)
     run = Schedule.of(schedule, ranks, micros)
-    return simulate(run, forward=each, backward_input=each, backward_weight=each, transfer=transfer).makespan
+    return simulate(run, forward=each, backward_input=half, backward_weight=half, transfer=transfer).makespan
+
+
+def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> bool:
+    """Whether no simulation is needed, or worth its time."""
+    if schedule not in ("gpipe", "1f1b", "interleaved"):
+        return False
+    operations = micros * len(stages)
+    if operations > _MANY or len(stages) > 2 * ranks:
+        return True
+    even = max(stages) - min(stages) <= _EQUAL * max(stages)
+    whole = schedule != "interleaved" or micros % ranks == 0
+    return even and whole and (not transfer or operations > _FEW)
+
+
+def _full(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> float:
+    """The same as a sum, exact for equal stages: full, the busiest rank is never waited for, and each of the others is
+    passed once on the way in and out."""
+    sums = [sum(stages[rank::ranks]) for rank in range(ranks)]
+    filling = (sum(stages[:ranks]) - max(stages[:ranks])) / micros
+    hops = 2.0 * (len(stages) - 1)
+    if schedule == "1f1b" and ranks > 1:
+        # With as few under way as there are ranks, who waits for a message that comes back has nothing to do.
+        hops = max(hops, 2 * (ranks - 1) / ranks * micros + 2 * (ranks - 2))
+    return max(sums) + filling + hops * transfer
 
 
 def _row_seconds(

@@ -101,6 +101,19 @@ def wire_bytes(terms: Sequence[Traffic], axis: str | None = None) -> float:
     return sum(term.wire for term in terms if axis in (None, term.axis))
 
 
+def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int]) -> Iterator[Traffic]:
+    """An all-reduce of `size` bytes over `rank` and those who hold the same, in one level or two."""
+    axis, group = strategy.summed_axis, strategy.summed_group(rank)
+    levels = levels_of(group, node_of)
+    if levels is None:
+        yield Traffic(axis, "all_reduce", len(group), 1, size, what)
+        return
+    near, far = len(levels.within[0]), len(levels.between[0])
+    yield Traffic(axis, "reduce_scatter", near, 1, size, what, WITHIN)
+    yield Traffic(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
+    yield Traffic(axis, "all_gather", near, 1, size, what, WITHIN)
+
+
 @dataclass(frozen=True)
 class _Step:
     weights: Sequence[Weight]
@@ -125,17 +138,18 @@ class _Step:
             return
         if s.levers.sync_every > 1:
             size = round(p * self._held(trained) / s.levers.sync_every)
-            yield from self._summed(size, "weights, averaged now and then")
+            yield from summed(s, size, "weights, averaged now and then", self.rank, self.node_of)
             return
         if s.zero == 0:
-            yield from self._summed(g * self._held(trained), "gradients")
+            yield from summed(s, g * self._held(trained), "gradients", self.rank, self.node_of)
             return
         axis = "dp" if s.shard == s.dp else "shard"
         # Parameters stay gathered while the micro-batches of a pipeline are under way.
         passes = 1 if s.pp > 1 or s.zero < 3 else self.accumulation
         yield Traffic(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
         if s.shard < s.dp:
-            yield from self._summed(g * self._held(trained, sharded=True), "gradients")
+            size = g * self._held(trained, sharded=True)
+            yield from summed(s, size, "gradients", self.rank, self.node_of)
         if s.zero < 3:
             yield Traffic(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
             return
@@ -146,19 +160,6 @@ class _Step:
             again = [weight for weight in self.weights if not weight.outside]
             size = passes * self._gathered(again)
             yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, backward")
-
-    def _summed(self, size: int, what: str) -> Iterator[Traffic]:
-        """An all-reduce of `size` bytes over those who hold the same, in one level or two."""
-        axis = self.strategy.summed_axis
-        group = self.strategy.summed_group(self.rank)
-        levels = levels_of(group, self.node_of)
-        if levels is None:
-            yield Traffic(axis, "all_reduce", len(group), 1, size, what)
-            return
-        near, far = len(levels.within[0]), len(levels.between[0])
-        yield Traffic(axis, "reduce_scatter", near, 1, size, what, WITHIN)
-        yield Traffic(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
-        yield Traffic(axis, "all_gather", near, 1, size, what, WITHIN)
 
     def tensor(self) -> Iterator[Traffic]:
         """Blocks, vocabulary, and gradients that are partial sums."""

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from nbkit.planner.load_balance import best_speeds, computing_seconds
+from nbkit.planner.load_balance import _full, best_speeds, computing_seconds, makespan
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
@@ -55,3 +55,25 @@ def test_a_slow_last_stage_gets_less_than_its_share() -> None:
     assert best_speeds(strategy, ROWS, costs, speeds)[0] == 3 * best_speeds(strategy, ROWS, costs, speeds)[1]
     least, even = (computing_seconds(replace(strategy, speeds=each), ROWS, costs, speeds) for each in ((3, 1), (2, 1)))
     assert least / even == pytest.approx(117 / 120)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("ranks, micros", [(2, 8), (4, 16), (8, 16), (4, 32)])
+def test_long_pipelines_are_told_by_a_sum_that_says_what_the_simulation_does(
+    schedule: str, ranks: int, micros: int
+) -> None:
+    stages = (6.0 * micros,) * (ranks * (2 if schedule == "interleaved" else 1))
+    for transfer in (0.0, 0.3):
+        run = simulate(
+            Schedule.of(schedule, ranks, micros),
+            forward=2.0,
+            backward_input=2.0,
+            backward_weight=2.0,
+            transfer=transfer,
+        )
+        assert _full(schedule, micros, stages, transfer, ranks) == pytest.approx(run.makespan, rel=1e-2 * transfer)
+
+
+def test_uneven_stages_are_never_told_shorter_by_the_sum_than_by_the_simulation() -> None:
+    for stages in ((8.0, 8.0, 8.0, 12.0), (12.0, 8.0, 8.0, 8.0), (8.0, 12.0, 9.0, 8.0)):
+        assert _full("1f1b", 8, stages, 0.0, 4) >= makespan("1f1b", 8, stages) - 1e-9

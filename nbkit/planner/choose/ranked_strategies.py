@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbkit.planner.choose.seconds import Parts
 from nbkit.planner.peak.peak import Peak
+from nbkit.planner.step.step_time import Parts
 
 
 @dataclass(frozen=True)

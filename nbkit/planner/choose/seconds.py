@@ -1,21 +1,25 @@
-"""Seconds of a step by arithmetic, in the parts that a dashboard's bars have, and how sure they are.
+"""Seconds of a step from the figures of data sheets, and how sure they are: the sum is nbkit/planner/step/step_time.py.
 
 compute   multiplications at the share of the data sheet's rate that large ones reach, and the bytes that everything
           else reads and writes at that of the memory
-exposed   what is waited for: all that tp and cp send, what of dp backward does not hide
-bubble    what the schedule leaves idle
+links     bytes at the share of their rate, within a node and between nodes
 optimizer reading and writing parameters, gradients and state
 
-`Rates` are the three shares; one measured step calibrates the first (`calibrated`). The interval's ends are a dp that
-hides behind backward wholly or not at all, and shares that are some percent better or worse.
+`Rates` are the three shares; one measured step calibrates the first (`calibrated`). The interval's ends are a data axis
+that is hidden wholly or not at all, and shares that are some percent better or worse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.choose.hardware import Hardware
+from nbkit.planner.link_speed import Way
+from nbkit.planner.step.overlap import Unit
+from nbkit.planner.step.step_time import Line, Parts, Work, step_parts
+from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
 _DELAY = 20e-6
@@ -40,36 +44,32 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Seconds of a step by part."""
-
-    compute: float
-    exposed: float
-    bubble: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return self.compute + self.exposed + self.bubble + self.optimizer
-
-
-@dataclass(frozen=True)
 class Load:
-    """What a step gives the fullest rank to do.
+    """What a step gives the ranks to do.
 
-    flops: of its forward passes. touched: bytes that the rest of a forward reads and writes. again: forwards that are
-    computed once more in backward, as a share. sent: bytes that leave it, by axis; calls: how often it waits, by axis.
-    updated: bytes that the optimizer reads and writes. idle: of the step of a pipeline, the share that it waits.
+    flops: of the forward passes of all blocks, of what one replica has of each. touched: bytes that the rest of them
+    reads and writes. again: forwards that are computed once more in backward, as a share. stages: of the blocks, the
+    share of each stage. terms: what the busiest rank sends. units, passes: see step_time.Work. updated: bytes that the
+    optimizer reads and writes.
     """
 
     flops: float
     touched: float
     again: float
-    sent: dict[str, float]
-    calls: dict[str, float]
+    stages: Sequence[float]
+    terms: Sequence[Traffic]
     updated: float
-    idle: float
+    units: Sequence[Unit] = ()
+    passes: int = 1
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that leave the busiest rank, by axis, and its level where it has two."""
+        found: dict[str, float] = {}
+        for term in self.terms:
+            name = f"{term.axis} {term.level}".strip()
+            found[name] = found.get(name, 0.0) + term.wire
+        return found
 
 
 def spans(strategy: Strategy, axis: str, node: int) -> bool:
@@ -84,25 +84,26 @@ def spans(strategy: Strategy, axis: str, node: int) -> bool:
     return mesh.stride(axis) * mesh.degree(axis) > node
 
 
-def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidden: float | None = None) -> Parts:
-    """Of a step. hidden: the share of dp that backward hides at most; None: as far as backward is long."""
+def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidden: bool | None = None) -> Parts:
+    """Of a step. hidden: whether all of the data axis is, or nothing; None: as it is simulated."""
     device = on.device
     forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
-    compute = forward * (1 + _BACK + load.again)
-    waits: dict[str, float] = {}
-    for axis, size in load.sent.items():
-        speed = (device.far if spans(strategy, axis, on.node) else device.near) * rates.links
-        waits[axis] = size / speed + load.calls.get(axis, 0.0) * _DELAY
-    data = sum(waits.pop(axis) for axis in list(waits) if axis.partition(" ")[0] in ("dp", "shard", "replicate"))
-    behind = _BACK * forward if hidden is None else data * hidden
-    exposed = sum(waits.values())
-    inner = compute + exposed
-    return Parts(
-        compute,
-        exposed + max(data - behind, 0.05 * data),
-        inner * load.idle / (1 - load.idle),
+    passes = 1 + _BACK + load.again
+
+    def line(term: Traffic) -> Line:
+        far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
+        return Line(Way(_DELAY, (device.far if far else device.near) * rates.links), int(far))
+
+    work = Work(
+        [[forward * passes * share for share in load.stages]],
+        load.terms,
+        () if hidden is False else load.units,
+        load.passes,
+        1 / passes,
         load.updated / (device.bandwidth * rates.bandwidth),
+        waiting=0.0 if hidden else 1.0,
     )
+    return step_parts(work, strategy, line)
 
 
 def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tuple[float, float]:
@@ -111,7 +112,7 @@ def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tupl
         replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
         for factor in (1 + rates.spread, 1 - rates.spread)
     )
-    return seconds(load, strategy, on, best, hidden=1.0).total, seconds(load, strategy, on, worst, hidden=0.0).total
+    return seconds(load, strategy, on, best, hidden=True).total, seconds(load, strategy, on, worst, hidden=False).total
 
 
 def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *, rates: Rates | None = None) -> Rates:

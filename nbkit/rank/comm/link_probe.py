@@ -12,6 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from nbkit.rank.device import accelerator
 
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank hands over, of each of the others' parts together."""
-_TIMES = 3
+_TIMES, _UNDER_WAY = 3, 4
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -79,16 +81,28 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
     return Link(ranks, ways, near, far, _copying(large, device), node_of, crowded)
 
 
-def _way(make: Callable[[int], Callable[[], object]], large: int, sent: float, device: torch.device) -> Way:
+_Act = Callable[..., Any]
+"""Makes an operation: waits for it, or with async_op=True returns it."""
+
+
+def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.device) -> Way:
     """sent: the part of the bytes handed over that leaves a rank. Collective; the slowest rank's times, on all."""
     # Parts of whole numbers of four bytes, also over three ranks.
     unit = 4 * dist.get_world_size()
-    short, long = (_timed(make(max(size // unit, 1) * unit), device) for size in (_SMALL, large))
-    both = torch.tensor([short, long], dtype=torch.float64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    short, long = both.tolist()
+    small, whole = (make(max(size // unit, 1) * unit) for size in (_SMALL, large))
+    times = _timed(small, device), _timed(whole, device), _timed(lambda: _at_once(small), device)
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    short, long, several = slowest.tolist()
+    gap = min(max((several - short) / (_UNDER_WAY - 1), 0.0), short)
     # Where even the large ones are over at once, nothing is known but that.
-    return Way(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9))
+    return Way(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9), gap)
+
+
+def _at_once(act: _Act) -> None:
+    """Several that are begun before the first is waited for."""
+    for work in [act(async_op=True) for _ in range(_UNDER_WAY)]:
+        work.wait()
 
 
 def _timed(act: Callable[[], object], device: torch.device) -> float:
@@ -108,30 +122,28 @@ def _wait(device: torch.device) -> None:
         accelerator().wait_for_all(device)
 
 
-def _all_to_all(
-    size: int, to: list[float], device: torch.device, of: list[float] | None = None
-) -> Callable[[], object]:
+def _all_to_all(size: int, to: list[float], device: torch.device, of: list[float] | None = None) -> _Act:
     """`size` bytes in equal parts to the ranks for which `to` is 1 (of: from which; default the same)."""
     given = [int(one) * (size // (len(to) if of is None else 1)) for one in to]
     taken = given if of is None else [int(one) * size for one in of]
     outgoing, incoming = _flat(sum(given), device), _flat(sum(taken), device)
-    return lambda: dist.all_to_all_single(incoming, outgoing, taken, given)
+    return partial(dist.all_to_all_single, incoming, outgoing, taken, given)
 
 
-def _reduced(size: int, device: torch.device) -> Callable[[], object]:
+def _reduced(size: int, device: torch.device) -> _Act:
     flat = _flat(size, device).view(torch.float32)
-    return lambda: dist.all_reduce(flat)
+    return partial(dist.all_reduce, flat)
 
 
-def _gathered(size: int, ranks: int, device: torch.device) -> Callable[[], object]:
+def _gathered(size: int, ranks: int, device: torch.device) -> _Act:
     part, whole = _flat(size, device), _flat(size * ranks, device)
-    return lambda: _all_gather(whole, part)
+    return partial(_all_gather, whole, part)
 
 
-def _scattered(size: int, ranks: int, device: torch.device) -> Callable[[], object]:
+def _scattered(size: int, ranks: int, device: torch.device) -> _Act:
     whole = _flat(size, device).view(torch.float32)
     part = whole.new_zeros(whole.numel() // ranks)
-    return lambda: _reduce_scatter(part, whole)
+    return partial(_reduce_scatter, part, whole)
 
 
 def _flat(size: int, device: torch.device) -> Tensor:

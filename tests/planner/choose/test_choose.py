@@ -11,7 +11,8 @@ import pytest
 from nbkit.errors import UsageError
 from nbkit.notebook.planning import explain, plan, planned
 from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.search import _candidates, _Known, _load, _sent
+from nbkit.planner.choose.load import Known, load_of
+from nbkit.planner.choose.search import _candidates
 from nbkit.planner.choose.seconds import Rates, calibrated, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
@@ -95,7 +96,7 @@ def test_two_rows_are_explained_part_by_part_with_what_would_change_the_choice()
 def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element: int) -> None:
     config = GPTConfig(vocab=512, block=256, layers=4, heads=8, width=64)
     subject, strategy = GPTPieces(config, element), Strategy.parse(text, 8)
-    known, facts = _Known(subject), subject.facts(32)
+    known, facts = Known(subject), subject.facts(32)
     candidate = next(one for one in _candidates(strategy, 32, 4) if one.micros == 1 and not one.recompute)
     weights = [
         Weight(
@@ -109,8 +110,7 @@ def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element
         for j, size in enumerate((*piece.inside, *piece.outside))
     ]
     terms = per_step(weights, facts, strategy, 0, each=ADAM)
-    sent, _ = _sent(known, candidate, facts)
-    for axis, size in sent.items():
+    for axis, size in load_of(known, candidate, facts).sent.items():
         # Losses, roots that are gathered once, and gradients of norms are a little beside it.
         assert size == pytest.approx(wire_bytes(terms, axis), rel=0.12), axis
 
@@ -118,8 +118,8 @@ def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element
 def test_one_measured_step_calibrates() -> None:
     subject, on = GPTPieces(SMALL, element=2), Hardware.parse("8 A100")
     strategy = Strategy.parse("ddp", 8)
-    known, facts = _Known(subject), subject.facts(64)
-    load = _load(known, next(_candidates(strategy, 64, 12)), facts)
+    known, facts = Known(subject), subject.facts(64)
+    load = load_of(known, next(_candidates(strategy, 64, 12)), facts)
     rates = calibrated(load, strategy, on, 0.1)
     assert seconds(load, strategy, on, rates).total == pytest.approx(0.1, rel=1e-3)
     assert rates.spread < Rates().spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,12 +54,24 @@ def made(**changed: Any) -> Link:
 
 def test_seconds_are_latency_and_bytes() -> None:
     all_reduce = Traffic("dp", "all_reduce", 4, 2, 10**9, "gradients")
-    assert made().seconds(all_reduce) == pytest.approx(2e-3 + 1.5)
+
+    def took(link: Link, *, spans_nodes: bool = False) -> float:
+        return link.way(all_reduce, spans_nodes=spans_nodes).seconds(all_reduce.calls, all_reduce.wire)
+
+    assert took(made()) == pytest.approx(2e-3 + 1.5)
     nodes = made(near=Way(1e-3, 1e9), far=Way(1e-3, 1e8), node_of=(0, 0, 1, 1))
-    assert nodes.seconds(all_reduce, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
-    assert nodes.seconds(all_reduce) == pytest.approx(2e-3 + 0.15)  # the world's speed is that between nodes
+    assert took(nodes, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
+    assert took(nodes) == pytest.approx(2e-3 + 0.15)  # the world's speed is that between nodes
     assert made().moving([10**9, 0], [0, 5 * 10**8], [10**10, 0]) == pytest.approx(1e-3 + 1 + 0.2 + 1)
     assert made().moving([0], [0], [0]) == 0
+
+
+def test_latency_of_fewer_ranks_lies_between_that_of_a_message_and_that_of_all() -> None:
+    pair = Traffic("tp", "all_reduce", 2, 1, 4, "")
+    ring = {**made().ways, "all_reduce": Way(3e-3, 1e9, 2e-3)}
+    assert made(ways=ring).way(pair) == Way(1e-3, 1e9, 1e-3)  # a message alone takes 1 ms
+    assert made(ways=ring).way(replace(pair, ranks=3)) == Way(2e-3, 1e9, 2e-3)
+    assert made().way(pair) == Way(1e-3, 1e9)  # through a switch, ranks make no difference
 
 
 @pytest.mark.parametrize(

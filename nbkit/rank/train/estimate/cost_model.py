@@ -17,10 +17,10 @@ from nbkit.errors import NbkitError
 from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, held
 from nbkit.planner.memory import Bytes
-from nbkit.planner.overlap import Unit
 from nbkit.planner.reshard.placement import placed
 from nbkit.planner.stage_partition import place, ranks_of_stages
-from nbkit.planner.step_time import Sends
+from nbkit.planner.step.measured_step import Sends
+from nbkit.planner.step.overlap import Unit
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, casts_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nbkit.planner.step_time import Seen, Sends, step_seconds
+from nbkit.planner.step.measured_step import Seen, Sends, foretold
+from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.cost_model import CostModel
@@ -18,10 +19,13 @@ def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy
     costs, example = options.costs, builder.config.example
     if not costs or example is None:
         return None
-    compute = sum(costs) / rows_of(example) * batch
+    # Costs are those of the blocks as they are, a forward and a backward.
+    again = FORWARD if options.recompute else 0.0
+    compute = (1 + again) * sum(costs) / rows_of(example) * batch
     if link is None:
         return compute
     sends = model.sends(strategy)
     if sends is None:
         return None
-    return step_seconds(Seen(Strategy(), {"compute": compute}), Sends((), 0), strategy, sends, link, costs)
+    alone, forward = Seen(Strategy(), {"compute": compute}), FORWARD / (1 + again)
+    return foretold(alone, Sends((), 0), strategy, sends, link, costs, forward=forward).total

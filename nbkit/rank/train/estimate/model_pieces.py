@@ -116,7 +116,7 @@ class Average:
 
 
 class ModelPieces:
-    """Of one model. recompute: of its blocks. See planner.choose.search.Subject."""
+    """Of one model. recompute: of its blocks. See planner.choose.load.Subject."""
 
     def __init__(self, of: Described, *, recompute: bool = False) -> None:
         self._of = of

@@ -8,7 +8,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from nbkit.planner.reshard.placement import orders
-from nbkit.planner.step_time import Seen, step_seconds
+from nbkit.planner.step.measured_step import Seen, foretold
+from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
@@ -72,7 +73,8 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy) -> float | Non
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    return step_seconds(Seen(now, parts), here, strategy, then, link, costs)
+    forward = FORWARD / (1 + FORWARD) if job.builder.options.recompute else FORWARD
+    return foretold(Seen(now, parts), here, strategy, then, link, costs, forward=forward).total
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:

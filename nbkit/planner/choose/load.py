@@ -1,0 +1,246 @@
+"""What a strategy gives the ranks to do and to send, of a model as formulas or as it was measured.
+
+Of a model as it is cut along tp and cp the pieces are asked for once (`Known`). What is sent follows from sums over its
+weights, for thousands of candidates; nbkit.planner.traffic says the same of each weight, and a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+from nbkit.planner.choose.seconds import Load
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.memory import Rest
+from nbkit.planner.peak.activations import Line, Piece
+from nbkit.planner.peak.peak import Weights
+from nbkit.planner.stage_partition import ranks_of_stages
+from nbkit.planner.step.overlap import Unit
+from nbkit.planner.traffic import Traffic, summed
+from nbkit.strategy import Strategy
+
+
+class PerElement(Protocol):
+    """Bytes of a parameter's element, its gradient and what the optimizer keeps of it; an average is as good."""
+
+    @property
+    def parameter(self) -> float: ...
+    @property
+    def gradient(self) -> float: ...
+    @property
+    def optimizer(self) -> float: ...
+
+
+class Subject(Protocol):
+    """A model, as formulas or as it was measured. recompute: of its blocks.
+
+    flops, touched: of a row's forward, on a rank of these axes. refused: why it cannot be split so, (what, numbers);
+    None where it can.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def each(self) -> PerElement: ...
+    @property
+    def element(self) -> int: ...
+    def recomputing(self, recompute: bool) -> Subject: ...
+    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]: ...
+    def weights(self, tp: int, cp: int) -> list[Weights]: ...
+    def facts(self, batch: int) -> Facts: ...
+    def flops(self, tp: int, cp: int) -> float: ...
+    def touched(self, tp: int, cp: int) -> float: ...
+    def refused(self, strategy: Strategy) -> tuple[str, str] | None: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its rows. rows: of a forward. micros: forwards of a step. recompute: of the blocks."""
+
+    strategy: Strategy
+    rows: int
+    micros: int
+    recompute: bool
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What one row stands for: of schedules and micro-batches, with or without recompute, the best has it."""
+        of = self.strategy
+        return of.dp, of.tp, of.pp, of.cp, of.zero, of.shard
+
+    @property
+    def microbatch_size(self) -> int | None:
+        return self.rows if self.strategy.pp == 1 and self.micros > 1 else None
+
+
+class Known:
+    """Pieces and weights by axes, asked for once."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.of = lru_cache(maxsize=None)(lambda tp, cp: (subject.pieces(tp, cp), subject.weights(tp, cp)))
+        self._kept: dict[tuple[int, ...], Line] = {}
+        self._found: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
+        self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
+
+    def ranges(self, strategy: Strategy) -> list[tuple[tuple[int, int], ...]]:
+        """Blocks of the places of a pipeline: of the first and the last, where most is held."""
+        key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
+        if key not in self._found:
+            self._found[key] = self._ranges(strategy)
+        return self._found[key]
+
+    def stages(self, strategy: Strategy) -> tuple[tuple[int, int], ...]:
+        """Of the first place: as many blocks for each stage."""
+        return self.ranges(strategy)[0]
+
+    def _ranges(self, strategy: Strategy) -> list[tuple[tuple[int, int], ...]]:
+        if strategy.pp == 1:
+            return [((0, len(self.of(strategy.tp, strategy.cp)[0])),)]
+        homes, cut = ranks_of_stages(strategy), self._cut(strategy)
+        return [
+            tuple((cut[i], cut[i + 1]) for i, rank in enumerate(homes) if rank == place)
+            for place in (0, strategy.pp - 1)
+        ]
+
+    def _cut(self, strategy: Strategy) -> list[int]:
+        """Where stages begin, and where the last one ends."""
+        stages, count = len(ranks_of_stages(strategy)), len(self.of(strategy.tp, strategy.cp)[0])
+        return [count * i // stages for i in range(stages + 1)]
+
+    def kept(self, strategy: Strategy) -> Line:
+        """What a forward of the first place keeps, less what it hands on."""
+        key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
+        if key not in self._kept:
+            pieces = self.of(strategy.tp, strategy.cp)[0]
+            own = [pieces[i] for start, stop in self.stages(strategy)[:1] for i in range(start, stop)]
+            handed = own[-1].carried
+            fixed, row = (sum(getattr(one.kept, name) for one in own) for name in ("fixed", "row"))
+            self._kept[key] = Line(fixed - handed.fixed, row - handed.row)
+        return self._kept[key]
+
+    def held(self, strategy: Strategy) -> int:
+        """Bytes of the parameters of the first place, whole along dp."""
+        return sum(weights.total for weights in self._of_first(strategy))
+
+    def gathered(self, strategy: Strategy) -> int:
+        """The same as zero 3 gathers them."""
+        return sum(weights.gathered for weights in self._of_first(strategy))
+
+    def gathered_inside(self, strategy: Strategy) -> int:
+        """Of those that are in blocks."""
+        return sum(weights.gathered_inside for weights in self._of_first(strategy))
+
+    def shares(self, strategy: Strategy) -> tuple[float, ...]:
+        """Of the blocks, that of each stage."""
+        cut = self._cut(strategy)
+        return tuple((stop - start) / cut[-1] for start, stop in pairwise(cut))
+
+    def units(self, strategy: Strategy) -> tuple[Unit, ...]:
+        """Of the whole model, without a pipeline; parameters of a block as one."""
+        key = strategy.tp, strategy.cp
+        if key not in self._units:
+            weights = self.of(*key)[1]
+            self._units[key] = tuple(
+                Unit(
+                    1 / len(weights),
+                    (sum(own.inside), *own.outside),
+                    sum(own.outside),
+                    own.gathered_inside / max(sum(own.inside), 1),
+                )
+                for own in weights
+            )
+        return self._units[key]
+
+    def _of_first(self, strategy: Strategy) -> list[Weights]:
+        weights = self.of(strategy.tp, strategy.cp)[1]
+        return [weights[i] for start, stop in self.stages(strategy) for i in range(start, stop)]
+
+
+def rest_of(known: Known, strategy: Strategy) -> Rest:
+    """Bytes of the fullest rank at the end of a step."""
+    each, held = known.subject.each, known.held(strategy)
+    numel = held / each.parameter
+    parts = (each.parameter, 3), (each.gradient, 2), (each.optimizer, 1)
+    return Rest(*(round(numel * size / (strategy.shard if strategy.zero >= stage else 1)) for size, stage in parts))
+
+
+def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
+    """Of a step of all its rows."""
+    strategy, subject = candidate.strategy, known.subject
+    rows = candidate.rows * candidate.micros
+    held = rest_of(known, strategy)
+    return Load(
+        flops=subject.flops(strategy.tp, strategy.cp) * rows,
+        touched=subject.touched(strategy.tp, strategy.cp) * rows,
+        again=1.0 if candidate.recompute else 0.0,
+        stages=known.shares(strategy),
+        terms=tuple(term for term in _terms(known, candidate, facts) if term.bytes),
+        # Parameters and state are read and written, gradients read.
+        updated=(2 * held.parameters + held.gradients) / (strategy.shard if 1 <= strategy.zero < 3 else 1)
+        + 2 * held.optimizer,
+        units=known.units(strategy) if strategy.pp == 1 and strategy.dp > 1 else (),
+        passes=candidate.micros if strategy.pp == 1 else 1,
+    )
+
+
+def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic]:
+    """What the busiest rank sends in a step."""
+    strategy, subject = candidate.strategy, known.subject
+    tp, pp, cp = strategy.tp, strategy.pp, strategy.cp
+    micros, rows = candidate.micros, candidate.rows * candidate.micros
+    blocks = -(-(facts.blocks or 1) // pp)
+    hidden = rows * (facts.sequence or 1) * (facts.width or 1) * subject.element / cp
+    if strategy.dp > 1:
+        yield from data_terms(known, strategy, micros, facts.node)
+    if tp > 1:
+        once = 1 if candidate.recompute else 0
+        # Of a block and of its backward two each, computed again one more; embedding and head one each.
+        calls, size = (4 + once) * blocks + 2 / pp, hidden
+        for op in ("all_gather", "reduce_scatter"):
+            yield Traffic("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
+    if pp > 1:
+        stages = 2 if strategy.schedule == "interleaved" else 1
+        size = round(2 * stages * hidden / tp)
+        yield Traffic("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
+    if cp > 1:
+        whole, held = hidden * cp, known.held(strategy)
+        both = 2 * whole * (facts.kv_heads or 1) / (facts.heads or 1) / tp
+        for op in ("all_gather", "reduce_scatter"):
+            yield Traffic("cp", op, cp, 2 * micros * blocks, round(both * blocks), "keys and values")
+        yield Traffic("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
+        yield Traffic("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
+
+
+def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[Traffic]:
+    """Of the data axis. node: ranks on each; None: all are on one."""
+    dp, shard, levers, held = strategy.dp, strategy.shard, strategy.levers, known.held(strategy)
+    gradients = round(held * known.subject.each.gradient / known.subject.each.parameter)
+    axis = "dp" if shard == dp else "shard"
+    node_of = _node_of(strategy.mesh.size, node or strategy.mesh.size)
+    if levers.compress:
+        for op in ("all_to_all", "all_gather"):
+            yield Traffic(axis, op, dp, 1, round(levers.share * gradients), "gradients, rounded")
+    elif levers.sync_every > 1:
+        averaged = round(held / levers.sync_every)
+        yield from summed(strategy, averaged, "weights, averaged now and then", 0, node_of)
+    elif not strategy.zero:
+        yield from summed(strategy, gradients, "gradients", 0, node_of)
+    else:
+        # Gathered before forward and backward and reduced behind it; a pipeline keeps what it has gathered.
+        passes = micros if strategy.zero == 3 and strategy.pp == 1 else 1
+        yield Traffic(axis, "reduce_scatter", shard, passes, passes * gradients, "gradients")
+        size = held
+        if strategy.zero == 3:
+            size = passes * (known.gathered(strategy) + (known.gathered_inside(strategy) if strategy.pp == 1 else 0))
+        yield Traffic(axis, "all_gather", shard, passes, size, "parameters")
+        if shard < dp:
+            yield from summed(strategy, passes * gradients // shard, "gradients", 0, node_of)
+
+
+@lru_cache(maxsize=16)
+def _node_of(size: int, node: int) -> tuple[int, ...]:
+    return tuple(rank // node for rank in range(size))

@@ -1,0 +1,1 @@
+"""What a step takes, by part."""
