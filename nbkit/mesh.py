@@ -1,7 +1,8 @@
 """Named axes x degrees -> the grid of ranks.
 
-Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. On a
-single node tp may be the slowest instead, which a switch uses to move fewer bytes: see nbkit.planner.reshard.placement.
+Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. Another
+axis may be the slowest instead, and cross nodes in place of pp: a strategy's `order=` says so, or it is chosen, so that
+fewer bytes move: see nbkit.planner.reshard.placement.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from nbkit.errors import StrategyError
 AXES = ("pp", "dp", "cp", "tp")
 """From the slowest to the fastest."""
 
-TP_SLOWEST = ("tp", "pp", "dp", "cp")
+
+def with_slowest(axis: str) -> tuple[str, ...]:
+    """The usual order but for `axis`, which is the slowest; "" for the usual one."""
+    return (*([axis] if axis else []), *(other for other in AXES if other != axis))
 
 
 @dataclass(frozen=True)

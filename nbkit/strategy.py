@@ -7,6 +7,7 @@ One spelling everywhere (magic, panel, Python, logs): an optional preset, then k
     dp= tp= pp= cp=                          degrees; what is left of the world goes to the preset's axis, else to dp
     zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
     schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
+    order=                                   the axis that crosses nodes: its neighbours are farthest apart in rank
     speeds=                                  of the ranks, as 2:1:1:1, where they are unequal: rows and stages follow
     bucket= compress= sync_every=            of the gradients of dp: see nbkit.levers
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
 from math import prod
@@ -24,14 +25,14 @@ from nbkit.device_speeds import of_replicas, rows_by_speed, settled
 from nbkit.errors import StrategyError
 from nbkit.levers import KEYS as LEVERS
 from nbkit.levers import NONE, Levers
-from nbkit.mesh import AXES, TP_SLOWEST, Mesh
+from nbkit.mesh import AXES, Mesh, with_slowest
 from nbkit.schedules import NAMES
 from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
-_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "speeds", *LEVERS)
+_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "order", "speeds", *LEVERS)
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -43,10 +44,11 @@ class Strategy:
     3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
     schedule, microbatches: of a pipeline replica; None when pp is 1.
     speeds: of each rank, where they are unequal: see nbkit.device_speeds. levers: of the data axis: see nbkit.levers.
-    tp_slowest: which rank takes which part, where the strategy leaves it free (see Mesh); no part of its spelling.
+    order: the axis that is the slowest of the mesh, and so crosses nodes; "" where nobody says. slowest: as chosen
+    where `order` leaves it free; no part of the spelling.
     `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
     that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, schedule and microbatches,
-    speeds, levers.
+    order, speeds, levers.
     """
 
     dp: int = 1
@@ -59,7 +61,8 @@ class Strategy:
     microbatches: int | None = None
     speeds: tuple[int, ...] = field(default=(), kw_only=True)
     levers: Levers = field(default=NONE, kw_only=True)
-    tp_slowest: bool = field(default=False, kw_only=True)
+    order: str = field(default="", kw_only=True)
+    slowest: str = field(default="", kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +75,7 @@ class Strategy:
                 numbers=f"zero={self.zero}; 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
                 hint="zero=3",
             )
-        notes = [*self._settle_data_axis(), *self._settle_pipeline()]
-        object.__setattr__(self, "tp_slowest", self.tp_slowest and 1 < self.tp < self.mesh.size)
+        notes = [*self._settle_data_axis(), *self._settle_pipeline(), *self._settle_order()]
         if self.speeds and not (speeds := settled(self.speeds, self.mesh)):
             notes.append("speeds= has no effect: all ranks are equally fast")
             object.__setattr__(self, "speeds", ())
@@ -133,6 +135,24 @@ class Strategy:
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "microbatches", microbatches)
 
+    def _settle_order(self) -> Iterator[str]:
+        split = [axis for axis in AXES if getattr(self, axis) > 1]
+        if wrong := next((axis for axis in (self.order, self.slowest) if axis not in ("", *AXES)), None):
+            raise StrategyError(
+                f"{'order=' + wrong!r} is not an axis.",
+                numbers=f"the axis that crosses nodes: one of {' '.join(split or AXES)}",
+                hint=f"order={(split or AXES)[0]}",
+            )
+        order, slowest = self.order, self.slowest
+        if order and (order not in split or len(split) == 1):
+            why = f"{order} is 1" if order not in split else "there is no other axis"
+            yield f"order={order} has no effect: {why}"
+            order = ""
+        if order or slowest not in split[1:]:
+            slowest = ""
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "slowest", slowest)
+
     @classmethod
     def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
         """The strategy that `text` means on `world_size` ranks.
@@ -147,7 +167,7 @@ class Strategy:
         given = {
             key: _number(key, settings[key])
             for key in _KEYS
-            if key in settings and key not in ("schedule", "speeds", *LEVERS)
+            if key in settings and key not in ("schedule", "order", "speeds", *LEVERS)
         }
         degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
@@ -170,7 +190,8 @@ class Strategy:
         schedule, microbatches = settings.get("schedule"), given.get("microbatches")
         speeds = tuple(_number("speeds", speed) for speed in settings.get("speeds", "").split(":") if speed)
         levers = Levers.parse(settings)
-        found = cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds, levers=levers)
+        order = settings.get("order", "")
+        found = cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds, levers=levers, order=order)
         object.__setattr__(found, "without_effect", (*found.without_effect, *levers.without_effect(settings)))
         return found
 
@@ -193,8 +214,13 @@ class Strategy:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        order = TP_SLOWEST if self.tp_slowest else AXES
+        order = with_slowest(self.order or self.slowest)
         return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=order)
+
+    @property
+    def composed(self) -> Strategy:
+        """The same techniques with the ranks in the usual order: which rank is where changes no step."""
+        return replace(self, order="", slowest="")
 
     @property
     def summed_axis(self) -> str:
@@ -232,6 +258,7 @@ class Strategy:
         words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
         if self.pp > 1:
             words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words += [f"order={self.order}"] * bool(self.order)
         words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
         words += [str(self.levers)] * (self.levers != NONE)
         return " ".join(words)

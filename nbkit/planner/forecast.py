@@ -28,12 +28,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted for the steps after `step`. memory: of each rank, bytes at rest. traffic: empty where it is unknown."""
+    """Predicted for the steps after `step`. memory: of each rank, bytes at rest. traffic: empty where it is unknown.
+
+    between: bytes that go between nodes in a step, of all ranks; None on one node, and where it is unknown.
+    """
 
     step: int
     strategy: str
     memory: tuple[Rest, ...] = ()
     traffic: tuple[Term, ...] = ()
+    between: float | None = None
 
 
 def terms_of(every: Sequence[Iterable[Traffic]]) -> tuple[Term, ...]:
@@ -71,6 +75,7 @@ def read(run_dir: Path) -> list[Forecast]:
                     values["strategy"],
                     tuple(Rest(**one) for one in values["memory"]),
                     tuple(Term(**one) for one in values["traffic"]),
+                    values.get("between"),
                 )
             )
         except (ValueError, KeyError, TypeError):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 
+from nbkit.node_levels import WITHIN, levels_of
+from nbkit.planner.stage_partition import ranks_of_stages
 from nbkit.planner.traffic import Traffic
+from nbkit.strategy import Strategy
 
 
 def ranks_of_node(node_of: Sequence[int]) -> int | None:
@@ -88,6 +92,41 @@ class Link:
             f"{self.near.speed / 1e9:.3g} GB/s within a node, {self.far.speed / 1e9:.3g} GB/s between nodes, "
             f"{_delay(way)}"
         )
+
+
+def between_nodes(terms: Sequence[Traffic], strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
+    """Bytes of `terms` that `rank` sends to other nodes, collectives as rings of their ranks in order."""
+    return sum(term.wire * _leaving(term, strategy, rank, node_of) for term in terms)
+
+
+def _leaving(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
+    """The share of what `rank` sends for a term that goes to ranks of other nodes."""
+    if term.axis == "pp" and term.op == "send":
+        stages, line = ranks_of_stages(strategy), strategy.mesh.ranks("pp", rank)
+        edges = [(line[a], line[b]) for a, b in pairwise(stages) if a != b]
+        if term.what.startswith("gradients"):
+            edges = [(b, a) for a, b in edges]
+        own = [node_of[to] != node_of[rank] for of, to in edges if of == rank]
+        return sum(own) / len(own) if own else 0.0
+    group = _group(term, strategy, rank, node_of)
+    if term.op == "all_to_all":
+        return sum(node_of[other] != node_of[rank] for other in group) / max(len(group) - 1, 1)
+    return float(node_of[group[(group.index(rank) + 1) % len(group)]] != node_of[rank])
+
+
+def _group(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int]) -> Sequence[int]:
+    """The ranks that take part."""
+    if term.axis == strategy.summed_axis:
+        whole = strategy.summed_group(rank)
+        levels = levels_of(whole, node_of) if term.level else None
+        of_level = (whole,) if levels is None else levels.within if term.level == WITHIN else levels.between
+        return next(group for group in of_level if rank in group)
+    line = strategy.mesh.ranks("dp" if term.axis == "shard" else term.axis, rank)
+    if term.axis == "shard":
+        at = line.index(rank) // strategy.shard * strategy.shard
+        return line[at : at + strategy.shard]
+    # What is tied lies on the first stage and on the last, where it is not on all.
+    return line if term.ranks == len(line) else (line[0], line[-1])
 
 
 def _delay(way: Way) -> str:

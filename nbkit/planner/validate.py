@@ -59,7 +59,7 @@ def _world(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             "strategy='ddp', which takes the world",
         )
     # Ranks with the same tp group are neighbours: a group stays within a node when tp divides the node.
-    if facts.node is not None and strategy.tp > 1 and facts.node % strategy.tp:
+    if facts.node is not None and strategy.tp > 1 and (facts.node % strategy.tp or strategy.order == "tp"):
         yield Finding(
             False,
             "Tensor parallelism crosses nodes, and it is what talks most.",

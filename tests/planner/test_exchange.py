@@ -316,7 +316,7 @@ def test_two_ways_of_cutting_by_tp_overlap_when_the_ranks_of_one_are_in_another_
     there = placed(mixed, lambda order: total(held[tensor], held[order]), one_node=True)
     back = placed(tensor, lambda order: total(held[there], held[order]), one_node=True)
 
-    assert there.tp_slowest and str(there) == str(mixed)
+    assert there.slowest == "tp" and str(there) == str(mixed)
     assert there.mesh.groups("tp") == [(0, 2), (1, 3)] and there.mesh.groups("dp") == [(0, 1), (2, 3)]
     assert total(held[tensor], held[there]) * 3 == total(held[tensor], held[mixed]) * 2
     assert total(held[there], held[back]) == 0 < total(held[mixed], held[back])
@@ -337,8 +337,20 @@ def test_no_order_moves_fewer_bytes_than_the_one_that_is_taken(old: str, new: st
 
 
 def test_tp_stays_fastest_over_several_nodes_and_where_the_order_changes_nothing() -> None:
-    assert placed(Strategy(dp=2, tp=2), lambda order: -order.tp_slowest, one_node=False) == Strategy(dp=2, tp=2)
+    assert placed(Strategy(dp=2, tp=2), lambda order: order.slowest != "tp", one_node=False) == Strategy(dp=2, tp=2)
     assert placed(Strategy(dp=2, tp=2), lambda order: 7, one_node=True) == Strategy(dp=2, tp=2)
-    assert Strategy(tp=4, tp_slowest=True) == Strategy(tp=4) and Strategy(dp=4, tp_slowest=True) == Strategy(dp=4)
+    assert Strategy(tp=4, slowest="tp") == Strategy(tp=4) and Strategy(dp=4, slowest="tp") == Strategy(dp=4)
     # A strategy that is given is taken up again in whatever order is best, not in the one that it had.
-    assert orders(Strategy(dp=2, tp=2, tp_slowest=True), one_node=False) == [Strategy(dp=2, tp=2)]
+    assert orders(Strategy(dp=2, tp=2, slowest="tp"), one_node=False) == [Strategy(dp=2, tp=2)]
+
+
+def test_what_a_rank_of_the_same_node_holds_comes_from_there() -> None:
+    whole = Layout.whole((8, 4))
+    halves = [whole.part(0, 2, 0), whole.part(0, 2, 1)]
+    old = [{"a": halves[0]}, {"a": halves[1]}, {"a": halves[0]}, {"a": halves[1]}]  # two nodes hold all of it
+    new = [{"a": whole}] * 4
+
+    for node_of, crosses in (((0, 0, 1, 1), False), ((0, 1, 1, 0), False), ((0, 1, 0, 1), True)):
+        pairs = Plan.of(old, new, {"a": 4}, node_of=node_of).pairs
+        assert any(node_of[src] != node_of[dst] for src, dst in pairs) is crosses
+        assert sum(pairs.values()) == 4 * 16 * 4

@@ -49,7 +49,7 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "late": _late(usual) or _late(of),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
-        "traffic": _traffic(run, steps),
+        "traffic": _traffic(run, steps, predicted),
         "memory": _memory(run, step, predicted),
         "health": health(run),
         "moments": step_timeline.of_step(run, step, strategy, replica=replica),
@@ -103,14 +103,23 @@ def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
     return values
 
 
-def _traffic(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any]:
+def _traffic(run: Run, steps: Mapping[int, StepRecord], predicted: forecast.Forecast | None) -> dict[str, Any]:
+    """nodes: bytes within nodes, between them, and between them by the formula; None on one node."""
     matrix = traffic_matrix(steps, run.members, run.world_size)
-    return {"world": len(matrix.sent), "sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled)}
+    found: dict[str, Any] = {"sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled), "nodes": None}
+    hosts = [run.headers[rank].host if rank in run.headers else "" for rank in range(len(matrix.sent))]
+    if len(set(hosts)) > 1:
+        sums = [0, 0]
+        for i, j, size in (*found["sent"], *found["modelled"]):
+            sums[hosts[i] != hosts[j]] += size
+        formula = predicted.between if predicted is not None else None
+        found["nodes"] = {"within": sums[0], "between": sums[1], "formula": formula and round(formula)}
+    return {"world": len(matrix.sent), **found}
 
 
-def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[float]]:
+def _cells(of: tuple[tuple[float, ...], ...]) -> list[tuple[int, int, int]]:
     """[from, to, bytes] where there are any: most ranks talk to few others."""
-    return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
+    return [(i, j, round(size)) for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
 def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
     first = min(run.files, default=0)
     detail = run.detail_of(first, step)
     peers = {call.peer for call in detail.calls if call.peer is not None} if detail is not None else set()
-    found = [order.mesh for order in orders(strategy, one_node=True)]
+    found = [order.mesh for order in orders(strategy)]
     return next((mesh for mesh in found if peers <= set(mesh.ranks("pp", first))), found[0]).groups("pp")
 
 

@@ -15,9 +15,10 @@ class Row:
 
     strategy: as one types it. microbatch_size: rows of a forward where there is no pipeline. recompute: of the blocks.
     peak: bytes of the fullest rank. seconds: of a step, and by part; low, high: between which they are. sent: bytes
-    that the busiest rank sends in a step, by axis. rate: of samples or, where a sample has positions, of tokens per
-    second. limit: what takes longest. levers: seconds of the same with a key of nbkit/levers.py, where a link is waited
-    for that it would relieve; what they compute is not what one process does.
+    that the busiest rank sends in a step, by axis; between: of these, along axes that cross nodes. rate: of samples
+    or, where a sample has positions, of tokens per second. limit: what takes longest. levers: seconds of the same with
+    a key of nbkit/levers.py, where a link is waited for that it would relieve; what they compute is not what one
+    process does.
     """
 
     strategy: str
@@ -34,6 +35,7 @@ class Row:
     device_seconds_per_million: float
     limit: str
     levers: Mapping[str, float] = field(default_factory=dict)
+    between: float = 0.0
 
     @property
     def settings(self) -> str:

@@ -105,7 +105,10 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
                     groups.append((3, on.node // (tp * cp)))
                 for zero, shard in groups:
                     if dp % shard == 0:
-                        yield Strategy(dp, tp, pp, cp, zero, shard, "1f1b" if pp > 1 else None, 2 * pp)
+                        made = Strategy(dp, tp, pp, cp, zero, shard, "1f1b" if pp > 1 else None, 2 * pp)
+                        yield made
+                        if on.nodes > 1 and dp > 1 and pp > 1:  # pp crosses nodes, or dp does
+                            yield replace(made, order="dp")
 
 
 def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candidate]:
@@ -165,6 +168,7 @@ def _row(known: Known, candidate: Candidate, load: Load, top: Peak, on: Hardware
         parts.total * on.devices / units * 1e6,
         _limit(parts, load, strategy, on),
         dict(_relieved(known, parts, load, candidate, on, rates)),
+        sum(size for axis, size in load.sent.items() if spans(strategy, axis, on.node)),
     )
 
 

@@ -93,6 +93,7 @@ def _refusals(plan: Plan) -> list[str]:
 def _cells(row: Row, plan: Plan) -> Sequence[str]:
     states = row.peak.parameters + row.peak.gradients + row.peak.optimizer
     axis = max(row.sent, key=lambda one: row.sent[one], default="")
+    between = f", {size(row.between)} between nodes" if row.between else ""
     return (
         row.settings,
         span(row.seconds),
@@ -102,7 +103,7 @@ def _cells(row: Row, plan: Plan) -> Sequence[str]:
         size(states),
         size(row.peak.activations),
         size(row.peak.working),
-        f"{size(sum(row.sent.values()))}, most on {axis}" if row.sent else "nothing",
+        f"{size(sum(row.sent.values()))}, most on {axis}{between}" if row.sent else "nothing",
         f"{row.rate:,.0f} {plan.unit}/s, {row.device_seconds_per_million:.3g} device s / M",
     )
 

@@ -55,12 +55,20 @@ class Plan:
     sent: tuple[int, ...]
 
     @classmethod
-    def of(cls, old: Sequence[Holding], new: Sequence[Holding], itemsize: Mapping[str, int]) -> Plan:
+    def of(
+        cls,
+        old: Sequence[Holding],
+        new: Sequence[Holding],
+        itemsize: Mapping[str, int],
+        *,
+        node_of: Sequence[int] = (),
+    ) -> Plan:
         """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
 
-        itemsize: bytes of an element, per key. A box comes from the one that has the least to send, of the ranks that
-        hold it. Raises TrainingError when a layout has a gap, when a tensor has other global shapes before and after,
-        and when no rank holds a part that is needed.
+        itemsize: bytes of an element, per key. node_of: of each rank, its node; () for one. A box comes from whichever
+        has the least to send, of the ranks of the same node that hold it, or else of all. Raises TrainingError when a
+        layout has a gap, when a tensor has other global shapes before and after, and when no rank holds a part that is
+        needed.
         """
         ranks, found = len(new), spreads(old, new, itemsize)
         _check(found)
@@ -82,7 +90,8 @@ class Plan:
         for number, keys, choice in largest_first:
             size, moves = found[number][0][0], list(forced[number])
             for dst, box, who in choice:
-                src = min(who, key=lambda rank: (load[rank], rank))
+                near = [rank for rank in who if node_of[rank] == node_of[dst]] if node_of else ()
+                src = min(near or who, key=lambda rank: (load[rank], rank))
                 load[src] += box.numel * size * len(keys)
                 moves.append(Move(src, dst, box))
             groups.append(_alike(tuple(keys), size, tuple(moves), ranks))

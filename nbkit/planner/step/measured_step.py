@@ -120,6 +120,12 @@ def _speeds(old: Strategy, strategy: Strategy) -> list[float]:
     return [speed / said[0] for speed in said] if said else [1.0] * strategy.mesh.size
 
 
+def link_seconds(strategy: Strategy, terms: Sequence[Traffic], link: Link) -> float:
+    """What all that a rank sends in a step takes on the links, one after the other."""
+    lines = _lines(strategy, link)
+    return sum(lines(term).seconds(term) for term in terms)
+
+
 def _lines(strategy: Strategy, link: Link) -> Lines:
     def line(term: Traffic) -> Line:
         spans = _spans(term, strategy, link)

@@ -113,7 +113,7 @@ class Builder:
         self.options = self._look(config, asked)
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
-        self._told = set(map(_composed, asked))
+        self._told = {strategy.composed for strategy in asked}
         self.link = link_of(device)
         self._begin()
 
@@ -152,9 +152,9 @@ class Builder:
     def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
         self.shard_layouts = ShardLayouts(self.skeleton, self.options)
-        self.plans = PlanCache(self.shard_layouts, self.rank)
-        self._connected: dict[Strategy, Connections] = {}
         self._node_of = self.link.node_of if self.link is not None else ()
+        self.plans = PlanCache(self.shard_layouts, self.rank, self._node_of)
+        self._connected: dict[Strategy, Connections] = {}
         self.step_proofs: dict[Strategy, StepProof] = {}
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -244,7 +244,7 @@ class Builder:
             self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.options)
         # Which rank is where changes no step: going back to where a training was needs no proof.
-        composed = _composed(strategy)
+        composed = strategy.composed
         if composed not in self._agreed:
             self.shard_layouts.of(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
@@ -258,7 +258,7 @@ class Builder:
 
     def _step_proof(self, strategy: Strategy) -> StepProof:
         """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
-        strategy = _composed(strategy)
+        strategy = strategy.composed
         if strategy not in self.step_proofs:
             config = self.config
             self.step_proofs[strategy] = prove_step(
@@ -375,7 +375,7 @@ class Builder:
 
         Rank 0 finds out what it does not know yet, while the others wait. Sends nothing for what all have been told.
         """
-        new = [each for each in map(_composed, strategies) if each not in self._told and facts_for(each)]
+        new = [each for each in (one.composed for one in strategies) if each not in self._told and facts_for(each)]
         if self.options.looked is None or not new:
             return
         facts: list[Any] = [self.look_for(new) if self.rank == 0 else None]
@@ -386,7 +386,7 @@ class Builder:
 
     def learned(self, strategy: Strategy) -> bool:
         """Whether all ranks know what `strategy` needs to know of the model; equal on all of them."""
-        return self.options.looked is None or not facts_for(strategy) or _composed(strategy) in self._told
+        return self.options.looked is None or not facts_for(strategy) or strategy.composed in self._told
 
     def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
         """Find out, on this rank, what `strategies` need to know of the model; all that is known. Sends nothing.
@@ -427,8 +427,3 @@ class Builder:
         """Attributes of Options that change in a job. The sharded models that are made from now on have them."""
         self._know(**options)
         self._ready, self._changes = None, self._changes + 1
-
-
-def _composed(strategy: Strategy) -> Strategy:
-    """Which rank is where changes no step."""
-    return replace(strategy, tp_slowest=False)

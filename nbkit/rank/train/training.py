@@ -26,7 +26,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.recommend import AUTO, recommend
+from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
@@ -69,7 +69,7 @@ class Training:
             chosen = recommended.strategy
             if self.rank == 0:
                 print(recommended)
-        self.start(*builder.first(chosen))
+        self.start(*builder.first(ordered(builder, chosen)))
 
     def parsed(self, text: str) -> Strategy:
         """The strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""

@@ -181,7 +181,7 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
         + (f", {size(peak)} at the peak of a step" if peak is not None else "")
         + (f"; it has room for {size(limit)}" if limit is not None else ""),
-        "sends": size(row["step_bytes"]) if row["ok"] else "",
+        "sends": _sends(row) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
         "step": _step(row) if row["ok"] else "",
@@ -194,6 +194,12 @@ def _step(row: Mapping[str, Any]) -> str:
     if row["step_s"] is None and row["predicted_step_s"] is not None:
         return f"≈ {seconds(row['predicted_step_s'])}"
     return seconds(row["step_s"])
+
+
+def _sends(row: Mapping[str, Any]) -> str:
+    """What a rank sends, and on several nodes what all send between them."""
+    between = row.get("between_bytes")
+    return size(row["step_bytes"]) + (f"; {size(between)} between nodes" if between is not None else "")
 
 
 def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:

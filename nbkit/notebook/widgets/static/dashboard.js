@@ -6,7 +6,7 @@
 import { drawBars, drawMemory } from "./charts.js";
 import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, dark, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -156,7 +156,7 @@ export function view(el, story, ask) {
     } else {
       $("what").textContent = "Who sends to whom";
       $("whatnote").textContent = `and bytes per axis, one step (${axisNote(step.table || [])})`;
-      $("whatlegend").innerHTML = swatches({ a: shade(1, "blue"), b: shade(1, "orange") }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? "<span>lines: borders of nodes</span>" : "");
+      $("whatlegend").innerHTML = swatches({ a: shade(1, "blue"), b: shade(1, "orange") }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? `<span>lines: borders of nodes${betweenNodes(step.traffic?.nodes)}</span>` : "");
       $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
       if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);
       drawAxes(pictures.axes, step.table || []);
@@ -181,6 +181,13 @@ export function view(el, story, ask) {
     theme.disconnect();
     size.disconnect();
   };
+}
+
+/** Bytes of a step within nodes and between them, beside the formula. */
+function betweenNodes(nodes) {
+  if (!nodes) return "";
+  const formula = nodes.formula === null ? "" : `, ${bytes(nodes.formula)} by the formula`;
+  return `; ${bytes(nodes.between)} between them${formula}, ${bytes(nodes.within)} within`;
 }
 
 function foot(step) {

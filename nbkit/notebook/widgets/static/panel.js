@@ -11,7 +11,7 @@ const TITLES = {
   "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
   "peak": "of the fullest rank within a step, activations counted",
   "step": "seconds of a step: measured where it has run in this job, ≈ predicted",
-  "sends": "bytes that the busiest rank sends in a step, by the formulas",
+  "sends": "bytes that the busiest rank sends in a step, by the formulas; on several nodes also what all ranks send between them",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
   "pays back": "steps after which the pause is won back",

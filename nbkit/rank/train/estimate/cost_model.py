@@ -16,10 +16,11 @@ from torch import nn
 from nbkit.errors import NbkitError
 from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, held
+from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.memory import Bytes
-from nbkit.planner.reshard.placement import placed
+from nbkit.planner.reshard.placement import orders, placed
 from nbkit.planner.stage_partition import place, ranks_of_stages
-from nbkit.planner.step.measured_step import Sends
+from nbkit.planner.step.measured_step import Sends, link_seconds
 from nbkit.planner.step.overlap import Unit
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.rank.parallel.module.meta_module import skeleton_of
@@ -45,6 +46,8 @@ class CostModel:
         """before: one of the same builder, whose measurements of the model still hold."""
         self.kinds, self.fits, self.config = kinds, fits, builder.config
         self.skeleton, self.options, self._link = builder.skeleton, builder.options, builder.link
+        self._node_of = self._link.node_of if self._link is not None else ()
+        self._several_nodes = len(set(self._node_of)) > 1
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
         self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
@@ -62,7 +65,21 @@ class CostModel:
 
     def forecast(self, strategy: Strategy, *, since: int) -> Forecast:
         """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
-        return Forecast(since, str(strategy), tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy))
+        rest, traffic = tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy)
+        return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy))
+
+    def between_nodes(self, strategy: Strategy) -> float | None:
+        """Bytes that all ranks together send to other nodes in a step; None on one node, and where it is not known."""
+        terms = self.terms(strategy)
+        if not self._several_nodes or (not terms and strategy.mesh.size > 1):
+            return None
+        at = [strategy.mesh.index(rank)["pp"] for rank in range(strategy.mesh.size)]
+        return sum(between_nodes(terms[stage], strategy, rank, self._node_of) for rank, stage in enumerate(at))
+
+    def ordered(self, strategy: Strategy) -> Strategy:
+        """`strategy` with the axis across nodes for which the links take least, where `order=` leaves it free."""
+        found = orders(strategy, one_node=not self._several_nodes)
+        return min(found, key=self._link_seconds) if self._several_nodes else strategy
 
     def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
         """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/reshard/placement.py.
@@ -71,8 +88,18 @@ class CostModel:
         """
         if str(strategy) == str(now):
             return now
-        one_node = self._link is None or len(set(self._link.node_of)) == 1
-        return placed(strategy, lambda order: self.census.flow(now, order).total, one_node=one_node)
+        return placed(
+            strategy,
+            lambda order: (self._link_seconds(order), self.census.flow(now, order).total),
+            one_node=not self._several_nodes,
+        )
+
+    def _link_seconds(self, order: Strategy) -> float:
+        """Of what the busiest rank sends in a step; 0 where it makes no difference, or is unknown."""
+        if self._link is None or not self._several_nodes:
+            return 0.0
+        took = (link_seconds(order, own, self._link) for own in self.terms(order))
+        return float(f"{max(took, default=0.0):.2g}")
 
     def terms(self, strategy: Strategy) -> list[list[Traffic]]:
         """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
@@ -148,7 +175,7 @@ class CostModel:
                     hidden=size,
                     accumulation=accumulation,
                     sequence_parallel=sequence,
-                    node_of=self._link.node_of if self._link is not None else (),
+                    node_of=self._node_of,
                 )
                 known[at] = list(terms)
                 if strategy.tp > 1:

@@ -6,7 +6,7 @@ they were found, and the links'. Rank 0 decides, and all ranks do the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,18 +64,38 @@ def recommend(builder: Builder) -> Recommended:
     return made
 
 
-def _found(builder: Builder) -> Recommended:
+def ordered(builder: Builder, strategy: Strategy) -> Strategy:
+    """`strategy` with its ranks in the order that the measured links suggest, on several nodes. Collective there."""
+    link = builder.link
+    if link is None or len(set(link.node_of)) == 1 or min(strategy.dp, strategy.pp) == 1 or strategy.order:
+        return strategy
+    told = [strategy.slowest]
+    if builder.rank == 0 and (batch := _batch(builder)):
+        told = [_cost_model(builder, batch).ordered(strategy).slowest]
+    dist.broadcast_object_list(told, src=0, device=builder.device)
+    return replace(strategy, slowest=told[0])
+
+
+def _batch(builder: Builder) -> int:
     config = builder.config
-    batch = config.batch or (rows_of(config.example) if config.example is not None else 0)
+    return config.batch or (rows_of(config.example) if config.example is not None else 0)
+
+
+def _cost_model(builder: Builder, batch: int) -> CostModel:
+    def fits(strategy: Strategy) -> Arithmetic:
+        return Arithmetic.of(batch, strategy, microbatch_size=builder.config.microbatch_size)
+
+    return CostModel(builder, builder.template.kinds(builder.skeleton), fits)
+
+
+def _found(builder: Builder) -> Recommended:
+    batch = _batch(builder)
     if not batch:
         raise StrategyError(
             "strategy='auto' has to know a batch.", numbers="no example= was given", hint="prepare(..., example=batch)"
         )
 
-    def fits(strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(batch, strategy, microbatch_size=config.microbatch_size)
-
-    model = CostModel(builder, builder.template.kinds(builder.skeleton), fits)
+    model = _cost_model(builder, batch)
     peaks = PeakBytes(builder, model.census, real=True)
     ranks = builder.link.node_of.count(builder.link.node_of[0]) if builder.link is not None else 1
     limit = free_memory.left(builder.device, ranks=ranks)
@@ -84,7 +104,7 @@ def _found(builder: Builder) -> Recommended:
     least: tuple[int, Strategy] | None = None
     for strategy in every:
         try:
-            fits(strategy)
+            model.fits(strategy)
             builder.shard_layouts.check(strategy)
             top = largest(peaks.of(strategy, batch))
         except NbkitError:

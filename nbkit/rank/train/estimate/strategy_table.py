@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
@@ -32,7 +32,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     every: all schedules of a pipeline, not 1f1b alone. "nodes": of each rank, the number of its node. "limit_bytes":
     what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
-    is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas. step_s is
+    is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas;
+    between_bytes: what all ranks send to other nodes. step_s is
     measured, where the strategy has run in this job, else predicted_step_s is predicted where that can be; switch_s is
     predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
@@ -90,6 +91,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "peak_bytes": None,
         "held": {},
         "step_bytes": None,
+        "between_bytes": None,
         "step_s": measured_step(job, strategy),
         "predicted_step_s": None,
         "switch_s": None,
@@ -103,7 +105,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
     except NbkitError as error:
         found["why"] = _told(error)
         return found
-    if (proof := job.builder.step_proofs.get(replace(strategy, tp_slowest=False))) is not None:
+    if (proof := job.builder.step_proofs.get(strategy.composed)) is not None:
         if proof.refusal is not None:
             return {**found, "why": _told(proof.refusal)}
         found["proof"] = f"not all was compared: {proof.unproven}" if proof.unproven else _PROVEN
@@ -115,6 +117,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         memory={"now": max(holds), "during": peak, "after": max(after)},
         held=_fractions(seen, strategy),
         step_bytes=max(map(wire_bytes, seen.terms(strategy)), default=None),
+        between_bytes=seen.between_nodes(strategy),
         switch_s=predicted_pause(job, seen.census, strategy, flow),
     )
     found["peak_bytes"] = _at_the_peak(job, seen, strategy)

@@ -53,7 +53,7 @@ def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) ->
 def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
     """What a switch has moved; None where it was less than it would be now, before the optimizer's first step."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
-    flows = (census.flow(*pair) for pair in product(orders(old, one_node=True), orders(new, one_node=True)))
+    flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 

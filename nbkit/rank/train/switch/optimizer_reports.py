@@ -83,7 +83,7 @@ def gather(
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
             crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
-            (new.tp_slowest, builder.groups_made(new)),
+            (new.slowest, builder.groups_made(new)),
         )
     except StrategyError:
         raise
@@ -93,7 +93,7 @@ def gather(
     changes, runs, lacking, groups = zip(*everyone, strict=True)
     builder.follow(changes)
     if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
-        new = replace(new, tp_slowest=False)
+        new = replace(new, slowest="")
     return Gathered(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
 

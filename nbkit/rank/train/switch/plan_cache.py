@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,10 +20,10 @@ KEPT = 8
 
 
 class PlanCache:
-    """Of one job, as `rank` carries them out. From any thread."""
+    """Of one job, as `rank` carries them out. From any thread. node_of: of each rank, its node; () for one."""
 
-    def __init__(self, shard_layouts: ShardLayouts, rank: int) -> None:
-        self.shard_layouts, self.rank = shard_layouts, rank
+    def __init__(self, shard_layouts: ShardLayouts, rank: int, node_of: Sequence[int] = ()) -> None:
+        self.shard_layouts, self.rank, self.node_of = shard_layouts, rank, node_of
         skeleton = shard_layouts.skeleton
         kept = skeleton.state_dict().keys()
         self._kinds: Kinds = {f"weight/{name}": p.dtype for name, p in skeleton.named_parameters()}
@@ -42,6 +42,7 @@ class PlanCache:
                 self.layouts_by_rank(old, kinds),
                 self.layouts_by_rank(new, kinds),
                 {key: dtype.itemsize for key, dtype in kinds.items()},
+                node_of=self.node_of,
             )
             exchange = Exchange(plan, self.rank)
             self._kept[old, new] = kinds, exchange

@@ -45,7 +45,7 @@ def through_tp(world: Any) -> dict[str, Any]:
         said.append(
             {
                 "strategy": str(job.strategy),
-                "slowest": job.strategy.tp_slowest,
+                "slowest": job.strategy.slowest == "tp",
                 "identical": done.identical,
                 "bytes": (foretold, done.moved_bytes),
                 "usual": seen.census.flow(Strategy.parse(done.old, 4), new).total,

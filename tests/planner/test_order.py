@@ -1,0 +1,72 @@
+"""`order=` says which axis crosses nodes, and bytes between nodes follow; by default the links decide."""
+
+from __future__ import annotations
+
+import pytest
+from transformer_weights import transformer
+
+from nbkit.errors import StrategyError
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.link_speed import Link, Way, between_nodes
+from nbkit.planner.reshard.placement import orders, placed
+from nbkit.planner.step.measured_step import link_seconds
+from nbkit.planner.traffic import per_step
+from nbkit.strategy import Strategy
+
+NODES = (0, 0, 1, 1)
+WEIGHTS = transformer(blocks=4, width=64, vocab=128)
+FACTS = Facts(heads=4, kv_heads=4, width=64, vocab=128, blocks=4, sequence=32, batch=16)
+WAYS = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(0.0, 1e8))
+LINK = Link(4, WAYS, Way(0.0, 1e9), Way(0.0, 1e8), 1e10, NODES, crowded=False)
+
+
+def crossing(text: str, batch: int = 16) -> float:
+    strategy, facts = Strategy.parse(text, 4), Facts(**{**vars(FACTS), "batch": batch})
+    every = (per_step(WEIGHTS, facts, strategy, rank, node_of=NODES) for rank in range(4))
+    return sum(between_nodes(terms, strategy, rank, NODES) for rank, terms in enumerate(every))
+
+
+def test_the_axis_of_order_is_the_slowest_and_the_strategy_says_so() -> None:
+    usual, other = Strategy.parse("pp=2", 4), Strategy.parse("pp=2 order=dp", 4)
+    assert usual.mesh.groups("dp") == [(0, 1), (2, 3)] and usual.mesh.groups("pp") == [(0, 2), (1, 3)]
+    assert other.mesh.groups("dp") == [(0, 2), (1, 3)] and other.mesh.groups("pp") == [(0, 1), (2, 3)]
+    assert str(other) == "dp=2 pp=2 schedule=1f1b microbatches=4 order=dp"
+    assert Strategy.parse(str(other), 4) == other and other.composed == usual != other
+    # What is asked for stays, where the usual order is free to change.
+    assert str(Strategy.parse("pp=2 order=pp", 4)).endswith("order=pp")
+    assert orders(Strategy.parse("pp=2 order=pp", 4)) == [Strategy.parse("pp=2 order=pp", 4)]
+    assert [order.slowest for order in orders(usual, one_node=False)] == ["", "dp"]
+
+
+@pytest.mark.parametrize(("text", "why"), [("ddp order=dp", "no other axis"), ("pp=2 order=tp", "tp is 1")])
+def test_an_order_that_changes_nothing_is_named(text: str, why: str) -> None:
+    found = Strategy.parse(text, 4)
+    assert found.order == "" and why in found.without_effect[0]
+
+
+def test_an_order_that_is_no_axis_is_refused() -> None:
+    with pytest.raises(StrategyError, match="not an axis") as raised:
+        Strategy.parse("pp=2 order=nodes", 4)
+    Strategy.parse(f"pp=2 {raised.value.hint}", 4)
+
+
+def test_bytes_between_nodes_are_those_of_the_axis_that_crosses_them() -> None:
+    element, rows, hidden = 4, 16, 32 * 64
+    # A boundary of two stages: every row's hidden states one way, their gradients the other.
+    assert crossing("pp=2 order=pp") == 2 * rows * hidden * element
+    gradients = element * sum(weight.numel for weight in WEIGHTS)
+    # Each stage has one rank on each of two nodes, and each of these sends 2 (k - 1) / k of the stage's gradients.
+    assert crossing("pp=2 order=dp") == 2 * gradients
+    assert crossing("ddp") == 2 * gradients  # in two levels
+    # In one ring over the four ranks, two of which have their neighbour on the other node.
+    assert crossing("zero1") == 2 * 1.5 * gradients
+
+
+@pytest.mark.parametrize(("batch", "crosses"), [(16, ""), (4096, "dp")])
+def test_by_default_the_axis_crosses_nodes_for_which_the_links_take_least(batch: int, crosses: str) -> None:
+    facts = Facts(**{**vars(FACTS), "batch": batch})
+
+    def took(order: Strategy) -> float:
+        return link_seconds(order, per_step(WEIGHTS, facts, order, 0, node_of=NODES), LINK)
+
+    assert placed(Strategy.parse("pp=2", 4), took, one_node=False).slowest == crosses

@@ -1,0 +1,75 @@
+"""Switches over two nodes: which axis crosses them, what goes between them in a step and in a switch, equal training.
+
+The nodes are host names that the ranks of one machine give: two ranks on each of two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from nbkit.notebook.run import step_picture, step_timeline
+from nbkit.notebook.run.follower import Run
+from nbkit.planner import forecast
+from nbkit.rank.comm import link_probe
+from nbkit.rank.train.estimate import strategy_table
+from tests.rank.train.switch.test_switch import losses, trainer
+
+PIPED = "pp=2 microbatches=2"
+THROUGH = (PIPED, f"{PIPED} order=dp", "ddp", "hsdp", "dp=2 tp=2", f"{PIPED} order=pp")
+EACH = 3
+RUNS = "runs"
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
+
+def never_switched(world: Any) -> list[float]:
+    job = trainer()
+    job.fit(EACH * len(THROUGH))
+    return losses(job)
+
+
+def over_nodes(world: Any) -> dict[str, Any]:
+    link_probe.socket.gethostname = lambda: f"node{world.place.rank // 2}"  # type: ignore[attr-defined]
+    link_probe._known = None  # measured here, not given by the tests
+    job = trainer(strategy=THROUGH[0], log_dir=RUNS)
+    job.fit(EACH)
+    said = []
+    for text in THROUGH[1:]:
+        old = job.job.strategy
+        done = job.switch(text)
+        plans = job.job.builder.plans
+        pairs = next(e for (a, b), (_, e) in plans._kept.items() if (a, b) == (old, job.job.strategy)).plan.pairs
+        between = sum(size for (src, dst), size in pairs.items() if src // 2 != dst // 2)
+        said.append((str(job.job.strategy), job.job.strategy.mesh.groups("dp"), done.identical, between))
+        job.fit(EACH)
+    table = {row["strategy"]: row["between_bytes"] for row in strategy_table.table(job.job)["options"]}
+    return {"losses": losses(job), "said": said, "run": str(job.job.run_dir), "table": table}
+
+
+def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (expected,) = run_ranks(never_switched, 1)
+    found = run_ranks(over_nodes, 4, timeout=240)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(expected, abs=1e-10) and rank["said"] == found[0]["said"]
+    ordered, ddp, hsdp, _, back = found[0]["said"]
+    assert ordered[:3] == ("dp=2 pp=2 schedule=1f1b microbatches=2 order=dp", [(0, 2), (1, 3)], True)
+    assert back[1] == [(0, 1), (2, 3)] and back[0].endswith("order=pp")
+    # Each node holds both stages: what its ranks lack of the whole model they have of each other.
+    assert ddp[3] == 0 and hsdp[3] == 0
+
+    run = Run(tmp_path / found[0]["run"])
+    run.refresh()
+    foretold = forecast.read(run.folder)
+    for step in range(2, EACH * len(THROUGH) + 1):
+        nodes = step_picture.picture(run, step)["traffic"]["nodes"]
+        assert nodes["formula"] is not None and nodes["within"] > 0
+        # Formulas leave out the sums of loss and norm over the world, counts, and padding.
+        assert nodes["formula"] <= nodes["between"] < 1.1 * nodes["formula"] + 3000
+    assert len({round(one.between or 0) for one in foretold}) > 3
+    drawn = [step_timeline.of_step(run, 2, foretold[1].strategy, replica=replica) for replica in (0, 1)]
+    assert [each and each["ranks"] for each in drawn] == [[0, 1], [2, 3]]
+    assert found[0]["table"]["dp=4"] == pytest.approx(foretold[2].between)
