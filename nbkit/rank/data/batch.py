@@ -52,6 +52,7 @@ class Shard:
     fingerprint: equal on all ranks exactly when they saw the same stream; 0 when they cannot differ.
     everything: makes a Sample of the whole global batch, where every rank has read it.
     parts: which rows of the global batch each rank has, where they are not contiguous.
+    ends: shards of the data end in one of the next batches, as this rank has seen and the others have not.
     """
 
     data: Any
@@ -61,6 +62,7 @@ class Shard:
     fingerprint: int = 0
     everything: Callable[[], tuple[Any, ...]] | None = None
     parts: Parts = None
+    ends: bool = False
 
     def most(self, ranks: int) -> int:
         """Rows of the rank that has most."""

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from nbkit.rank.data.batch import on_device, pick, rows_of, shapes_of
+from nbkit.rank.data.split.data_shards import data_shards
 from nbkit.rank.loss.output_tensors import leaves
 
 Collate = Callable[[list[Any]], Any]
 
 _ROWS, _SECONDS = 64, 0.25  # at most; four are read however long they take
+_OF_SHARD = 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Sample:
 
 
 def sample_of(data: Any, collate: Collate) -> Sample | None:
-    """Rows from all over map-style `data`; None where it gives none."""
+    """Rows from all over map-style `data`, or the first of data that comes in shards; None where it gives none."""
+    if (shards := data_shards(data)) is not None and not hasattr(data, "__getitem__"):
+        first = shards.first_samples(_OF_SHARD)[0]
+        return Sample(collate(first), first, collate) if first else None
     began, step = time.perf_counter(), max(len(data) // _ROWS, 1)
     samples: list[Any] = []
     for i in dict.fromkeys([*range(min(2, len(data))), *range(0, len(data), step)]):

@@ -85,7 +85,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class _Loader(DataLoader[Any]):
+class Loader(DataLoader[Any]):
     """Torch's, without its advice: of the cores that a rank is pinned to it makes a largest number of workers."""
 
     def check_worker_number_rationality(self) -> None:
@@ -98,7 +98,7 @@ class ReadAhead:
     def __init__(self, reader: Reader, workers: int) -> None:
         self._told: deque[ToRead] = deque()
         self._ahead: Iterator[ToRead] = iter(())
-        self._loader: DataLoader[Any] = _Loader(
+        self._loader: DataLoader[Any] = Loader(
             reader,
             batch_size=None,
             collate_fn=_as_it_is,

@@ -6,20 +6,25 @@ They are the same under every strategy, and frozen: another process can take the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
 from nbkit.rank.data.data_rng import alike
+from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.data.sample_rows import Sample
-from nbkit.rank.data.stream import Stream, is_map_style, open_stream
+from nbkit.rank.data.split.data_shards import data_shards, why_whole
+from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.device_mesh import Axes
@@ -141,7 +146,7 @@ class LoopSettings:
     balance: bool
     workers: int
 
-    def stream(self, axes: Axes, strategy: Strategy, seed: int) -> Stream:
+    def stream(self, axes: Axes, strategy: Strategy, seed: int, device: torch.device) -> Stream:
         """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
         return open_stream(
             self.data,
@@ -154,6 +159,7 @@ class LoopSettings:
             drop_last=self.drop_last,
             collate=self.collate,
             workers=self.workers,
+            gather=partial(all_gather_objects, world_size=axes.mesh.size, device=device),
         )
 
 
@@ -169,14 +175,19 @@ def warn_without_effect(
 ) -> None:
     """Name every setting of a Trainer that means nothing beside the others."""
     never = not (save_every or (save_every is None and DETACHED.get()))
+    whole = "" if is_map_style(data) or not isinstance(data, Iterable) else why_whole(data)
     without = [
         (
             shuffle is not None and not is_map_style(data),
             "shuffle= has no effect on data that can only be iterated: it comes in its own order",
         ),
         (
-            bool(workers) and not is_map_style(data),
-            "workers= has no effect on data that can only be iterated: it is read in the step",
+            bool(workers) and bool(whole),
+            f"workers= has no effect on data that is not split, which is read in the step: {whole}",
+        ),
+        (
+            not workers and bool(whole) and dist.is_initialized() and dist.get_world_size() > 1,
+            f"every rank reads all of the data: {whole}",
         ),
         (eval_every is not None and eval_data is None, "eval_every= has no effect without eval_data="),
         *(
@@ -193,9 +204,12 @@ def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None
     """`given`, or two rows to run the model on; None where reading them would use up the data."""
     if given is not None:
         return given
-    if not is_map_style(data) or not len(data):
-        return None
+    # Whatever is wrong with the data is said, in full, where it is read to train.
     with suppress(Exception), alike():
-        # Whatever is wrong with the data is said, in full, where it is read to train.
+        if not is_map_style(data):
+            shards = data_shards(data)
+            return None if shards is None else collate(shards.first_samples(2)[0])
+        if not len(data):
+            return None
         return collate([data[i] for i in range(min(2, len(data)))])
     return None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_rng import alike
-from nbkit.rank.data.stream import shards
+from nbkit.rank.data.open_stream import shards
 from nbkit.rank.train.job import Job
 
 

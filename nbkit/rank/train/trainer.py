@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.rank.data.balanced import check_packed
+from nbkit.rank.data.balanced.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.data.sample_rows import sample_of
@@ -61,7 +61,7 @@ class Trainer:
     clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch_size:
     samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
     drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. workers: processes of each
-    rank that read ahead, map-style data only (docs/data.md). eval_data, eval_every: evaluate every so many steps, into
+    rank that read ahead, also in shards (docs/data.md). eval_data, eval_every: evaluate every so many steps, into
     `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
     in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
     3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
@@ -189,7 +189,7 @@ class Trainer:
 
     def reopen(self) -> None:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
-        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed)
+        stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         self.snapshots.clear()
@@ -202,7 +202,7 @@ class Trainer:
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop, self._callbacks = job, loop, loop.callbacks
         self.arithmetic = self._cut_for(self.strategy)
-        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed)
+        self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed, job.device)
         self._rebalancing = Rebalancing(job.device)
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)
@@ -383,6 +383,9 @@ class Trainer:
                     with phase("optimizer"):
                         self._rate.prepare(step)
                     with phase("data"):
+                        if job.ledger.data_ends:
+                            self._stream.shards_end()
+                            job.ledger.data_ends = False
                         shard = self._stream.next(job.seed_data(own=self._stream.own))
                     job.backward(shard)
                     if self.loop.clip_norm is not None:
@@ -406,8 +409,7 @@ class Trainer:
     def _recut(self) -> None:
         axes = self.job.sharded_model.axes
         self.arithmetic = self._cut_for(self.strategy)
-        self._stream.rank, self._stream.ranks = axes.index("dp"), axes.size("dp")
-        self._stream.speeds = self.strategy.replica_speeds
+        self._stream.recut(axes.index("dp"), axes.size("dp"), self.strategy.replica_speeds)
 
     def _position(self) -> dict[str, Any]:
         return {"epoch": self._stream.epoch, "offset": self._stream.offset, "base_lr": self._rate.base}

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.rank.data.equal_shares import unevenness
-from nbkit.rank.data.stream import open_stream
+from nbkit.rank.data.balanced.equal_shares import unevenness
+from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.models.gpt import GPT, GPTConfig
 
 COSTS = [1.0 + (i * i) % 23 for i in range(52)]

@@ -9,10 +9,11 @@ from random import Random
 import pytest
 from code_files import lengths as file_lengths
 
-from nbkit.rank.data.balanced import Balanced
-from nbkit.rank.data.balanced_order import BalancedOrder
-from nbkit.rank.data.equal_shares import equal_shares, unevenness
-from nbkit.rank.data.stream import BalancedStream, open_stream
+from nbkit.rank.data.balanced.balanced import Balanced
+from nbkit.rank.data.balanced.balanced_order import BalancedOrder
+from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
+from nbkit.rank.data.map_stream import BalancedStream
+from nbkit.rank.data.open_stream import open_stream
 
 
 def stream_of(data: Balanced, **changed: object) -> BalancedStream:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.balanced import Balanced, check_packed
-from nbkit.rank.data.packing import Packed, Piece, best_fit
+from nbkit.rank.data.balanced.balanced import Balanced, check_packed
+from nbkit.rank.data.balanced.packing import Packed, Piece, best_fit
 from nbkit.rank.models.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)

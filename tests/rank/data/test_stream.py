@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, shard_of, take
-from nbkit.rank.data.stream import open_stream, shards
+from nbkit.rank.data.open_stream import open_stream, shards
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):

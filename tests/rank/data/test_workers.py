@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.stream import open_stream
+from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.train.trainer import Trainer
 
 
@@ -117,4 +117,6 @@ def iterated(world: Any) -> list[str]:
 
 
 def test_data_that_can_only_be_iterated_has_no_workers_and_that_is_said() -> None:
-    assert "workers= has no effect" in " ".join(run_ranks(iterated, 1)[0])
+    said = " ".join(run_ranks(iterated, 1)[0])
+    assert "workers= has no effect on data that is not split" in said
+    assert "an iterator is not split; an IterableDataset is, with num_shards = 8" in said

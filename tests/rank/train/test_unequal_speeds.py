@@ -18,8 +18,8 @@ from nbkit.device_speeds import of_replicas, of_stages, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
 from nbkit.planner.stage_partition import partition
-from nbkit.rank.data.balanced import Balanced
-from nbkit.rank.data.equal_shares import equal_shares
+from nbkit.rank.data.balanced.balanced import Balanced
+from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.train.control.rebalance import better
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy

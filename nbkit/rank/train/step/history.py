@@ -42,6 +42,7 @@ class History:
         self.step = 0
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
+        self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
@@ -117,6 +118,7 @@ class History:
         Raises NotFinite, or TrainingError when the ranks saw different data.
         """
         numbers = pending.reduction.read()
+        self.data_ends |= numbers.data_ends
         self._torn |= pending.made and not numbers.whole
         argument_checks.check_whole(numbers, pending)
         argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)

@@ -142,6 +142,7 @@ class TrainingStep:
                 fingerprint=shard.fingerprint,
                 backup=self.backups.spent(),
                 ends=step_boundary.told_to_end(),
+                data_ends=shard.ends,
             )
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:

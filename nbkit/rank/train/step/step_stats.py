@@ -21,7 +21,7 @@ from nbkit.rank.train.control.step_boundary import READY
 from nbkit.rank.train.step.async_copy import Underway
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_NOT_FINITE, _ENDS = 1, 2  # flags of a rank
+_NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepNumbers:
     not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
     seconds, fingerprints: one per rank. whole: the
     gradients are sums over all ranks; a reduction that was broken off leaves them as they were. backup: seconds of it
-    on the slowest rank.
+    on the slowest rank. data_ends: see Shard.ends, of any rank.
     """
 
     loss: float
@@ -48,6 +48,7 @@ class StepNumbers:
     whole: bool = True
     backup: float = 0.0
     ends: bool = False
+    data_ends: bool = False
 
 
 class StepReduction:
@@ -70,10 +71,11 @@ class StepReduction:
         fingerprint: int,
         backup: float = 0.0,
         ends: bool = False,
+        data_ends: bool = False,
     ) -> None:
         """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
         stage: of the request asked about (see boundary.Inbox). backup: seconds of the last one (see Backups). ends:
-        this rank was told that the training is to end.
+        this rank was told that the training is to end. data_ends: see Shard.ends.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
@@ -85,7 +87,8 @@ class StepReduction:
         vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
         vector[_LOSS] = loss_sum
         vector[_WEIGHT] = weight
-        vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + _ENDS * ends
+        told = _ENDS * ends + _DATA_ENDS * data_ends
+        vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
         self._vector = vector
         if self.world_size > 1:
             self._work = dist.all_reduce(vector, async_op=True)
@@ -138,6 +141,7 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[2::4]],
             backup=max(ranks[3::4]),
             ends=any(round(flags) & _ENDS for flags in ranks[1::4]),
+            data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[1::4]),
         )
 
 

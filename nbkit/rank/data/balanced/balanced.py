@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.balanced.packing import Packed
 from nbkit.rank.data.data_rng import alike
-from nbkit.rank.data.packing import Packed
 
 Cost = Callable[[Any], float] | Sequence[float]
 Group = Callable[[Any], Hashable] | Sequence[Hashable]
@@ -26,8 +26,8 @@ class Balanced(Dataset[Any]):
     tensor of the sample. group: a label of a sample, as a function of it or one for each. Functions read all of the
     data once, the ranks together, when the training is made.
 
-    pack: documents become blocks of so many positions, each by itself (see nbkit.rank.data.packing.Packed). cost is
-    then that of a piece of a document, called with its token ids, and group a label of a document.
+    pack: documents become blocks of so many positions, each by itself (see packing.Packed). cost is then that of a
+    piece of a document, called with its token ids, and group a label of a document.
 
     Each sample comes once an epoch, shuffled by the Trainer's seed, in batches that differ by one sample at most, of
     like cost and groups; which they are does not depend on the strategy. Raises TrainingError for data that cannot be

@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 
-from nbkit.rank.data.equal_shares import equal_shares, unevenness
+from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
 
 _CELL, _NEIGHBOURS = 64, 8
 _SHARING, _EVEN = 8, 1.012

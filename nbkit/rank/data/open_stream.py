@@ -1,0 +1,67 @@
+"""Which stream reads what a user gives as data; and one pass over data that is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nbkit.errors import TrainingError
+from nbkit.rank.data.balanced.balanced import Balanced
+from nbkit.rank.data.batch import Shard, bounds
+from nbkit.rank.data.iterable_stream import IterableStream
+from nbkit.rank.data.map_stream import BalancedStream, MapStream
+from nbkit.rank.data.split.data_shards import data_shards
+from nbkit.rank.data.split.split_stream import SplitStream
+from nbkit.rank.data.stream import Collate, Stream, fetched, is_map_style
+
+
+def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [own], **how: Any) -> Stream:
+    """The stream that fits the kind of `data`; how: see Stream. Raises TrainingError when it is neither kind.
+
+    gather: what every rank gives, by rank; collective over all ranks.
+    """
+    _refuse_loader(data)
+    if isinstance(data, Balanced):
+        return BalancedStream(data, **how)
+    if is_map_style(data):
+        return MapStream(data, **how)
+    if not isinstance(data, Iterable):
+        raise TrainingError(
+            "The data is neither map-style nor iterable.",
+            numbers=f"{type(data).__name__}: __len__ {hasattr(data, '__len__')}, "
+            f"__getitem__ {hasattr(data, '__getitem__')}, __iter__ {hasattr(data, '__iter__')}",
+            hint="data=dataset with __len__ and __getitem__, or with __iter__",
+        )
+    if (split := data_shards(data)) is not None:
+        stream = SplitStream(data, shards=split, gather=gather, **how)
+        if split.counted or stream.takes_part:
+            return stream
+    return IterableStream(data, **how)
+
+
+def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
+    """This rank's shards of one pass over `data` in its own order: every sample once, none added."""
+    _refuse_loader(data)
+    if is_map_style(data):
+        for first in range(0, len(data), batch_size):
+            total = min(batch_size, len(data) - first)
+            yield fetched(data, list(range(first, first + total)), range(*bounds(total, ranks, rank)), collate)
+        return
+    samples, first = iter(data), 0
+    while taken := list(islice(samples, batch_size)):
+        start, stop = bounds(len(taken), ranks, rank)
+        rows = collate(taken[start:stop]) if stop > start else None
+        yield Shard(rows, stop - start, len(taken), range(first, first + len(taken)))
+        first += len(taken)
+
+
+def _refuse_loader(data: Any) -> None:
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise TrainingError(
+            "The data is a DataLoader: its items are batches, not samples.",
+            numbers=f"its batch_size {data.batch_size}",
+            hint="data=loader.dataset, with batch_size= and collate=; or nbkit.prepare(...) and job.batches(loader)",
+        )

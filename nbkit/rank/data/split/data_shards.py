@@ -1,0 +1,163 @@
+"""How iterable data is split: into how many shards, and how one of them is read.
+
+Three kinds: datasets of Hugging Face and others with `shard(num_shards, index)`; pipelines of webdataset, a shard for
+each url; and whatever asks `torch.utils.data.get_worker_info()` for its part, as under torch's DataLoader. The last is
+told that it is one worker of as many as there are shards, and that no other rank reads: nbkit divides the shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
+from dataclasses import dataclass
+from inspect import getmembers_static, isfunction
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+
+from nbkit.errors import TrainingError
+
+_PARTS = 16
+"""Of data that asks for its part and does not say into how many it can be split: degrees of dp mostly divide it."""
+
+_SPLIT_BY_PART = "num_shards = 8, and an __iter__ that gives the part of torch.utils.data.get_worker_info()"
+
+
+@dataclass(frozen=True)
+class DataShards:
+    """`data` in `number` shards. by_method: by its shard(); else by what get_worker_info() tells.
+
+    counted: it says itself how many they are.
+    """
+
+    data: Any
+    number: int
+    by_method: bool
+    counted: bool
+
+    def samples(self, shard: int, epoch: int) -> Iterator[Any]:
+        """Of one shard, from its beginning. To be read inside `reading` of the same shard."""
+        if self.by_method:
+            part = self.data.shard(num_shards=self.number, index=shard)
+        else:
+            # Data that remembers in itself where it stands is iterated several times at once here.
+            part = self.data
+            with suppress(Exception):
+                part = copy(self.data)
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+        return iter(part)
+
+    def first_samples(self, count: int) -> tuple[list[Any], bool]:
+        """(the first samples of the first shard, read anew; whether the data takes the part that it is told)."""
+        with self.reading(0) as part:
+            samples = list(islice(self.samples(0, 0), count))
+        return samples, self.by_method or part.asked
+
+    @contextmanager
+    def reading(self, shard: int) -> Iterator[_Part]:
+        """Inside, who asks is told to read this shard alone; yields who notes whether it has asked."""
+        part = _Part(shard, self.number, self.data)
+        outer, torch_worker._worker_info = torch_worker._worker_info, None if self.by_method else part  # type: ignore[assignment]
+        try:
+            with nullcontext() if self.by_method else _one_rank():
+                yield part
+        finally:
+            torch_worker._worker_info = outer
+
+
+class _Part:
+    """In the place of torch's WorkerInfo."""
+
+    def __init__(self, shard: int, number: int, data: Any) -> None:
+        self._shard, self._number, self.dataset, self.seed, self.asked = shard, number, data, 0, False
+
+    @property
+    def id(self) -> int:
+        self.asked = True
+        return self._shard
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return self._number
+
+
+def data_shards(data: Any) -> DataShards | None:
+    """How iterable `data` can be split; None where it cannot. Reads nothing."""
+    if isinstance(data, Iterator):
+        return None
+    number = _counted(data)
+    by_method = number is not None and callable(getattr(data, "shard", None))
+    asks = not by_method and _asks(data)
+    if number is None and asks:
+        return DataShards(data, _PARTS, by_method=False, counted=False)
+    if number is None or number < 2 or not (by_method or asks or isinstance(getattr(data, "pipeline", None), list)):
+        return None
+    return DataShards(data, number, by_method=by_method, counted=True)
+
+
+def why_whole(data: Any) -> str:
+    """Why every rank reads all of iterable `data`, and what to write; "" where it is split."""
+    if data_shards(data) is not None:
+        return ""
+    if isinstance(data, Iterator):
+        return f"an iterator is not split; an IterableDataset is, with {_SPLIT_BY_PART}"
+    if _counted(data) is not None and callable(getattr(data, "shard", None)):
+        return "it has one shard; to_iterable_dataset(num_shards=8), or data of several files, is split"
+    if _counted(data) is not None:
+        return f"it has one shard, or its __iter__ takes none of several; it is split with {_SPLIT_BY_PART}"
+    return f"it does not say how to split it; it is split with {_SPLIT_BY_PART}"
+
+
+def refuse_unasked(shards: DataShards) -> TrainingError:
+    """Of data that gives all samples for each of its shards."""
+    return TrainingError(
+        "The data has shards, and gives the same samples for each: its __iter__ does not take its part.",
+        numbers=f"num_shards {shards.number}, {type(shards.data).__name__}",
+        hint="info = torch.utils.data.get_worker_info(), and in __iter__ the shards info.id, info.id + "
+        "info.num_workers, ...; or without num_shards",
+    )
+
+
+def _counted(data: Any) -> int | None:
+    """How many shards the data says it has."""
+    for name in ("num_shards", "n_shards"):
+        if isinstance(number := getattr(data, name, None), int):
+            return number
+    stages = getattr(data, "pipeline", None)  # of webdataset: the first stage gives the urls
+    urls = getattr(stages[0], "urls", None) if isinstance(stages, list) and stages else None
+    resampled = urls is not None and "Resampled" in type(stages[0]).__name__  # type: ignore[index]
+    return len(urls) if isinstance(urls, list | tuple) and not resampled else None
+
+
+def _asks(data: Any) -> bool:
+    """Whether a method of the data's own class names get_worker_info."""
+    kinds = [kind for kind in type(data).__mro__ if kind.__module__.partition(".")[0] not in ("builtins", "torch")]
+    methods = [found for kind in kinds for _, found in getmembers_static(kind, isfunction)]
+    return any(_names(method.__code__) for method in methods)
+
+
+def _names(code: CodeType) -> bool:
+    return "get_worker_info" in code.co_names or any(
+        _names(inner) for inner in code.co_consts if isinstance(inner, CodeType)
+    )
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Inside, who reads the environment finds one rank."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
