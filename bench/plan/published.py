@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.planner.choose.hardware import DEVICES, Hardware
+from nbkit.planner.choose.load import Known
 from nbkit.planner.choose.seconds import Load, calibrated, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
@@ -107,20 +108,26 @@ def _case(line: dict[str, str]) -> Case:
     shared = subject.touched() * (1.0 if spread else 0.5 + 0.5 * tp) + scores
     again = 1.0 if full else (2 * attention) / forward
     hidden = rows * length * width * HALF
+    costs, each = subject.costs(), layers // (rounds * pp)
     calls, held = (12 if full else 10) * layers // pp, subject.parameters() / (tp * pp)
     terms = [Traffic("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
     if pp > 1:
         # Megatron-LM waits for each message, whose sender waits as well: no "send", which nobody waits for.
         size = round(4 * rounds * hidden / tp)
         terms.append(Traffic("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
+    if dp > 1:
+        terms.append(Traffic("dp", "all_reduce", dp, 1, round(HALF * held), "gradients"))
     load = Load(
         flops=forward * rows / tp,
         touched=(shared if not spread else touched) * rows / tp,
         again=again,
-        stages=(1 / (rounds * pp),) * (rounds * pp),
+        stages=[sum(costs[i * each : (i + 1) * each]) / sum(costs) for i in range(layers // each)],
         terms=terms,
         # fp16 weights and gradients, fp32 master weights and moments, read and written.
         updated=held * (2 * 12 + 2 + 2),
+        # Without a pipeline these runs had torch's DDP; with one, gradients wait for the end of backward.
+        units=Known(subject).units(strategy) if pp == 1 and dp > 1 else (),
+        passes=micros if pp == 1 else 1,
     )
     kind = "full recompute" if full else "selective, sequence parallel"
     name = f"{line['parameters_b']} B, {devices} {line['hardware']}, {kind}"

@@ -92,21 +92,25 @@ def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float
     operations = micros * len(stages)
     if operations > _MANY or len(stages) > 2 * ranks:
         return True
-    even = max(stages) - min(stages) <= _EQUAL * max(stages)
+    *others, last = stages
+    most = max(others, default=last)
+    even = most - min(others, default=last) <= _EQUAL * most and last >= (1 - _EQUAL) * most
     whole = schedule != "interleaved" or micros % ranks == 0
     return even and whole and (not transfer or operations > _FEW)
 
 
 def _full(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> float:
-    """The same as a sum, exact for equal stages: full, the busiest rank is never waited for, and each of the others is
-    passed once on the way in and out."""
+    """The same as a sum, exact where stages are equal but for a longer last one: full, the busiest rank is never waited
+    for, and each of the others is passed once on the way in and out."""
     sums = [sum(stages[rank::ranks]) for rank in range(ranks)]
     filling = (sum(stages[:ranks]) - max(stages[:ranks])) / micros
-    hops = 2.0 * (len(stages) - 1)
+    waits = 2 * (len(stages) - 1) * transfer
     if schedule == "1f1b" and ranks > 1:
-        # With as few under way as there are ranks, who waits for a message that comes back has nothing to do.
-        hops = max(hops, 2 * (ranks - 1) / ranks * micros + 2 * (ranks - 2))
-    return max(sums) + filling + hops * transfer
+        # With as few under way as there are ranks, each comes back to the first before that one goes on: so many
+        # micro-batches take all stages and all messages, if that is longer than what the busiest rank computes.
+        around = (sum(stages) + 2 * (ranks - 1) * transfer * micros) / ranks
+        waits = max(waits, around - max(sums) + 2 * (ranks - 2) * transfer)
+    return max(sums) + filling + waits
 
 
 def _row_seconds(

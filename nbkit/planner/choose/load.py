@@ -37,7 +37,7 @@ class PerElement(Protocol):
 class Subject(Protocol):
     """A model, as formulas or as it was measured. recompute: of its blocks.
 
-    flops, touched: of a row's forward, on a rank of these axes. refused: why it cannot be split so, (what, numbers);
+    flops, touched: of a row's forward, on a rank of these axes. costs: of the pieces, in any unit. refused: why it cannot be split so, (what, numbers);
     None where it can.
     """
 
@@ -53,6 +53,7 @@ class Subject(Protocol):
     def facts(self, batch: int) -> Facts: ...
     def flops(self, tp: int, cp: int) -> float: ...
     def touched(self, tp: int, cp: int) -> float: ...
+    def costs(self) -> tuple[float, ...]: ...
     def refused(self, strategy: Strategy) -> tuple[str, str] | None: ...
 
 
@@ -85,6 +86,8 @@ class Known:
         self._kept: dict[tuple[int, ...], Line] = {}
         self._found: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
         self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
+        self._shares: dict[int, tuple[float, ...]] = {}
+        self.costs = subject.costs()
 
     def ranges(self, strategy: Strategy) -> list[tuple[tuple[int, int], ...]]:
         """Blocks of the places of a pipeline: of the first and the last, where most is held."""
@@ -135,9 +138,11 @@ class Known:
         return sum(weights.gathered_inside for weights in self._of_first(strategy))
 
     def shares(self, strategy: Strategy) -> tuple[float, ...]:
-        """Of the blocks, that of each stage."""
-        cut = self._cut(strategy)
-        return tuple((stop - start) / cut[-1] for start, stop in pairwise(cut))
+        """Of the computing, that of each stage."""
+        cut, key = self._cut(strategy), len(ranks_of_stages(strategy))
+        if key not in self._shares:
+            self._shares[key] = tuple(sum(self.costs[start:stop]) / sum(self.costs) for start, stop in pairwise(cut))
+        return self._shares[key]
 
     def units(self, strategy: Strategy) -> tuple[Unit, ...]:
         """Of the whole model, without a pipeline; parameters of a block as one."""
@@ -146,12 +151,12 @@ class Known:
             weights = self.of(*key)[1]
             self._units[key] = tuple(
                 Unit(
-                    1 / len(weights),
+                    cost / sum(self.costs),
                     (sum(own.inside), *own.outside),
                     sum(own.outside),
                     own.gathered_inside / max(sum(own.inside), 1),
                 )
-                for own in weights
+                for own, cost in zip(weights, self.costs, strict=True)
             )
         return self._units[key]
 

@@ -137,6 +137,12 @@ class GPTPieces:
         maps = of.layers * 12 * of.width**2 + of.vocab * of.width
         return 2.0 * of.block * (maps + of.layers * of.block * of.width) / (tp * cp)
 
+    def costs(self) -> tuple[float, ...]:
+        """Multiplications of each piece: the head is the last one's."""
+        of = self.config
+        block = 12.0 * of.width**2 + of.block * of.width
+        return (block,) * (of.layers - 1) + (block + of.vocab * of.width,)
+
     def refused(self, strategy: Strategy) -> None:
         """Nothing that its numbers allow."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -113,6 +114,22 @@ def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element
     for axis, size in load_of(known, candidate, facts).sent.items():
         # Losses, roots that are gathered once, and gradients of norms are a little beside it.
         assert size == pytest.approx(wire_bytes(terms, axis), rel=0.12), axis
+
+
+def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
+    subject, on = GPTPieces(SMALL, element=2), Hardware.parse("4 A100")
+    known, facts = Known(subject), subject.facts(64)
+    strategy = Strategy.parse("pp", 4)
+    candidate = next(one for one in _candidates(strategy, 64, 12) if not one.recompute and one.rows == 1)
+    load = load_of(known, candidate, facts)
+    block, head = 12 * 768**2 + 1024 * 768, 50304 * 768
+    assert load.stages == pytest.approx(
+        [3 * block / (12 * block + head)] * 3 + [(3 * block + head) / (12 * block + head)]
+    )
+    parts = seconds(load, candidate.strategy, on, Rates())
+    even = seconds(replace(load, stages=[0.25] * 4), candidate.strategy, on, Rates())
+    assert parts.compute / even.compute == pytest.approx(4 * load.stages[-1])
+    assert parts.total > 1.5 * even.total
 
 
 def test_one_measured_step_calibrates() -> None:

@@ -171,6 +171,10 @@ class ModelPieces:
         """Of the whole model, divided: as cut, what stands for its collectives would be counted too."""
         return self._traced(1, 1).touched / (tp * cp)
 
+    def costs(self) -> tuple[float, ...]:
+        """Of the pieces, of which none is known to be longer than another."""
+        return (1.0,) * len(self._traced(1, 1).pieces)
+
     def facts(self, batch: int) -> Facts:
         """For what is checked of a strategy."""
         return replace(self._facts, batch=batch)
