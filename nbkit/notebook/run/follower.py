@@ -117,11 +117,19 @@ class Run:
         return next((one for one in reversed(those) if one.step <= step), those[0])
 
     def near(self, step: int) -> list[dict[int, StepRecord]]:
-        """`step` and the few before it under its strategy, the oldest first, as far as they are in memory."""
+        """The few steps up to `step` whose medians are told of it, the oldest first, as far as they are in memory.
+
+        They are of its strategy, and the same for every step up to the next multiple of their number: what is said of
+        them stands for so long, and is the same in views that are drawn at different times.
+        """
         if step not in self.steps:
             return []
-        those = [self.steps[one] for one in range(step - _USUAL_OF + 1, step + 1) if one in self.steps]
-        return [one for one in those if strategy_of(one) == strategy_of(those[-1])]
+        ends = step - step % _USUAL_OF
+        for numbers in (range(ends - _USUAL_OF + 1, ends + 1), range(ends + 1, step + 1)):
+            those = [self.steps[one] for one in numbers if one in self.steps]
+            if alike := [one for one in those if strategy_of(one) == strategy_of(self.steps[step])]:
+                return alike
+        return []
 
     def _read(self, rank: int) -> bool:
         """Take the new records of a rank; whether there are any."""

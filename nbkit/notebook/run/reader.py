@@ -14,6 +14,7 @@ from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.run_timeline import short
 from nbkit.notebook.run.step_picture import picture
 from nbkit.records.record_file import changed, check_format, rank_files
 
@@ -75,11 +76,12 @@ class RunReader:
             return self.step
 
     def state(self) -> dict[str, Any]:
-        """ "run" (name), "folder", "world" (ranks), "stands" ("running", "ended: WHY", or "quiet"), "goal", "left".
+        """ "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left", "rate".
 
         quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
         same run counted as they are in the curve; 0 when it is not known. left: the time to that step in words, if the
-        steps to come take as long as the newest 20 under this strategy did; "" where that cannot be told.
+        steps to come take as long as the median of the newest 20 under this strategy; "" where that cannot be told.
+        rate: tokens per second of the newest step, if it took as long; None where that cannot be told.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -91,14 +93,15 @@ class RunReader:
                 stands = f"ended: {event.get('what', '')}"  # this rank could not record its own end
             else:
                 stands = "quiet" if quiet else "running"
-            goal = _goal(self.curve.events)
+            goal, pace = _goal(self.curve.events), _pace(points := self.curve.points)
             return {
                 "run": self.run_dir.name,
                 "folder": str(self.run_dir),
                 "world": self._run.world_size,
                 "stands": stands,
                 "goal": goal,
-                "left": _left(self.curve.points, goal) if stands == "running" else "",
+                "left": _left(points, goal, pace) if stands == "running" else "",
+                "rate": _rate(points, pace),
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
@@ -122,11 +125,21 @@ def _ends(event: dict[str, Any]) -> bool:
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
-def _left(points: Sequence[Sequence[float]], goal: int) -> str:
+def _pace(points: Sequence[Sequence[float]]) -> float:
+    """Seconds of a step, the median of the newest under the strategy in force; 0 of none."""
     newest = [point for point in points[-_RECENT - 1 :] if point[6] == points[-1][6]]
-    each = [(after[2] - before[2]) / after[1] for before, after in pairwise(newest)]
-    seconds = (goal - points[-1][0]) * median(each) if each else 0.0
+    return median([(after[2] - before[2]) / after[1] for before, after in pairwise(newest)] or [0.0])
+
+
+def _left(points: Sequence[Sequence[float]], goal: int, pace: float) -> str:
+    seconds = (goal - points[-1][0]) * pace if points else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
+
+
+def _rate(points: Sequence[Sequence[float]], pace: float) -> float | None:
+    if pace <= 0:
+        return float(short(points[-1][5])) if points else None
+    return float(short((points[-1][3] - points[-2][3]) / points[-1][1] / pace))
 
 
 def _goal(events: Sequence[dict[str, Any]]) -> int:

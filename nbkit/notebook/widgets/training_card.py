@@ -24,7 +24,6 @@ from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
-_RECENT = 10  # steps
 
 
 def follow(cluster: Cluster, execution: Execution) -> None:
@@ -168,15 +167,13 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
         earlier = f", {int(last[0]):,} with those before" if int(last[0]) > made else ""
         steps = f"{made:,} step{'s' * (made > 1)}{earlier}"
     else:
-        steps = steps_of(last[0], state)
-        if (seconds := last[2] - points[-_RECENT:][0][2]) > 0:  # one step alone jumps
-            tokens = (last[3] - points[-_RECENT:][0][3]) / seconds
+        steps, tokens = steps_of(last[0], state), state.get("rate")
     mean = " on average" if ended else ""
     figures = [
         steps,
         "" if ended else state.get("left", ""),
         f"loss {loss}" if loss else "",
-        f"{figure(tokens)} tokens/s{mean}" if figure(tokens) else "",
+        f"{figure(tokens)} tokens/s{mean}" if tokens and figure(tokens) else "",
     ]
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")

@@ -21,6 +21,7 @@ from nbkit.commands import main
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.curve import COLUMNS, Curve, packed
+from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
@@ -71,6 +72,44 @@ def test_what_was_not_told_is_not_a_number_and_harms_nothing() -> None:
     curve.take(StepRecord(2))
     loss, rate = curve.points[-1][4:6]
     assert math.isnan(loss) and math.isnan(rate) and curve.points[-1][3] == 10
+
+
+def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps_later(tmp_path: Path) -> None:
+    run = fake_run(tmp_path, 4, "ddp", late=2)
+    run.switch("dp=4 zero=3")
+    for _ in range(31):
+        run.step()
+    reader, told = RunReader(tmp_path), []
+    for _ in range(4):
+        shown = reader.snapshot()
+        told.append(shown["step"]["reading"])
+        steps = list(pairwise(shown["points"][-21:]))
+        tokens, seconds = steps[-1][1][3] - steps[-1][0][3], median(after[2] - before[2] for before, after in steps)
+        rate = shown["state"]["rate"]
+        assert rate == pytest.approx(tokens / seconds, rel=1e-3)
+        words = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+        for view in (plain(lines_of(shown)), svg_of(shown), card_text(shown)):
+            assert f"{words} tokens/s" in view
+            assert " ".join(told[0].split()[:5]) in " ".join(re.sub("<[^>]*>", " ", view).split())
+        run.step()
+    assert len(set(told)) == 1
+    run.close()
+
+
+def test_what_is_told_of_a_step_is_told_of_the_same_five_until_the_next_five(tmp_path: Path) -> None:
+    run = fake_run(tmp_path, 2, "ddp")
+    for _ in range(17):
+        run.step()
+    run.switch("dp=2 zero=3")
+    for _ in range(6):
+        run.step()
+    run.close()
+    read = Run(tmp_path)
+    read.refresh()
+    steps = {step: [one[0].step for one in read.near(step)] for step in (3, 5, 9, 10, 14, 18, 22, 23)}
+    assert steps[3] == [1, 2, 3] and steps[5] == steps[9] == [1, 2, 3, 4, 5]
+    assert steps[10] == steps[14] == [6, 7, 8, 9, 10]
+    assert steps[18] == [18] and steps[22] == steps[23] == [18, 19, 20]  # none of another strategy
 
 
 def test_a_reader_gets_only_what_is_new() -> None:
@@ -155,7 +194,7 @@ def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> No
     pump.turn(200.0)
     assert [point[0] for point in page.points] == list(range(1, 22)) and page.sent == 1
     assert page.events[-1]["kind"] == "switch" and page.step["moments"] is not None
-    assert sorted(page.kinds) == ["curve", "step"]
+    assert sorted(page.kinds) == ["curve", "state", "step"]  # the rate is another
 
     late = Page()
     pump._send = late.take

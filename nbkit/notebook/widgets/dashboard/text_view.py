@@ -45,7 +45,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         steps_of(last[0], state),
         state.get("left", ""),
         _number("loss", last[4]),
-        _number("tokens/s", last[5], behind=True),
+        _number("tokens/s", state.get("rate"), behind=True),
     ]
     lines: list[Line] = [
         (

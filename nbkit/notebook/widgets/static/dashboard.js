@@ -4,7 +4,7 @@
 // doubles, {kind: "step", step}, {kind: "note", text}, {kind: "traced", busy, text}. Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}.
 
 import { drawBars, drawMemory } from "./charts.js";
-import { LOSS, RATE, STEP, STRATEGY, drawCurves } from "./curves.js";
+import { LOSS, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
@@ -124,7 +124,7 @@ export function view(el, story, ask) {
     $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
     $("stands").classList.toggle("on", state?.stands === "running");
     $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.goal ? ` of ${number(state.goal)}` : ""}`, state?.left,
-      Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", Number.isFinite(last[RATE]) ? `${number(last[RATE])} tokens/s` : ""].filter(Boolean).join(" · ") : "";
+      Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", state?.rate ? `${number(state.rate)} tokens/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
     drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });

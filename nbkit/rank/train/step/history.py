@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from nbkit.rank.train.step.step_clock import Clock
 from nbkit.rank.train.step.step_stats import StepNumbers
 from nbkit.records.events import Event, StepDone
 
+_RECENT = 20  # steps under one strategy, whose median is the pace
 _LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
 
 
@@ -48,7 +50,6 @@ class History:
         self._torn = self._silent = False
         self._world_size = world_size
         self._first = self._total = 0
-        self._pace = 0.0
 
     def begin(self, total: int) -> None:
         """A run of `total` steps (0: not known) begins now."""
@@ -185,10 +186,10 @@ class History:
         return type(error).__name__
 
     def _report(self, record: dict[str, Any]) -> None:
-        step, seconds = record["step"], record["seconds"]
-        self._pace = seconds if step == self._first + 1 else 0.9 * self._pace + 0.1 * seconds
-        left = (self.goal - step) * self._pace if self._total else None
-        speed = record["tokens"] / self._pace if self._pace else 0.0
+        alike = [one["seconds"] for one in self.records[-_RECENT:] if one.get("strategy") == record["strategy"]]
+        step, pace = record["step"], median(alike)
+        left = (self.goal - step) * pace if self._total else None
+        speed = record["tokens"] / pace if pace else 0.0
         step_boundary.report(
             step=step, goal=self.goal, loss=record["loss"], tokens_per_s=speed, step_s=self._longest, eta_s=left
         )
