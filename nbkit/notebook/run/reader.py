@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -80,8 +81,8 @@ class RunReader:
 
         quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
         same run counted as they are in the curve; 0 when it is not known. left: the time to that step in words, if the
-        steps to come take as long as the median of the newest 20 under this strategy; "" where that cannot be told.
-        rate: tokens per second of the newest step, if it took as long; None where that cannot be told.
+        steps to come take as long as the newest 20 under this strategy did; "" where that cannot be told. rate: tokens
+        per second, the median of these steps; None where that cannot be told.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -93,15 +94,15 @@ class RunReader:
                 stands = f"ended: {event.get('what', '')}"  # this rank could not record its own end
             else:
                 stands = "quiet" if quiet else "running"
-            goal, pace = _goal(self.curve.events), _pace(points := self.curve.points)
+            goal, points = _goal(self.curve.events), self.curve.points
             return {
                 "run": self.run_dir.name,
                 "folder": str(self.run_dir),
                 "world": self._run.world_size,
                 "stands": stands,
                 "goal": goal,
-                "left": _left(points, goal, pace) if stands == "running" else "",
-                "rate": _rate(points, pace),
+                "left": _left(points, goal) if stands == "running" else "",
+                "rate": _rate(points),
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
@@ -125,21 +126,20 @@ def _ends(event: dict[str, Any]) -> bool:
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
-def _pace(points: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step, the median of the newest under the strategy in force; 0 of none."""
-    newest = [point for point in points[-_RECENT - 1 :] if point[6] == points[-1][6]]
-    return median([(after[2] - before[2]) / after[1] for before, after in pairwise(newest)] or [0.0])
+def _newest(points: Sequence[Sequence[float]], num: int) -> list[Sequence[float]]:
+    """Of the last `num` points those under the strategy in force."""
+    return [point for point in points[-num:] if point[6] == points[-1][6]]
 
 
-def _left(points: Sequence[Sequence[float]], goal: int, pace: float) -> str:
-    seconds = (goal - points[-1][0]) * pace if points else 0.0
+def _left(points: Sequence[Sequence[float]], goal: int) -> str:
+    each = [(after[2] - before[2]) / after[1] for before, after in pairwise(_newest(points, _RECENT + 1))]
+    seconds = (goal - points[-1][0]) * median(each) if each else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 
-def _rate(points: Sequence[Sequence[float]], pace: float) -> float | None:
-    if pace <= 0:
-        return float(short(points[-1][5])) if points else None
-    return float(short((points[-1][3] - points[-2][3]) / points[-1][1] / pace))
+def _rate(points: Sequence[Sequence[float]]) -> float | None:
+    known = [point[5] for point in _newest(points, _RECENT) if math.isfinite(point[5])]
+    return float(short(median(known))) if known else None
 
 
 def _goal(events: Sequence[dict[str, Any]]) -> int:
