@@ -34,10 +34,11 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
       stands for, seconds since the run began, tokens since then, loss, tokens per second, index into "strategies";
       NaN where it was not recorded. events: dicts with "step", "time" (seconds since the run began), "kind" and
       what belongs to that kind.
-    - `picture(step)`: one step on all ranks, by default the newest; no rows in "ranks" if nobody recorded it.
-      "ranks": rows of [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline
-      bubble, data, optimizer, other]. "table": a dict for each operation and axis, with "bytes" of all ranks
-      together and "seconds". "memory": a dict for each rank, in bytes. "numbers": loss, lr, tokens of the step.
+    - `picture(step)`: one step on all ranks; no rows in "ranks" if nobody recorded it. By default the newest, of which
+      "ranks" and the sentence "reading" tell the medians of a few steps: "of" says which. "ranks": rows of
+      [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline bubble, data,
+      optimizer, other]. "table": a dict for each operation and axis, with "bytes" of all ranks together and
+      "seconds". "memory": a dict for each rank, in bytes. "numbers": loss, lr, tokens of the step.
     - `state()`: name, world size, and whether it is running.
 
     Each call first reads what has been written since the last one.
@@ -73,7 +74,7 @@ class RunReader:
             self._run.refresh()
             if not self._run.newest:
                 return {}
-            self.step = picture(self._run, step or self._run.newest)
+            self.step = picture(self._run, step or self._run.newest, usual=step is None)
             return self.step
 
     def state(self) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from nbkit.records.records import LISTEN_EVERY, StepRecord
 from nbkit.records.run_advice import reading
 
 
-def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
+def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> dict[str, Any]:
     """The picture of a step as plain values. Empty but for "step" when no rank has a record of it.
 
-    replica: which of the pipelines is drawn, where there are several.
+    usual: bars and sentence are of a few steps up to it, the median of each part: of single steps both would change
+    with each. replica: which of the pipelines is drawn, where there are several.
     """
     steps = run.picture_of(step)
     if not steps:
@@ -32,7 +33,9 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
     before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
     alike = (one for one in before if strategy_of(one) == strategy_of(steps))
     of, rows = bars(steps, run.members), table(steps, run.members, near=alike)
-    usual = usual_bars(run.near(step), run.members) or of  # a sentence on one step alone would change with each
+    few = run.near(step) if usual else []
+    shown = usual_bars(few, run.members) or of
+    numbers = [one[min(one)].step for one in few] or [first.step - first.span + 1, first.step]
     predicted = forecast.in_force(forecast.read(run.folder), step)
     return {
         "step": first.step,
@@ -41,12 +44,12 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "strategy": strategy,
         "numbers": {key: short(value) for key, value in first.numbers.items()},
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
-        "seconds": short(fmean(record.seconds for record in steps.values())),
-        "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in of],
+        "seconds": short(fmean(bar.seconds for bar in shown)),
+        "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
+        "of": _words(numbers[0], numbers[-1], "medians" if few else "means"),
         "missing": sorted(set(range(run.world_size)) - set(steps)),
-        "reading": reading(usual, rows, slow=_slow_link(run, step, rows, of)),
-        # As the sentence has it, which one step that was broken by chance does not change.
-        "late": _late(usual) or _late(of),
+        "reading": reading(shown, rows, slow=_slow_link(run, step, rows, of)),
+        "late": _late(shown),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps, predicted),
@@ -56,6 +59,10 @@ def picture(run: Run, step: int, *, replica: int = 0) -> dict[str, Any]:
         "own": short(fmean(record.own_seconds for record in steps.values())),
         "lost": sum(record.lost for record in steps.values()),
     }
+
+
+def _words(first: int, last: int, kind: str) -> str:
+    return f"Step {last:,}" if first == last else f"Steps {first:,} to {last:,}, {kind}"
 
 
 def lateness(run: Run) -> dict[str, Any]:
@@ -117,9 +124,9 @@ def _traffic(run: Run, steps: Mapping[int, StepRecord], predicted: forecast.Fore
     return {"world": len(matrix.sent), **found}
 
 
-def _cells(of: tuple[tuple[float, ...], ...]) -> list[tuple[int, int, int]]:
+def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
     """[from, to, bytes] where there are any: most ranks talk to few others."""
-    return [(i, j, round(size)) for i, row in enumerate(of) for j, size in enumerate(row) if size]
+    return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
 def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[dict[str, Any]]:

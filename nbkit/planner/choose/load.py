@@ -37,8 +37,8 @@ class PerElement(Protocol):
 class Subject(Protocol):
     """A model, as formulas or as it was measured. recompute: of its blocks.
 
-    flops, touched: of a row's forward, on a rank of these axes. costs: of the pieces, in any unit. refused: why it cannot be split so, (what, numbers);
-    None where it can.
+    flops, touched: of a row's forward, on a rank of these axes. costs: of the pieces, in any unit. refused: why it
+    cannot be split so, (what, numbers); None where it can.
     """
 
     @property

@@ -261,7 +261,11 @@ def test_the_mark_names_whom_the_sentence_names_also_in_a_step_that_was_broken_b
         fake.late = late
         fake.step()
     run.refresh()
-    seen = picture(run, 5)
+    seen = picture(run, 5, usual=True)
+    assert seen["of"] == "Steps 1 to 5, medians" and picture(run, 5)["of"] == "Step 5"
+    medians = {row[0]: row[2] for row in seen["ranks"]}
+    assert max(medians, key=lambda rank: medians[rank]) == 2  # the bars are of the steps that the sentence is of
+    assert picture(run, 5)["late"]["rank"] == 0
     assert "for rank 2" in seen["reading"] and seen["late"]["rank"] == 2
     fake.close()
 

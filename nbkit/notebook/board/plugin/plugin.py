@@ -96,8 +96,9 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return _no_run(request)
         with run.lock:
             run.refresh()
-            step = _number(request, "step", run.newest)  # "newest" is no number
-            return _json(request, picture(run, step, replica=_number(request, "replica", 0)))
+            asked = _number(request, "step", 0)  # "newest" is no number
+            shown = picture(run, asked or run.newest, usual=not asked, replica=_number(request, "replica", 0))
+            return _json(request, shown)
 
     def _open(self, request: wrappers.Request) -> Any:
         with self._lock:

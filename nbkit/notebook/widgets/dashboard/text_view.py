@@ -148,7 +148,7 @@ def bars_title(step: dict[str, Any]) -> str:
     """Which steps and which ranks the bars are of."""
     shown, there = len(ranks_shown(step)), len(step["ranks"])
     some = f" ({shown} of {there} ranks: the late one, then those that compute longest)" if shown < there else ""
-    return f"Step {step['step']}, measured{some}"
+    return f"{step['of']}, measured{some}"
 
 
 def _ranks(step: dict[str, Any], width: int) -> list[Line]:

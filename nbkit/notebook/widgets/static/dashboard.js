@@ -137,7 +137,7 @@ export function view(el, story, ask) {
   }
 
   function drawStep(step) {
-    $("at").textContent = step.span > 1 ? `Steps ${step.step - step.span + 1} to ${step.step}` : `Step ${step.step}`;
+    $("at").textContent = step.of;
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
     else drawRanks(pictures.ranks, step.ranks, step.late, turn);

@@ -216,7 +216,7 @@ function show() {
   if (!step) return;
   if (document.activeElement !== $("step")) $("step").value = step.asked ?? step.step;
   $("step").max = state.newest;
-  $("at").textContent = step.span > 1 ? `Steps ${step.step - step.span + 1} to ${step.step} (mean)` : `Step ${step.step}`;
+  $("at").textContent = step.of || `Step ${step.step}`;
   $("late").textContent = step.late ? `The others wait ${seconds(step.late.seconds)} for rank ${step.late.rank}: ${SPOKEN[step.late.cause] || step.late.cause}` : "";
   const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
   const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
