@@ -60,6 +60,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
         "held": held_by(strategy, len(BLOCKS)),
         "options": options,
         "recommended": "pp=4 schedule=1f1b microbatches=8" if ranks == 4 else "",
+        "levers": {},
         "previous": None,
         "last": None,
         **changed,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import log
 
 from nbkit.errors import StrategyError
-from nbkit.levers import Levers
 from nbkit.planner.choose.hardware import Hardware
+from nbkit.planner.choose.levers_that_help import levers_that_help
 from nbkit.planner.choose.load import Candidate, Known, Subject, data_terms, load_of, rest_of
 from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Rates, interval, seconds, spans
@@ -167,24 +167,21 @@ def _row(known: Known, candidate: Candidate, load: Load, top: Peak, on: Hardware
         units / parts.total,
         parts.total * on.devices / units * 1e6,
         _limit(parts, load, strategy, on),
-        dict(_relieved(known, parts, load, candidate, on, rates)),
+        _relieved(known, parts, load, candidate, on, rates),
         sum(size for axis, size in load.sent.items() if spans(strategy, axis, on.node)),
     )
 
 
 def _relieved(
     known: Known, parts: Parts, load: Load, candidate: Candidate, on: Hardware, rates: Rates
-) -> Iterator[tuple[str, float]]:
-    """What a step would take with levers of the data axis that save at least a twentieth of it."""
-    strategy = candidate.strategy
-    if strategy.zero or strategy.dp == 1 or strategy.dp < on.devices:
-        return
-    for lever in (Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)):
-        other = replace(strategy, levers=lever)
-        terms = tuple(data_terms(known, other, candidate.micros, on.node))
-        took = seconds(replace(load, terms=terms), other, on, rates).total
-        if took <= 0.95 * parts.total:
-            yield str(lever), took
+) -> dict[str, float]:
+    """What a step would take with levers of the data axis."""
+
+    def foretell(strategy: Strategy) -> float:
+        terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
+        return seconds(replace(load, terms=terms), strategy, on, rates).total
+
+    return levers_that_help(candidate.strategy, parts.total, foretell)
 
 
 def _limit(parts: Parts, load: Load, strategy: Strategy, on: Hardware) -> str:

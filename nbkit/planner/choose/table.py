@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nbkit.errors import UsageError
+from nbkit.planner.choose.levers_that_help import is_exact
 from nbkit.planner.choose.ranked_strategies import Plan, Row
 
 _HEADS = ("strategy", "step", "between", "limit", "peak", "states", "activations", "working", "sent in a step", "rate")
@@ -82,8 +83,16 @@ def _levers(plan: Plan) -> list[str]:
     row = next((row for row in plan.rows if row.levers), None)
     if row is None:
         return []
-    each = ", ".join(f"{lever} {span(took)}" for lever, took in row.levers.items())
-    return [f"  {row.strategy} waits for its link: {span(row.seconds)} a step. Not equal to one process: {each}"]
+    return [f"  {row.strategy} waits for its link: {span(row.seconds)} a step. {in_words(row.levers)}"]
+
+
+def in_words(levers: Mapping[str, float]) -> str:
+    """What they would leave of a step: those after which losses are as before, then the others."""
+    words = []
+    for exact, what in ((True, "With the same sums"), (False, "Not equal to one process")):
+        some = [f"{lever} {span(took)}" for lever, took in levers.items() if is_exact(lever) is exact]
+        words += [f"{what}: {', '.join(some)}"] * bool(some)
+    return ". ".join(words)
 
 
 def _refusals(plan: Plan) -> list[str]:

@@ -217,3 +217,15 @@ def test_the_recommended_strategy_comes_first_with_its_peak_and_is_named() -> No
     assert first["recommended"] and first["strategy"].startswith("pp=4") and first["peak"] == "3 MB"
     assert not any(row["recommended"] for row in others)
     assert "recommended: pp=4" in text_of(state) and "→ pp=4" in text_of(state)
+
+
+def test_what_levers_would_save_stands_under_the_table_with_what_they_cost() -> None:
+    levers = {"strategy": "dp=4", "step_s": 0.04, "each": {"bucket=4M": 0.035, "compress=int8": 0.02}}
+    state = reduce(State("c", 4), Looked(answer_of(table_of(levers=levers))))
+    said = (
+        "dp=4 waits for its link: ≈ 40 ms a step. With the same sums: bucket=4M 35 ms. Not equal to one process: "
+        "compress=int8 20 ms"
+    )
+    assert job_view(state)["levers"] == said and said in text_of(state)
+    none = reduce(State("c", 4), Looked(answer_of(table_of())))
+    assert job_view(none)["levers"] == "" and "waits for its link" not in text_of(none)

@@ -10,6 +10,7 @@ from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.panel.state import State
+from nbkit.planner.choose.table import in_words
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
 
@@ -78,6 +79,7 @@ def job_view(state: State) -> dict[str, Any]:
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
         "recommended": table["recommended"],
+        "levers": _levers(table["levers"]),
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
         "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
@@ -130,6 +132,7 @@ def text_of(state: State) -> str:
     lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, the fastest that fits by what is measured and predicted")
+    lines += [f"  {job['levers']}"] if job["levers"] else []
     for result in state.results[:1]:
         lines += ["", repr(result)]
     undo = f"   %strategy --undo   (back to {job['previous']})" if job["previous"] else ""
@@ -200,6 +203,13 @@ def _sends(row: Mapping[str, Any]) -> str:
     """What a rank sends, and on several nodes what all send between them."""
     between = row.get("between_bytes")
     return size(row["step_bytes"]) + (f"; {size(between)} between nodes" if between is not None else "")
+
+
+def _levers(found: Mapping[str, Any]) -> str:
+    """What keys of a strategy would save, in a sentence; "" where nothing."""
+    if not found:
+        return ""
+    return f"{found['strategy']} waits for its link: ≈ {seconds(found['step_s'])} a step. {in_words(found['each'])}"
 
 
 def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:

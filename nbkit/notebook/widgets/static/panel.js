@@ -270,6 +270,7 @@ function render({ model, el }) {
       const facts = [job().link && `link: ${job().link}`, job().limit && `a rank has room for ${job().limit}`];
       words.append(make("br"), facts.filter(Boolean).join("; "));
     }
+    if (job().levers) words.append(make("br"), make("span", "levers", job().levers));
     const frame = make("div", "frame");
     frame.append(grid);
     drawing.replaceChildren(frame, words);

@@ -9,9 +9,6 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.strategy import Strategy
 
-ALIKE = 1.02
-"""Seconds this close count as equal: the simpler strategy is recommended."""
-
 
 def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
     """Of a step of `batch` rows, None where something that it takes is not known."""

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NbkitError, StrategyError
+from nbkit.planner.choose.fastest import fastest
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.first_seconds import ALIKE, seconds_before_a_step
+from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.strategy import Strategy
 
@@ -124,8 +125,5 @@ def _found(builder: Builder) -> Recommended:
             else f"{len(every)} strategies, each refused",
             hint="a smaller batch_size, recompute=True, or more ranks",
         )
-    known = [row for row in rows if row[2] is not None]
-    best = min((row[2] for row in known if row[2] is not None), default=0.0)
-    # In the order of Strategy.every, which is from simple to not so simple.
-    first = next((row for row in known if row[2] is not None and row[2] <= ALIKE * best), rows[0])
+    first = fastest({row: row[2] for row in rows if row[2] is not None}) or rows[0]
     return Recommended(first[0], first[1], limit, first[2], len(every), len(rows))

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
+from nbkit.planner.choose.fastest import fastest
+from nbkit.planner.choose.levers_that_help import levers_that_help
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.model_facts import lacking
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.first_seconds import ALIKE
 from nbkit.rank.train.estimate.peak_bytes import largest
 from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
@@ -38,7 +39,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
     what is known of one that is.
-    "recommended": the strategy to choose, "" where nothing tells.
+    "recommended": the strategy to choose, "" where nothing tells. "levers": where plain data parallelism waits for its
+    link, its "strategy", "step_s" as predicted, and "each", what levers would leave of that; {} elsewhere.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -63,6 +65,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "held": _fractions(seen, now),
         "options": options,
         "recommended": _recommended(options, holds[0] + left if left is not None else None),
+        "levers": _levers(job, seen),
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
     }
@@ -164,8 +167,17 @@ def _recommended(options: Sequence[dict[str, Any]], limit: int | None) -> str:
         size = row["peak_bytes"] or row["memory"].get("after", 0)
         if row["ok"] and seconds is not None and (limit is None or size <= limit):
             known[row["strategy"]] = seconds
-    least = min(known.values(), default=0.0)
-    return next((text for text, seconds in known.items() if len(known) > 1 and seconds <= ALIKE * least), "")
+    return (fastest(known) or "") if len(known) > 1 else ""
+
+
+def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
+    """Predicted both, as a lever has not run where it is asked about."""
+    plain = Strategy(dp=job.world_size)
+    took = predicted_step(job, seen, plain)
+    if took is None:
+        return {}
+    each = levers_that_help(plain, took, lambda strategy: predicted_step(job, seen, strategy))
+    return {"strategy": str(plain), "step_s": took, "each": each} if each else {}
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
