@@ -20,7 +20,7 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import largest
 from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
 from nbkit.rank.train.job import Job
-from nbkit.strategy import Strategy, divisors
+from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
 _UNPROVEN = "a whole step of it is compared with one process before a switch"
@@ -139,21 +139,21 @@ def look_at_all(job: Job) -> bool:
 
 
 def measure_peaks(job: Job) -> bool:
-    """Run the model on shapes, as each tensor axis leaves it, if that was not done: a second for each. True if now."""
+    """Run the model on shapes, as tensor and context axes leave it, if that was not done: a second for each. True if
+    now."""
     seen, made = job.cost_model(), False
     if job.config.example is None:
         return False
-    for size in divisors(job.world_size):
+    for tp, cp in sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))}):
         with suppress(NbkitError):
-            made |= seen.peaks.measure(size, 1)
+            made |= seen.peaks.measure(tp, cp)
     return made
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
     """Bytes of the fullest rank at the peak of a step, with activations; None where nothing can tell."""
     batch = getattr(job.feed.fits(strategy), "total", None)
-    # Attention over parts of the positions keeps what it learns of them between calls: no matter for a thread.
-    if batch is None or strategy.cp > 1 or not seen.peaks.knows(strategy.tp, 1):
+    if batch is None or not seen.peaks.knows(strategy.tp, strategy.cp):
         return None
     top = largest(seen.peaks.of(strategy, batch))
     return top.total if top is not None else None

@@ -1,7 +1,8 @@
-"""The table of a job says what levers of the data axis would save, where its link is waited for."""
+"""What the table of a job foretells: what levers would save, and memory at the peak, measured beside a training."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from nbkit.planner.link_speed import Way
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
-from nbkit.rank.train.estimate.strategy_table import table
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.estimate.strategy_table import measure_peaks, table
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -21,18 +23,22 @@ CONFIG = GPTConfig(vocab=64, block=16, layers=4, heads=2, width=128)
 OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send")
 
 
-def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
+def trainer_of(strategy: str) -> Trainer:
     ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
-    job = Trainer(
+    return Trainer(
         model=lambda: GPT(CONFIG),
         loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
         data=[(row[:-1], row[1:]) for row in ids],
         batch_size=8,
-        strategy="ddp",
+        strategy=strategy,
         log_dir=None,
         progress=False,
-    ).job
+    )
+
+
+def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
+    job = trainer_of("ddp").job
     job.builder.learn([Strategy(pp=2)])
     # Seconds that no machine's load can change.
     job.builder._know(costs=(0.1,) * 4)
@@ -54,3 +60,28 @@ def test_levers_are_in_the_table_where_they_would_save_a_twentieth() -> None:
     each = slow["each"]
     assert {"compress=bf16", "compress=int8", "sync_every=8"} <= set(each)
     assert slow["step_s"] > each["compress=bf16"] > each["compress=int8"] > each["sync_every=8"]
+
+
+def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
+    """Losses under cp; the table's peaks, measured meanwhile where `beside`; those of the same without a training."""
+    trainer = trainer_of("cp=2")
+    job = trainer.job
+    every = Strategy.every(2, schedules=("1f1b",))
+    job.builder.learn(every)
+    thread = threading.Thread(target=measure_peaks, args=(job,))
+    if beside:
+        thread.start()
+    losses = [record["loss"] for record in trainer.fit(8)]
+    if beside:
+        thread.join()
+    rows = {row["strategy"]: row["peak_bytes"] for row in table(job)["options"] if row["ok"]}
+    told = PeakBytes(job.builder, job.cost_model().census)
+    tops = {str(one): largest(told.of(one, 8)) for one in every}
+    return losses, rows, {text: top.total for text, top in tops.items() if top is not None}
+
+
+def test_peaks_of_every_strategy_are_measured_beside_a_training_under_cp_and_change_nothing() -> None:
+    with_them, without = (run_ranks(trained, 2, beside, timeout=120)[0] for beside in (True, False))
+    assert with_them[0] == without[0]
+    assert set(without[1].values()) == {None}
+    assert with_them[1] == with_them[2] and with_them[1]["cp=2"] is not None
