@@ -148,6 +148,8 @@ def cluster_parser() -> MagicParser:
     resize = verbs.add_parser("resize", help="go on with another number of ranks, also while a Trainer makes steps")
     resize.add_argument("n", type=int, metavar="N", help="ranks; tp, pp and cp stay, and dp takes the rest")
     resize.add_argument("--strategy", nargs="+", default=[], metavar="WORD", help="another one: zero3, tp=2 pp=2")
+    sync = verbs.add_parser("sync", help="bring the project's files to hosts without a shared file system")
+    sync.add_argument("path", nargs="?", default=".", metavar="PATH", help="a folder of the notebook's directory (.)")
     verbs.add_parser("list", help="all clusters of this user")
     verbs.add_parser("clean", help="end what half-dead clusters have left")
     return parser

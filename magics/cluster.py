@@ -1,4 +1,4 @@
-"""`%cluster`: start, attach, status, stop, restart, resize, list, clean."""
+"""`%cluster`: start, attach, status, stop, restart, resize, sync, list, clean."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _resize(self, options: Any) -> Any:
         return current().resize(options.n, strategy=" ".join(options.strategy))
+
+    def _sync(self, options: Any) -> Any:
+        return current().sync(options.path)
 
     def _list(self, options: Any) -> Any:
         return Cluster.list()

@@ -72,6 +72,43 @@ def test_values_travel_without_shared_memory(spread: Cluster, monkeypatch: pytes
     assert spread.pull("rank", ranks=None) == [0, 1, 2, 3]
 
 
+def test_the_projects_files_reach_hosts_that_do_not_see_them(
+    spread: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/layers.py").write_text("WIDTH = 3")
+    (tmp_path / "sizes.py").write_text("from parts.layers import WIDTH")
+    (tmp_path / "old.py").write_text("")
+    (tmp_path / "data.bin").write_bytes(bytes((16 << 20) + 1))
+    (tmp_path / "secret.txt").write_text("word")
+    (tmp_path / "other.py").symlink_to("/etc/hostname")
+    (tmp_path / ".gitignore").write_text("secret.txt")
+    looks = "import sizes, pathlib\n[sizes.WIDTH, pathlib.Path(sizes.__file__).parent.as_posix()]"
+
+    first = spread.sync(".")
+    values = spread.run(looks).values
+    assert [width for width, _ in values.values()] == [3] * 4
+    assert [reason.partition(" ")[0] for reason in first.left_out] == ["data.bin", "other.py"]
+    if "on_slurm" in os.environ["PYTEST_CURRENT_TEST"]:  # whose nodes see this file system
+        assert {folder for _, folder in values.values()} == {str(tmp_path)}
+        assert set(first.hosts.values()) == {None} and "sees them itself" in str(first)
+        return
+    # .gitignore, layers.py, old.py, sizes.py, in a folder that nobody else can read.
+    assert [sent and sent[0] for sent in first.hosts.values()] == [4, 4]
+    assert spread.run("import os; [os.stat(sizes.__file__).st_mode & 0o77, os.path.exists('secret.txt')]").values == {
+        rank: [0, False] for rank in range(4)
+    }
+    (tmp_path / "parts/layers.py").write_text("WIDTH = 5")
+    (tmp_path / "old.py").unlink()
+    again = spread.sync()
+    assert [sent and sent[0] for sent in again.hosts.values()] == [1, 1]
+    assert again.stale == ("parts.layers",) and "importlib.reload" in str(again)
+    reload = "import importlib, parts.layers\n[importlib.reload(parts.layers).WIDTH, importlib.util.find_spec('old')]"
+    assert spread.run(reload).values == {rank: [5, None] for rank in range(4)}
+    assert [sent and sent[0] for sent in spread.sync().hosts.values()] == [0, 0]
+
+
 def test_a_training_with_switches_gives_the_losses_of_one_strategy(spread: Cluster) -> None:
     spread.run(TRAINING)
     one = spread.run("trained(['ddp'], steps=9)").values[0]

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nbkit.durations import seconds_given
@@ -27,6 +28,7 @@ from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts, reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved
+from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -393,6 +395,16 @@ class Cluster:
         self.connection.check_alive(chosen)
         values = pull(self.connection.client, name, chosen, force=force, shared=not self.entry.is_spread)
         return values[0] if isinstance(ranks, int) else values
+
+    def sync(self, path: str | os.PathLike[str] = ".") -> Synced:
+        """Bring the files of a folder of the notebook's directory to hosts that do not see them; `import` finds them.
+
+        .gitignore holds, and what has not changed stays. Raises UsageError for what is not there or too large.
+        """
+        self.connection.check_open()
+        self.connection.check_idle("sync")
+        self.connection.check_alive(range(self.entry.n))
+        return sync(self.connection.client, self.entry.labels, project_at(path, Path.cwd()))
 
     # What it knows ------------------------------------------------------------------------------------------------
 

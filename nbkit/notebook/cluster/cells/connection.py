@@ -128,14 +128,15 @@ class Connection:
         )
 
     def check_idle(self, what: str) -> None:
-        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push" or "pull"."""
+        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull" or "sync"."""
         busy = self.busy()
         if busy is not None:
             live = "   or   --at-step to run inside a training" if what == "cell" else ""
+            queue = "   or   --queue to run after it" if what != "sync" else ""
             raise CellRunning(
                 f"The ranks are busy with {busy.describe()}.",
                 numbers=f"this {what} has to wait for it",
-                hint=f"%train wait   or   --queue to run after it{live}",
+                hint=f"%train wait{queue}{live}",
             )
 
     def check_alive(self, ranks: Sequence[int]) -> None:

@@ -1,0 +1,162 @@
+"""`%cluster sync .`: brings the project's own files to hosts that do not see the notebook's file system.
+
+They go the way that cells go, signed and encrypted, to one rank of each host, in messages of some megabytes. A host
+that sees the same files gets none, and one that was given them before gets what has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.cells.client import Client
+
+LIMIT_FILE, LIMIT = 16 << 20, 64 << 20
+"""Bytes of a file, and of all: code and what belongs to it, not data."""
+_MESSAGE = 8 << 20
+_NEVER = {".git", "__pycache__", ".ipynb_checkpoints", "node_modules"}
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Project:
+    """files: name relative to the notebook's directory -> bytes. left_out: what is not brought, each with why."""
+
+    root: Path
+    files: Mapping[str, int]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What `%cluster sync` has done. hosts: name -> (files, bytes) that went there, None where it sees them itself.
+
+    stale: modules that ranks had imported before, and that have changed.
+    """
+
+    files: int
+    bytes: int
+    hosts: Mapping[str, tuple[int, int] | None]
+    left_out: tuple[str, ...]
+    stale: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.files} files, {_size(self.bytes)}"]
+        for host, sent in self.hosts.items():
+            lines.append(
+                f"  {host} sees them itself" if sent is None else f"  {host}: {sent[0]} brought, {_size(sent[1])}"
+            )
+        if self.left_out:
+            more = f", and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
+            lines.append(f"  left out: {'; '.join(self.left_out[:_NAMED])}{more}")
+        if self.stale:
+            lines.append(
+                f"  imported before, and still as they were: {', '.join(self.stale)}; importlib.reload(...) on ranks"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def project_at(path: str | os.PathLike[str], root: Path) -> Project:
+    """The files of `path`, a folder or file within the notebook's directory `root`, that .gitignore does not name.
+
+    Raises UsageError where there is nothing, outside of `root`, and above LIMIT.
+    """
+    folder = Path(os.path.normpath(root / Path(path).expanduser()))
+    if not folder.exists() or not folder.is_relative_to(root):
+        why = "is not there" if not folder.exists() else f"is not within {root}"
+        raise UsageError(f"{path} cannot be brought to the hosts.", numbers=f"{folder} {why}", hint="%cluster sync .")
+    files: dict[str, int] = {}
+    left_out = []
+    for name in sorted(_listed(folder, root) if folder.is_dir() else [folder]):
+        said = str(name.relative_to(root))
+        if name.is_symlink() or not name.is_file():
+            if name.is_symlink():
+                left_out.append(f"{said} (a link)")
+            continue
+        size = name.stat().st_size
+        if size > LIMIT_FILE:
+            left_out.append(f"{said} ({_size(size)}, more than {_size(LIMIT_FILE)})")
+        else:
+            files[said] = size
+    if (total := sum(files.values())) > LIMIT:
+        largest = sorted(files, key=lambda name: -files[name])[:3]
+        raise UsageError(
+            f"{path} is too large to be brought to every host.",
+            numbers=f"{len(files)} files, {_size(total)}; the limit is {_size(LIMIT)}; the largest: "
+            + ", ".join(f"{name} {_size(files[name])}" for name in largest),
+            hint=f"a folder in it, as   %cluster sync {_smaller(files)}   or name the data in .gitignore",
+        )
+    return Project(root, files, tuple(left_out))
+
+
+def sync(client: Client, labels: Sequence[str], project: Project) -> Synced:
+    """Bring `project` to the hosts of the ranks. labels: of each rank, as the cluster's entry has them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, label in enumerate(labels):
+        ranks.setdefault(label.partition(":")[0], []).append(rank)
+    contents = {name: (project.root / name).read_bytes() for name in project.files}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    at, one_each = "nbkit.bridge.project_files", [those[0] for those in ranks.values()]
+    found = client.call_and_wait(one_each, f"{at}:look", str(project.root), digests)
+    hosts: dict[str, tuple[int, int] | None] = {}
+    stale: set[str] = set()
+    for host, those in ranks.items():
+        lacks: list[str] = found[those[0]]["lacks"]
+        shared: bool = found[those[0]]["shared"]
+        if not shared:
+            for names in _messages(lacks, project.files):
+                parts = [(name, (project.root / name).stat().st_mode, contents[name]) for name in names]
+                client.call_and_wait(those[:1], f"{at}:write", parts)
+            client.call_and_wait(those[:1], f"{at}:keep", sorted(digests))
+        path, changed = (str(project.root), []) if shared else ("", lacks)
+        answers = client.call_and_wait(those, f"{at}:use", path, changed)
+        stale |= {name for names in answers.values() for name in names}
+        hosts[host] = None if shared else (len(lacks), sum(project.files[name] for name in lacks))
+    return Synced(len(digests), sum(project.files.values()), hosts, project.left_out, tuple(sorted(stale)))
+
+
+def _listed(folder: Path, root: Path) -> Iterator[Path]:
+    """Every file of `folder` that git would not ignore in `root`; where there is no git, all but hidden folders."""
+    if shutil.which("git"):
+        asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
+        done = subprocess.run(["git", "-C", str(root), *asked], capture_output=True, check=False)
+        if done.returncode:  # no repository: .gitignore counts all the same
+            with tempfile.TemporaryDirectory() as empty:
+                bare = ["git", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
+                subprocess.run(["git", "init", "-q", "--bare", empty], capture_output=True, check=True)
+                done = subprocess.run([*bare, *asked], capture_output=True, check=True)
+        names = [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
+    else:
+        names = [path.relative_to(root) for path in folder.rglob("*")]
+        names = [name for name in names if not any(part.startswith(".") for part in name.parts[:-1])]
+    return (root / name for name in dict.fromkeys(names) if not _NEVER & set(name.parts) and name.suffix != ".pyc")
+
+
+def _messages(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    message: list[str] = []
+    for name in names:
+        if message and sum(sizes[one] for one in message) + sizes[name] > _MESSAGE:
+            yield message
+            message = []
+        message.append(name)
+    if message:
+        yield message
+
+
+def _smaller(files: Mapping[str, int]) -> str:
+    """The folder with most Python files, which is likely to be the code."""
+    tops = [name.partition(os.sep)[0] for name in files if name.endswith(".py") and os.sep in name]
+    return max(sorted(set(tops)), key=tops.count, default="src")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3g} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.3g} kB"

@@ -1,0 +1,47 @@
+"""Which files `%cluster sync` brings: .gitignore holds with and without a repository, and sizes are bounded."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.hosts import sync_files
+from nbkit.notebook.cluster.hosts.sync_files import project_at
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_what_git_ignores_stays_here(tmp_path: Path, repository: bool) -> None:
+    for name in ("train.py", "src/model.py", "src/__pycache__/model.pyc", "runs/log.txt", "src/.env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".gitignore").write_text("runs/\n.env\n")
+    if repository:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+
+    assert list(project_at(".", tmp_path).files) == [".gitignore", "src/model.py", "train.py"]
+    assert list(project_at("src", tmp_path).files) == ["src/model.py"]
+    assert list(project_at(tmp_path / "train.py", tmp_path).files) == ["train.py"]
+    assert not (tmp_path / ".git").exists() or repository
+
+
+def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_files, "LIMIT_FILE", 100)
+    monkeypatch.setattr(sync_files, "LIMIT", 250)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_bytes(bytes(90))
+    for name in ("b.txt", "c.txt"):
+        (tmp_path / name).write_bytes(bytes(100))
+    (tmp_path / "d.bin").write_bytes(bytes(101))
+    with pytest.raises(UsageError, match="too large to be brought") as raised:
+        project_at(".", tmp_path)
+    assert "%cluster sync code" in raised.value.hint and "b.txt 0.1 kB" in raised.value.numbers
+    (tmp_path / "c.txt").unlink()
+    assert project_at(".", tmp_path).left_out == ("d.bin (0.101 kB, more than 0.1 kB)",)
+    for wrong in ("missing", ".."):
+        with pytest.raises(UsageError, match="cannot be brought"):
+            project_at(wrong, tmp_path)
