@@ -180,13 +180,13 @@ def environment_of_ranks() -> dict[str, str]:
 def controller_launcher(folder: Path, name: str, address: str = "") -> LocalControllerLauncher:
     """ipyparallel's own launcher; its Cluster would start it from a thread, which no interrupt reaches.
 
-    address: of this host, where other hosts reach it; then what passes is encrypted as well as signed.
+    address: of this host, where other hosts reach it. What passes is signed, and encrypted on one host too: everybody
+    there may subscribe to what the controller publishes, the output of cells.
     """
     config = "from nbkit.notebook.cluster.launch.heartbeat import slow_down\n\nslow_down()\n"
-    if address:
-        # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
-        key = secrets.token_hex(32).encode()
-        config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+    # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
+    key = secrets.token_hex(32).encode()
+    config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
     path = folder / "profile" / "ipcontroller_config.py"
     path.touch(mode=0o600)
     path.write_text(config)
