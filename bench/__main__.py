@@ -25,6 +25,7 @@ RESULTS = ROOT / "bench" / "results"
 GROUPS = {
     "notebook": ("loadext", "cells", "line", "stream", "startup", "transfer", "recovery", "click", "dashboard"),
     "steps": ("training", "memory", "wire", "steps"),
+    "overlap": ("hidden_gather",),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
     "checkpoint": ("checkpoint_pause",),

@@ -106,6 +106,7 @@ class ForwardPass:
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)
+        model.data.settle()  # a loss may hold weights of its own, to weigh them
         with targets or nullcontext():
             result = self.loss(output, target)
         if targets is not None:

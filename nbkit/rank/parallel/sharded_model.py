@@ -190,6 +190,7 @@ class ShardedModel:
     @contextmanager
     def evaluating(self, *, autocast: bool = False) -> Iterator[None]:
         """The module in eval mode, without gradients. autocast: whether forwards are under that of the job."""
+        self.data.settle()
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:

@@ -36,6 +36,7 @@ from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
+from nbkit.rank.world import world
 from nbkit.records.events import RunStarted, RunStopped, Switched
 
 
@@ -279,6 +280,7 @@ class Job(Switchable):
             self.follow_plan()
             with data_rng.own_draws():
                 yield
+            self.sharded_model.data.settle()
             self.ledger.settle(act=True)
             self._prove()
             self.level()
@@ -303,7 +305,10 @@ class Job(Switchable):
 
     def break_off(self) -> None:
         """No step is under way any more: what is left of one is dropped, and the numbers of those made are read."""
-        self.integrity.half_way |= self.ledger.torn()
+        here, half_way = world.current(), self.integrity.half_way or self.ledger.torn()
+        self.integrity.half_way = True  # should it be interrupted here
+        whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
+        self.integrity.half_way = half_way or not whole
         self._stays()
         with suppress(NotFinite):
             self.ledger.settle()

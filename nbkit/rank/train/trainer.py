@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +363,7 @@ class Trainer:
         return self.job.full_state_dict()
 
     def _make_step(self) -> None:
-        self._update()
+        self._update(late=not self._callbacks)
         job = self.job
         if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
             job.log(eval_loss=self.evaluate())
@@ -374,7 +374,8 @@ class Trainer:
         if self.job.rank == 0 and self.loop.progress:
             print(f"\r{text:<80}", flush=True)
 
-    def _update(self) -> None:
+    def _update(self, *, late: bool = False) -> None:
+        """late: no callback holds weights, see Training.late_weights."""
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
             taken_back = True
@@ -393,7 +394,8 @@ class Trainer:
                     elif (step + 1) % self.loop.log_every == 0:
                         job.grad_norm()
                     first.prove()
-                    job.optimizer.step()
+                    with job.late_weights() if late else nullcontext():
+                        job.optimizer.step()
                     job.optimizer.zero_grad()
                 taken_back = first.taken_back
         except BaseException as error:

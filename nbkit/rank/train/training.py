@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class Training:
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
-        self._running = False
+        self._running = self._late = False
         self._cost_model: CostModel | None = None
 
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -306,8 +306,18 @@ class Training:
         """What a step takes has changed, though the strategy has not."""
         self._cost_model = None
 
+    @contextmanager
+    def late_weights(self) -> Iterator[None]:
+        """Between an update inside and the next step nobody looks at the weights who holds them himself: those that
+        other ranks updated are waited for when they are read."""
+        self._late = self._running
+        try:
+            yield
+        finally:
+            self._late = False
+
     def _update(self) -> None:
-        self.training_step.update()
+        self.training_step.update(late=self._late)
         self.recorder.after_step(
             self.step,
             self.model,

@@ -12,19 +12,25 @@ from nbkit.tensor_layout import Layout
 
 class DataAxis:
     """A step: `reset`; for every micro-batch but the last forward, backward, `hold`; forward, `start`, backward,
-    `finish`; the optimizer's step; `after_step`. Gradients are sums over the ranks, in `.grad` of what is `held`.
+    `finish`; the optimizer's step; `after_step`; `settle`, at the latest before the next `start`. Gradients are sums
+    over the ranks, in `.grad` of what is `held`.
 
     held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
-    weights: name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
-        self.weights: dict[str, tuple[Tensor, Layout]] = {}
+        self._weights: dict[str, tuple[Tensor, Layout]] = {}
 
     def _add(self, name: str, held: nn.Parameter, layout: Layout, weight: tuple[Tensor, Layout]) -> None:
-        self.held[name], self.layouts[name], self.weights[name] = held, layout, weight
+        self.held[name], self.layouts[name], self._weights[name] = held, layout, weight
+
+    @property
+    def weights(self) -> dict[str, tuple[Tensor, Layout]]:
+        """name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling."""
+        self.settle()
+        return self._weights
 
     def refresh(self) -> None:
         """The weights were filled from outside."""
@@ -40,7 +46,7 @@ class DataAxis:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""
         yield from self.held.values()
-        yield from (tensor for tensor, _ in self.weights.values())
+        yield from (tensor for tensor, _ in self._weights.values())
 
     def reset(self, *, passes: int = 1) -> None:
         """A step begins; the one before may have been broken off anywhere.
@@ -73,7 +79,16 @@ class DataAxis:
         """This rank makes no forward (and no backward) where the others make one: it takes part in what they gather."""
 
     def after_step(self) -> None:
-        """The optimizer has updated what is held."""
+        """The optimizer has updated what is held. What other ranks updated may still be on its way: see `settle`."""
+
+    def settle(self) -> None:
+        """Return when the weights are whole. Until then modules show them whole, and wait for it where they are read;
+        who reads or writes them otherwise settles first."""
+
+    def break_off(self, *, broken: bool) -> bool:
+        """A step was broken off: nothing is on its way any more. Whether the weights are whole, as far as that is this
+        axis' business. broken: the groups do not work any more. Takes a few seconds where a rank does not answer."""
+        return True
 
     @property
     def apart(self) -> int:

@@ -1,13 +1,15 @@
 """ZeRO 1 and 2: every rank holds whole parameters, and updates only its part of each.
 
-Gradients are reduce-scattered bucket by bucket; the optimizer gets slices of the whole parameters;
-after its step the updated slices are all-gathered into them. Zero 1 keeps the buffers of whole gradients, zero 2 gives
-them back bucket by bucket. See data_axis.py for bytes and bucket_collectives.py for what travels.
+Gradients are reduce-scattered bucket by bucket; the optimizer gets slices of the whole parameters; after its step the
+updated slices are all-gathered into them, while the next forward computes (late_gather.py). Zero 1 keeps the buffers of
+whole gradients, zero 2 gives them back bucket by bucket. See data_axis.py for bytes and bucket_collectives.py for what
+travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,13 @@ from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
+from nbkit.rank.parallel.data_parallel.late_gather import LateGather, compiles, waiting
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.tensor_layout import Layout, bounds
+
+_ANSWER_S = 3.0
+"""How long a rank that was broken off in a step waits for what the others updated in the one before."""
 
 
 class _Bucket(Bucket):
@@ -72,9 +78,9 @@ class _Bucket(Bucket):
         torch._foreach_copy_(mine, [p.detach() for p in self.held])
         return all_gather(row, self.links)
 
-    def spread(self, matrix: Tensor, work: dist.Work) -> None:
+    @torch.no_grad()
+    def spread(self, matrix: Tensor) -> None:
         """Put what has come into the whole parameters."""
-        work.wait()
         self.packing.unpack(matrix, [p.detach().view(-1) for p in self.params])
 
 
@@ -90,7 +96,8 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
             wholes[name] = fresh(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
             replace(places, wholes[name])
         super().__init__(wholes, bucket=bucket)
-        self.links, self.zero = links, zero
+        self.links, self.zero, self._module = links, zero, module
+        self._late, self._first = LateGather(links.group), -1
         for name, whole in wholes.items():
             layout, part, mine = layouts[name], layouts[name], whole.data
             if layout.local:
@@ -102,6 +109,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         self.begin_again()
 
     def let_go(self) -> None:
+        self.settle()
         super().let_go()
         self._flight.forget()
         for p in self.held.values():
@@ -125,17 +133,32 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         return self._flight.canary
 
     def after_step(self) -> None:
-        """Bring the updated parts together: an all-gather of each bucket, two under way, what forward needs first."""
-        under_way: list[tuple[_Bucket, Tensor, dist.Work]] = []
-        for bucket in reversed(self._buckets):
-            if len(under_way) > 1:
-                earlier, matrix, work = under_way.pop(0)
-                earlier.spread(matrix, work)
-            under_way.append((bucket, *bucket.gather()))
-        for earlier, matrix, work in under_way:
-            earlier.spread(matrix, work)
+        """Begin to bring the updated parts together: an all-gather of each bucket, what forward needs first."""
+        buckets = self._buckets[::-1]
+        numbers = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.params}
+        late, self._first = waiting(self._module, numbers)
+        self._late.begin(buckets, late)
+
+    def settle(self) -> None:
+        self._late.wait()
+
+    def break_off(self, *, broken: bool) -> bool:
+        return self._late.end(0.0 if broken else _ANSWER_S)
+
+    @contextmanager
+    def computing(self, *, autocast: bool = False) -> Iterator[None]:
+        self._late.wait(None if compiles() else self._first)
+        yield
+
+    def start(self) -> None:
+        self.settle()
+        super().start()
+
+    def absent(self, *, backward: bool = False) -> None:
+        self.settle()
 
     def _build(self, order: Sequence[str]) -> None:
+        self.settle()
         for name, whole in self._params.items():
             self.held[name].requires_grad_(whole.requires_grad)
         super()._build(order)

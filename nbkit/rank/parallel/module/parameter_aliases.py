@@ -6,7 +6,7 @@ tensor in the place of a parameter has to put it there too, or the model goes on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -65,6 +65,12 @@ def note_aliases(module: nn.Module) -> None:
         vars(part).pop(_NOTE, None)
         if id(part) in found:
             vars(part)[_NOTE] = found[id(part)]
+
+
+def aliased(part: nn.Module) -> Iterable[str]:
+    """Names of the parameters of `part` that were noted elsewhere too."""
+    noted: dict[str, list[Where]] = vars(part).get(_NOTE) or {}
+    return noted
 
 
 def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:

@@ -64,6 +64,11 @@ class History:
         self.newest = None  # a rank that has just joined knows nothing of it
 
     @property
+    def acts(self) -> bool:
+        """Whether a step boundary has something to serve, as far as the numbers are read."""
+        return self.ends or self.agreed > step_boundary.inbox.acted
+
+    @property
     def goal(self) -> int:
         """The step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0

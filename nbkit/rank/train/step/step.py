@@ -211,10 +211,12 @@ class TrainingStep:
             clip(self.sharded_model.held, max_norm, norm)
         return norm
 
-    def update(self) -> None:
+    def update(self, *, late: bool = False) -> None:
         """The optimizer's step. With a scaled loss it is skipped where a gradient is not finite on any rank.
 
         Then the step is made: into its record go loss_scale, that of this step, and skipped, 1 where nothing changed.
+        late: what other ranks updated is waited for when it is read, at the latest in the next step: only for who holds
+        no weight himself.
         """
         made = True
         if self.precision.pending:
@@ -224,10 +226,15 @@ class TrainingStep:
             if made:
                 self.optimizer.step()
             self.sharded_model.data.after_step()
+            if not late:
+                self.sharded_model.data.settle()
         self.ledger.made()
 
     def boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
+        self.ledger.settle(keep=1)
+        if self.ledger.acts:
+            self.sharded_model.data.settle()  # a live cell may hold weights
         self.ledger.settle(keep=1, act=True)
 
     @torch.no_grad()

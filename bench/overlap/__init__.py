@@ -1,0 +1,1 @@
+"""Sending: how much of it is hidden behind computing."""

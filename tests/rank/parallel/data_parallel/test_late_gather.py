@@ -1,0 +1,307 @@
+"""Zero 1 and 2 gather what was updated while the next forward computes: nothing is read before it has come."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.data_parallel import zero1_2
+from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, all_gather
+from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.train.checkpoint.retention import place
+from nbkit.rank.train.job import prepare
+from nbkit.rank.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
+STEPS, BATCH = 6, 8
+
+
+class Hidden:
+    """A gather whose result is there when it was waited for: until then there are no numbers."""
+
+    def __init__(self, row: Tensor, links: Links) -> None:
+        self.came, self.work = all_gather(row, links)
+        self.matrix = torch.full_like(self.came, torch.nan)
+
+    def wait(self, *timeout: Any) -> bool:
+        self.work.wait(*timeout)
+        self.matrix.copy_(self.came)
+        return True
+
+
+def hidden(row: Tensor, links: Links) -> tuple[Tensor, Any]:
+    work = Hidden(row, links)
+    return work.matrix, work
+
+
+class Reader(nn.Module):
+    """Reads weights in every way that there is: its own, those of a child that it does not call, tied ones, one that
+    some rows alone use; `held`: those of a list and of an LSTM, which hold tensors beside the modules' own dicts."""
+
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(4))
+        self.listed = [block[2].bias for block in self.blocks] if held else []
+        self.recurrent = nn.LSTM(6, 6, batch_first=True) if held else None
+        self.uncalled = nn.Linear(6, 6)
+        self.seldom = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        for bias in self.listed:
+            x = x + bias
+        x = F.linear(x, self.uncalled.weight, self.uncalled._parameters["bias"])
+        if (odd := ids[:, 0] == 3).any():
+            x = torch.where(odd[:, None, None], x * dict(self.seldom.named_parameters())["bias"], x)
+        return self.head(x if self.recurrent is None else self.recurrent(x)[0])
+
+
+def model(held: bool = False) -> nn.Module:
+    torch.manual_seed(SEED)
+    return Reader(held).double()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def tokens(num: int = BATCH * STEPS) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.randint(11, (6,), generator=draw) for _ in range(num)]
+    return [(row[:-1], row[1:]) for row in rows]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained(strategy: str, **changed: Any) -> Trainer:
+    """Its buckets hold a few tensors each."""
+    asked: dict[str, Any] = {"model": model, "loss": loss_of, "optimizer": adamw, "data": tokens(), "batch_size": BATCH}
+    return quiet(**(asked | {"strategy": strategy, "example": torch.zeros(2, 5, dtype=torch.long)} | changed))
+
+
+def expected(steps: int = STEPS, held: bool = False) -> tuple[list[float], Tensor]:
+    """Losses and weights of one process, in the pinned order of the data."""
+    whole = model(held)
+    optimizer, losses = adamw(whole), []
+    order = torch.randperm(len(tokens()), generator=torch.Generator().manual_seed(SEED)).tolist()
+    for step in range(steps):
+        rows = [tokens()[i] for i in order[step * BATCH : (step + 1) * BATCH]]
+        ids, targets = (torch.stack(part) for part in zip(*rows, strict=True))
+        loss = loss_of(whole(ids), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.cat([p.detach().flatten() for p in whole.parameters()])
+
+
+def gap(trainer: Trainer, steps: int = STEPS, held: bool = False) -> float:
+    """How far losses and weights are from one process."""
+    losses, weights = expected(steps, held)
+    here = trainer.full_state_dict()
+    mine = torch.cat([here[name].flatten() for name, _ in model(held).named_parameters()])
+    mine_losses = torch.tensor([record["loss"] for record in trainer.history], dtype=torch.float64)
+    far = (mine_losses - torch.tensor(losses, dtype=torch.float64)).abs().max()
+    return max(float(far), float((mine - weights).abs().max()))
+
+
+def late(trainer: Any) -> Any:
+    return getattr(trainer, "job", trainer).sharded_model.data._late
+
+
+def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, list[int]]:
+    """(how far from one process, how many buckets had not come when the first block began to run)."""
+    zero1_2.all_gather = hidden
+    trainer = trained(strategy, model=lambda: model(held))
+    seen: list[int] = []
+    trainer.model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(late(trainer).missing))  # type: ignore
+    trainer.fit(STEPS)
+    assert late(trainer).missing == 0 and type(vars(trainer.model)["_parameters"]) is dict
+    return gap(trainer, held=held), seen
+
+
+@pytest.mark.parametrize(("strategy", "held"), [("zero1", False), ("zero2", False), ("zero2", True)])
+def test_what_forward_reads_has_come_and_no_more_is_waited_for(strategy: str, held: bool) -> None:
+    for far, seen in run_ranks(read_in_every_way, 2, f"{strategy} bucket=1kb", held):
+        assert far < 1e-12
+        assert seen[0] == 0 and (min(seen[1:]) > 0) is not held, seen
+
+
+def boundaries(world: Any, folder: str) -> dict[str, Any]:
+    """What comes between two steps, and reads or writes weights."""
+    zero1_2.all_gather = hidden
+    found: dict[str, Any] = {}
+    switches = {1: "zero2 bucket=1kb", 2: "zero3", 3: "zero1 bucket=1kb", 4: "ddp", 5: "zero1 bucket=1kb"}
+    trainer = trained("zero1 bucket=1kb", switches=switches)
+    trainer.fit(STEPS)
+    found["switches"] = gap(trainer)
+    trainer = trained("zero1 bucket=1kb", save_path=folder, save_every=1, eval_data=tokens(6), eval_every=2, keep=9)
+    trainer.fit(STEPS)
+    found["saved"] = gap(trainer)
+    for step in (2, 5):
+        other = trained("ddp")
+        other.load(place(Path(folder), step))
+        other.fit(until=STEPS)
+        found[f"loaded after {step}"] = gap(other)
+    trainer = trained("zero2 bucket=1kb", snapshot_every=2)
+    trainer.fit(5)
+    found["rewound to"] = trainer.rewind(2)
+    trainer.fit(until=STEPS)
+    found["rewound"] = gap(trainer)
+    return found
+
+
+def test_what_comes_between_two_steps_finds_whole_weights(tmp_path: Path) -> None:
+    for found in run_ranks(boundaries, 2, str(tmp_path)):
+        assert found.pop("rewound to") == 2
+        assert max(found.values()) < 1e-12, found
+
+
+def held_by_the_user(world: Any) -> dict[str, Any]:
+    """A callback and a loop of one's own may hold the parameters themselves."""
+    zero1_2.all_gather = hidden
+    seen: dict[str, Any] = {"called back": [], "by hand": []}
+    trainer: Any = None
+
+    def called(_: Any, record: dict[str, Any]) -> None:
+        seen["called back"].append(late(trainer).missing)
+
+    trainer = trained("zero1 bucket=1kb", callbacks=[called])
+    trainer.fit(3)
+    job = prepare(model, adamw, loss=loss_of, strategy="zero1 bucket=1kb", log_dir=None)
+    batches = [tuple(torch.stack(part) for part in zip(*tokens(8)[start : start + 4], strict=True)) for start in (0, 4)]
+    for batch in job.batches(batches):
+        job.backward(batch)
+        job.optimizer.step()
+        seen["by hand"].append(late(job).missing)
+        job.optimizer.zero_grad()
+    trainer._callbacks = ()
+    # Whoever copies the model in a forward copies whole weights.
+    copied: list[Tensor] = []
+
+    def copy_all(whole: nn.Module, _: Any) -> None:
+        missing = late(trainer).missing
+        for other in (copy.deepcopy(whole), copy.copy(whole)):
+            copied.extend(p.detach().flatten() for p in other.parameters())
+        state = pickle.loads(pickle.dumps(vars(whole.head)["_parameters"]))
+        copied.append(state["weight"].detach().flatten())
+        seen["copied while missing"] = missing
+
+    trainer.model.register_forward_pre_hook(copy_all)
+    trainer.fit(2)
+    seen["copied"] = bool(torch.cat(copied).isfinite().all())
+    return seen
+
+
+def test_who_holds_weights_never_sees_them_half_gathered() -> None:
+    for found in run_ranks(held_by_the_user, 2):
+        assert found["called back"] == [0, 0, 0] and found["by hand"] == [0, 0]
+        assert found["copied while missing"] > 0 and found["copied"]
+
+
+def shown(world: Any) -> tuple[list[list[str]], float]:
+    """By step, what the training thread did one after the other; rank 1 sends what it updated late."""
+    steps: list[list[str]] = []
+    listener = lambda step: steps.append([state for state, _, _ in step.intervals()])  # noqa: E731
+    clock.listeners.append(listener)
+    if world.place.rank == 1:
+        gather = zero1_2._Bucket.gather
+
+        def slowly(bucket: Any) -> Any:
+            time.sleep(0.05)
+            return gather(bucket)
+
+        zero1_2._Bucket.gather = slowly  # type: ignore[method-assign]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        # It may hold weights itself, to weigh them.
+        assert trainer is None or late(trainer).missing == 0
+        return loss_of(output, target)
+
+    trainer: Any = None
+    trainer = trained("zero1 bucket=1kb", loss=loss)
+    clock.begin()
+    try:
+        trainer.job.ledger.listeners.append(lambda event: clock.step(trainer.step))
+        trainer.fit(STEPS)
+    finally:
+        clock.end()
+        clock.listeners.remove(listener)
+    return steps, gap(trainer)
+
+
+def test_what_is_not_hidden_is_a_wait_within_forward() -> None:
+    for rank, (steps, far) in enumerate(run_ranks(shown, 2)):
+        assert far < 1e-12
+        waits = [one for one in steps if any(a == "forward" and b.startswith("wait") for a, b in pairwise(one))]
+        assert rank or len(waits) >= STEPS - 2, steps
+
+
+class Torn(torch.optim.AdamW):
+    """Breaks off in its third step, where it is told to."""
+
+    here, steps = False, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.here and self.steps == 3:
+            raise KeyboardInterrupt
+        super().step()
+
+
+def interrupted(world: Any, torn: bool) -> dict[str, Any]:
+    """Every rank in the forward of step 4, while weights are on their way; `torn`: rank 1 in the update before it."""
+    zero1_2.all_gather = hidden
+    Torn.here = torn and world.place.rank == 1
+    trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
+    missing: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        if trainer.step == 3 and not missing:
+            missing.append(late(trainer).missing)
+            raise KeyboardInterrupt
+
+    trainer.model.register_forward_pre_hook(interrupt)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(STEPS)
+    found: dict[str, Any] = {"seconds": time.monotonic() - began, "missing": missing}
+    assert late(trainer).missing == 0 and type(vars(trainer.model)["_parameters"]) is dict
+    try:
+        trainer.fit(until=STEPS)
+        found["gap"] = gap(trainer)
+    except TrainingError as error:
+        found["error"] = str(error)
+    return found
+
+
+def test_an_interrupt_while_weights_are_on_their_way_costs_no_step() -> None:
+    for found in run_ranks(interrupted, 2, False):
+        assert found["missing"][0] > 0 and found["gap"] < 1e-12
+
+
+def test_where_a_rank_broke_off_in_its_update_nobody_waits_for_it_and_it_is_said() -> None:
+    first, second = run_ranks(interrupted, 2, True)
+    assert first["missing"][0] > 0 and second["missing"] == []
+    assert "no rank has whole weights" in first["error"] and first["error"] == second["error"]
