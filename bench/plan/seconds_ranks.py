@@ -100,7 +100,8 @@ class Worker:
             self._link.rate, _Sleeping.seconds = (self._rate, self._seconds / asked.tp) if took else (None, 0.0)
             began = time.perf_counter()
             job.backward(one)
-            job.optimizer.step()
+            with job.late_weights():  # as `fit` does
+                job.optimizer.step()
             job.optimizer.zero_grad()
             took.append(time.perf_counter() - began)
             self._link.rate, _Sleeping.seconds = None, 0.0

@@ -4,7 +4,8 @@ The link of a rank carries one operation at a time, in the order in which they a
 before the first has arrived where latency allows it:
 
     zero 0, 1, 2  a bucket of gradients leaves when backward has made the last of them; under zero 1 and 2 two are under
-                  way at most, and updated parameters are gathered behind the step, where nothing hides them
+                  way at most; so are all-gathers of updated parameters, behind the next forward (in `fit` without
+                  callbacks; else behind the step, where nothing hides them)
     compress      of a bucket, the sums leave when the next bucket does, and are waited for behind backward
     zero 3        the next unit is gathered while one computes, and gradients of a unit leave behind its backward
     tp, cp        between the maps of a unit, and waited for; on the link of the data axis, behind what is on it
@@ -117,11 +118,9 @@ class _Run:
 
     def replicated(self, strategy: Strategy) -> float:
         """zero 0, 1 and 2, of the last pass."""
-        wire, zero, levers = _Wire(), strategy.zero, strategy.levers
-        now = 0.0
-        for unit in self.units:
-            now = self._compute(now, unit.share * self.forward, wire)
-        cut, done, arrived = list(self._buckets(strategy)), len(self.units), list[float]()
+        wire, zero, levers, cut = _Wire(), strategy.zero, strategy.levers, list(self._buckets(strategy))
+        now = self._forward(wire, cut[::-1] if zero else [])
+        done, arrived = len(self.units), list[float]()
         crossing: Message | None = None
         for size, piece in cut:
             while done > piece:
@@ -142,15 +141,18 @@ class _Run:
         if crossing is not None:
             now = max(now, arrived.pop())
             arrived.append(wire.send(now, crossing))
-        now = max([now, *arrived])
-        if not zero:
-            return now
-        coming = list[float]()
-        for size, _ in reversed(cut):
-            if len(coming) > 1:
-                now = max(now, coming.pop(0))
-            coming.append(wire.send(now, self.took("all_gather", size)))
-        return max([now, *coming])
+        return max([now, *arrived])
+
+    def _forward(self, wire: _Wire, updated: Sequence[tuple[int, int]]) -> float:
+        """When forward is through. updated: (bytes, the first unit that reads it) of what is gathered meanwhile."""
+        now, coming = 0.0, [wire.send(0.0, self.took("all_gather", size)) for size, _ in updated[:2]]
+        come = 0
+        for i, unit in enumerate(self.units):
+            while come < len(updated) and updated[come][1] <= i:
+                now, come = max(now, coming[come]), come + 1
+                coming += [wire.send(now, self.took("all_gather", size)) for size, _ in updated[come + 1 : come + 2]]
+            now = self._compute(now, unit.share * self.forward, wire)
+        return now
 
     def _buckets(self, strategy: Strategy) -> Iterator[tuple[int, int]]:
         """(bytes, the unit whose backward completes it) of each bucket of gradients, in their order."""
