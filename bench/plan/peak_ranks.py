@@ -67,10 +67,8 @@ class Worker:
             job.optimizer.zero_grad()
         assert counted is not None
         census = job.cost_model().census
-        if key not in self._known:
-            self._known[key] = PeakBytes(job.builder, census, real=True)
-        peaks = self._known[key]
-        peaks.builder, peaks.census = job.builder, census
+        # What the pieces keep is measured once; how they are cut each job knows itself.
+        peaks = self._known[key] = PeakBytes(job.builder, census, real=True, before=self._known.get(key))
         one = peaks.of(job.strategy, rows)[job.sharded_model.axes.index("pp")]
         job.sharded_model.data.close()
         return {
