@@ -212,6 +212,15 @@ def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
     assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "3 MB", "≈ 20 ms"]
 
 
+def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
+    page = shown(window, table_of(levers={"strategy": "dp=4", "step_s": 0.04, "each": {"compress=int8": 0.02}}))
+
+    assert page.locator(".legend .levers").inner_text() == (
+        "dp=4 waits for its link: ≈ 40 ms a step. Not equal to one process: compress=int8 20 ms"
+    )
+    page.close()
+
+
 def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
     assert "Try 10 steps" in page.locator("td.dim").first.get_attribute("title")
     assert page.locator(".grid .side").all_inner_texts()[1:] == [
