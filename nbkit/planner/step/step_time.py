@@ -101,6 +101,8 @@ def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tu
     sends = [term for term in work.terms if term.axis == "pp" and term.op == "send" and term.calls]
     transfer = max((lines(term).message(term).total for term in sends), default=0.0)
     met = max((lines(term).way.latency for term in sends), default=0.0) * (strategy.pp - 1).bit_length()
+    # Whatever is hidden, all of it has to leave the rank.
+    leaving = sum(term.calls * lines(term).message(term).holds for term in sends)
     micros = strategy.microbatches or 1
     found = (0.0, 0.0, 0.0)
     for stages in work.stages:
@@ -112,7 +114,7 @@ def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tu
         )
         most = _longest(inner, strategy)
         own = most - within
-        found = max(found, (own, alone - most, sent - alone + within + met), key=sum)
+        found = max(found, (own, alone - most, max(sent, leaving) - alone + within + met), key=sum)
     return found
 
 

@@ -117,6 +117,13 @@ def test_rounded_gradients_are_hidden_too() -> None:
     assert found == pytest.approx(1.2 + 3 * 0.75 * half / 4 / 1e9)
 
 
+def test_a_pipeline_takes_at_least_as_long_as_its_messages_need_to_leave() -> None:
+    alone, strategy = Seen(Strategy(), {"compute": 4.0}), Strategy.parse("pp schedule=gpipe microbatches=16", 4)
+    sent = Traffic("pp", "send", 2, 32, 32 * 10**9, "hidden states and their gradients")  # a second each
+    found = total(alone, Sends((), 0), strategy, Sends([sent], 0), LINK, COSTS)
+    assert found == pytest.approx(32.0)
+
+
 def test_a_pipeline_ends_when_its_ranks_have_met() -> None:
     alone = Seen(Strategy(), {"compute": 4.0})
     sent = Traffic("pp", "send", 2, 16, 0, "hidden states")
