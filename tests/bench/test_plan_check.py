@@ -1,8 +1,12 @@
-"""What of `make plan-check` takes no time: published steps. Its peaks have a sample in test_peak_bytes.py."""
+"""What of `make plan-check` takes no time: published steps, and the judgement of measured ones.
+
+Its peaks have a sample in test_peak_bytes.py."""
 
 from __future__ import annotations
 
-from bench.plan import published
+import pytest
+
+from bench.plan import published, seconds
 
 
 def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_share_of_the_peak() -> None:
@@ -10,3 +14,22 @@ def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_shar
     met, text = published.bars(found)
     assert met and len(found) == len(published.cases()) - 1, text
     assert all(abs(one.predicted / one.measured - 1) <= 0.1 for one in found), text
+
+
+def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
+    case = seconds.CASES[0]
+    # Foretold to be the fastest, and to fit into what it does not: the second takes more than was told.
+    cells = {
+        "ddp": seconds.Cell(1.00, 100, (1.0, 100)),
+        "zero1": seconds.Cell(0.95, 70, (0.9, 60)),
+        "tp": seconds.Cell(0.80, 40, (0.97, 40)),
+    }
+    wide, narrow, tight, none = (seconds.Scenario(case, memory, cells) for memory in (200, 65, 45, 30))
+    assert (wide.chosen, wide.fits, wide.regret) == ("zero1", True, pytest.approx(0.95 / 0.8 - 1))
+    assert (narrow.chosen, narrow.fits) == ("zero1", False) and "DOES NOT FIT" in str(narrow)
+    assert (tight.chosen, tight.fits, tight.regret) == ("tp", True, 0.0)
+    assert (none.chosen, none.fits, none.regret) == (None, True, 0.0)
+    met, text = seconds.bars([wide, narrow, tight, none])
+    assert not met and text.startswith("3 steps foretold: 8.8% off on average") and "21.2% at worst" in text
+    assert "in 2 of 4 scenarios" in text and "1 recommendations do not fit" in text
+    assert seconds.bars([tight, none])[1].startswith("3 steps foretold")

@@ -18,7 +18,7 @@ from nbkit.node_levels import BETWEEN
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.link_speed import Way
 from nbkit.planner.step.overlap import Unit
-from nbkit.planner.step.step_time import Line, Parts, Work, step_parts
+from nbkit.planner.step.step_time import DATA, Line, Lines, Parts, Work, step_parts
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
@@ -89,11 +89,6 @@ def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidde
     device = on.device
     forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
     passes = 1 + _BACK + load.again
-
-    def line(term: Traffic) -> Line:
-        far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
-        return Line(Way(_DELAY, (device.far if far else device.near) * rates.links), int(far))
-
     work = Work(
         [[forward * passes * share for share in load.stages]],
         load.terms,
@@ -103,7 +98,15 @@ def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidde
         load.updated / (device.bandwidth * rates.bandwidth),
         waiting=0.0 if hidden else 1.0,
     )
-    return step_parts(work, strategy, line)
+    return step_parts(work, strategy, _lines(strategy, on, rates))
+
+
+def _lines(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
+    def line(term: Traffic) -> Line:
+        far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
+        return Line(Way(_DELAY, (on.device.far if far else on.device.near) * rates.links), int(far))
+
+    return line
 
 
 def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tuple[float, float]:
@@ -112,7 +115,11 @@ def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tupl
         replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
         for factor in (1 + rates.spread, 1 - rates.spread)
     )
-    return seconds(load, strategy, on, best, hidden=True).total, seconds(load, strategy, on, worst, hidden=False).total
+    lines = _lines(strategy, on, best)
+    # Whatever hides the data axis, its bytes have to leave.
+    leaving = sum(lines(term).seconds(term) for term in load.terms if term.axis in DATA)
+    least = max(seconds(load, strategy, on, best, hidden=True).total, leaving)
+    return least, seconds(load, strategy, on, worst, hidden=False).total
 
 
 def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *, rates: Rates | None = None) -> Rates:

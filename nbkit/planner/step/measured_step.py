@@ -18,11 +18,10 @@ from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import Link
 from nbkit.planner.stage_partition import ranks_of_stages, stage_ranges
 from nbkit.planner.step.overlap import FORWARD, Unit
-from nbkit.planner.step.step_time import Line, Lines, Parts, Work, step_parts
+from nbkit.planner.step.step_time import DATA, Line, Lines, Parts, Work, step_parts
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
-_DATA = ("dp", "shard", "replicate")
 _EVERY = 1 << 12
 """Rows of which the shares of ranks of unequal speed are read off."""
 
@@ -65,7 +64,7 @@ def foretold(
     # What one rank, as fast as rank 0 is, would compute for the whole batch.
     whole = part["compute"] / _work(old, costs, 0)
     waiting = 1.0
-    if now.terms and all(term.axis in _DATA for term in now.terms) and old.pp == 1:
+    if now.terms and all(term.axis in DATA for term in now.terms) and old.pp == 1:
         here = Work([[part["compute"]]], now.terms, now.units, now.passes, forward)
         modelled = step_parts(here, old, _lines(old, link)).exposed
         waiting = min(part["exposed"] / modelled, 1.5) if modelled else 1.0

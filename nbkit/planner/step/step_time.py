@@ -21,7 +21,8 @@ from nbkit.planner.step.overlap import FORWARD, Message, Unit, Within, elapsed
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
-_DATA = ("dp", "shard", "replicate")
+DATA = ("dp", "shard", "replicate")
+"""The data axis, and its halves."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ Lines = Callable[[Traffic], Line]
 
 def step_parts(work: Work, strategy: Strategy, lines: Lines) -> Parts:
     """Of a step under `strategy`."""
-    inner = [term for term in work.terms if term.axis not in (*_DATA, "pp")]
+    inner = [term for term in work.terms if term.axis not in (*DATA, "pp")]
     within = sum(lines(term).seconds(term) for term in inner)
     if strategy.pp == 1:
         compute, bubble = max(sum(stages) for stages in work.stages), 0.0
@@ -133,7 +134,7 @@ def _data(
     work: Work, strategy: Strategy, lines: Lines, compute: float, inner: Sequence[Traffic], within: float
 ) -> float:
     """Seconds that a rank waits for its data axis."""
-    terms = [term for term in work.terms if term.axis in _DATA]
+    terms = [term for term in work.terms if term.axis in DATA]
     if not terms or not work.units or strategy.pp > 1 or strategy.levers.sync_every > 1:
         return sum(lines(term).seconds(term) for term in terms)
     # What is all-reduced, in one level or two: all of it, or of what is sharded a rank's part.

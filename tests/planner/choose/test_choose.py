@@ -132,6 +132,12 @@ def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
     assert parts.total > 1.5 * even.total
 
 
+def test_no_step_is_told_to_be_shorter_than_its_bytes_need_to_leave() -> None:
+    ddp = next(row for row in plan(SMALL, batch=64, on="4 x 1 A100 net=0.1GB/s").rows if row.strategy == "dp=4")
+    best = Rates().links * (1 + Rates().spread)
+    assert ddp.seconds > ddp.low >= ddp.sent["dp"] / (0.1e9 * best) > 10 * ddp.parts.compute
+
+
 def test_one_measured_step_calibrates() -> None:
     subject, on = GPTPieces(SMALL, element=2), Hardware.parse("8 A100")
     strategy = Strategy.parse("ddp", 8)

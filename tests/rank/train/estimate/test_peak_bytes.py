@@ -39,14 +39,14 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def peaks(world: Any) -> dict[str, tuple[int, int]]:
-    from bench.plan.peak_ranks import Worker
+    from bench.plan.peak_ranks import Worker, storages
 
     class Small:
         make, batch = staticmethod(lambda: GPT(CONFIG)), staticmethod(batch)
 
     worker, found = Worker(), {}
     for strategy in STRATEGIES:
-        said = worker._peak(Small, batch(ROWS), worker.before(), ROWS, strategy, ("gpt", 64))  # type: ignore[arg-type]
+        said = worker._peak(Small, batch(ROWS), storages(), ROWS, strategy, ("gpt", 64))  # type: ignore[arg-type]
         found[strategy] = said["measured"], said["predicted"]
     return found
 
