@@ -138,6 +138,12 @@ def cluster_parser() -> MagicParser:
         help="for --slurm: a training is saved, and ends, so long before the job does (2min, at most a quarter)",
     )
     start.add_argument("--python", default="", metavar="PATH", help="on the other hosts; default: the notebook's own")
+    start.add_argument(
+        "--container",
+        default="",
+        metavar="WORDS",
+        help="put the ranks of other hosts into a container: 'apptainer exec --nv torch.sif'; see docs/clusters.md",
+    )
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")

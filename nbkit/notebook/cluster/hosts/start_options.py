@@ -9,11 +9,30 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, MpiRequest, Request, SlurmRequest, SshRequest
 
 
 def requested(options: Any) -> Request | None:
     """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
+    found = _requested(options)
+    if not options.container:
+        return found
+    if found is None:
+        raise UsageError(
+            "--container is for other hosts.",
+            numbers=f"--container {options.container!r}, and ranks of this machine",
+            hint="--slurm -n 4   or   --hosts node1:4   beside it",
+        )
+    if options.container.startswith("-") and not isinstance(found, SlurmRequest | AllocationRequest):
+        raise UsageError(
+            "These are options of srun's, which starts nothing here.",
+            numbers=f"--container {options.container!r} without --slurm",
+            hint="--container 'apptainer exec --nv torch.sif'",
+        )
+    return replace(found, container=options.container)
+
+
+def _requested(options: Any) -> Request | None:
     of_slurm = {
         "--nodes": options.nodes,
         "--partition": options.partition,

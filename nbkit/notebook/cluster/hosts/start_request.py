@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ class SlurmRequest:
 
     cpu: CPU ranks, also where nodes have GPUs. options: of sbatch, as they are. python: "" for the notebook's own.
     save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
-    time.
+    time. container: words in front of the agent's command, which put it, and so the ranks, into a container: "apptainer
+    exec --nv torch.sif", or options of srun's ("--container-image=..." of pyxis).
     """
 
     n: int
@@ -31,6 +34,7 @@ class SlurmRequest:
     options: tuple[str, ...] = ()
     python: str = ""
     save_before: float = 120.0
+    container: str = ""
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):
@@ -44,11 +48,12 @@ class SlurmRequest:
 
 @dataclass(frozen=True)
 class SshRequest:
-    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. cpu, python: as of SlurmRequest."""
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. The rest as of SlurmRequest."""
 
     hosts: tuple[tuple[str, int], ...]
     cpu: bool = False
     python: str = ""
+    container: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
@@ -62,6 +67,7 @@ class MpiRequest:
     cpu: bool = False
     options: tuple[str, ...] = ()
     python: str = ""
+    container: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
@@ -70,12 +76,13 @@ class MpiRequest:
 
 @dataclass(frozen=True)
 class AllocationRequest:
-    """Ranks on the nodes of the running job of Slurm's. counts: on each node. cpu, python: as of SlurmRequest."""
+    """Ranks on the nodes of the running job of Slurm's. counts: on each node. The rest as of SlurmRequest."""
 
     job: str
     counts: tuple[int, ...]
     cpu: bool = False
     python: str = ""
+    container: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", tuple(self.counts))
@@ -112,6 +119,11 @@ class Starter(Protocol):
 
     def end(self) -> None:
         """End what was started; harmless when it has ended."""
+
+
+def agent_command(request: Request) -> list[str]:
+    """What starts the agent on a host: the container's words, then Python."""
+    return [*shlex.split(request.container), request.python or sys.executable, "-m", AGENT]
 
 
 def saved(request: Request) -> dict[str, Any]:

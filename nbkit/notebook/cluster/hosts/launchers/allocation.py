@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.start_request import AGENT, AllocationRequest, SlurmRequest
+from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest, agent_command
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:
@@ -58,7 +57,7 @@ class AllocatedNodes(AgentsCommand):
         nodes = len(self.counts)
         asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
         kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
-        self.run(["srun", *asked, *kept, self.request.python or sys.executable, "-m", AGENT], payload)
+        self.run(["srun", *asked, *kept, *agent_command(self.request)], payload)
 
     def look(self) -> Seen:
         """Whether the step runs."""

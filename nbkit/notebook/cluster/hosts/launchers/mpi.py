@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.ssh import hostname_of
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.start_request import AGENT, MpiRequest
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest, agent_command
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
@@ -56,8 +55,7 @@ class MpiHosts(AgentsCommand):
 
     def start(self, payload: str) -> None:
         """Start the agents, one on each host."""
-        python = shlex.quote(self.request.python or sys.executable)
-        agent = ("sh", "-c", f"{python} -m {AGENT}; true")
+        agent = ("sh", "-c", f"{shlex.join(agent_command(self.request))}; true")
         said = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=False).stdout
         of_all, of_each = _OPEN_MPI if "Open MPI" in said or "PRRTE" in said else _HYDRA
         words: list[str] = [self.program, *of_all, *self.request.options]

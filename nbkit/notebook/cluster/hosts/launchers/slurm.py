@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.start_request import AGENT, SlurmRequest, last_lines
+from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, agent_command, last_lines
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,11 @@ class SlurmJob:
         return [f"--{option}={value}" for option, value in asked.items() if value]
 
     def _script(self) -> str:
-        python = shlex.quote(self.request.python or sys.executable)
         # srun of some releases does not take over --cpus-per-task of the job.
         return (
             "#!/bin/sh\n"
             'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-            f"{python} -m {AGENT}\n"
+            f"{shlex.join(agent_command(self.request))}\n"
         )
 
     def look(self) -> Seen:

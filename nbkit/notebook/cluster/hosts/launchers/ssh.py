@@ -17,7 +17,7 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.start_request import AGENT, SshRequest, last_lines
+from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30")
 
@@ -61,7 +61,7 @@ class SshHosts:
 
     def start(self, payload: str) -> None:
         """Start the agents, all at once."""
-        command = f"exec {shlex.quote(self.python)} -m {AGENT}"
+        command = f"exec {shlex.join(agent_command(self.request))}"
         for index, (name, _) in enumerate(self.request.hosts):
             with open(self._log(index), "ab") as log:
                 started = subprocess.Popen(
