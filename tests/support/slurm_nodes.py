@@ -1,16 +1,22 @@
-"""A Slurm of two nodes on this machine, as root, without systemd: its daemons and munged, in a folder of their own."""
+"""A Slurm of four nodes on this machine, as root, without systemd: its daemons and munged, in a folder of their own.
+
+The partition gpu has two, with two GPUs each that are device files and nothing else: Slurm counts and hands them out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+_NODES = 4
 _CONF = """\
 ClusterName=nbkit
 SlurmctldHost=localhost(127.0.0.1)
@@ -39,11 +45,14 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=5
-NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs=2 RealMemory=8000 State=UNKNOWN
+GresTypes=gpu
+NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{n}] CPUs=2 RealMemory=8000 State=UNKNOWN
+NodeName=g[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{g}] CPUs=2 Gres=gpu:2 State=UNKNOWN
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
 PartitionName=low Nodes=n[1-2] PriorityTier=1 PreemptMode=CANCEL GraceTime=30 State=UP
 PartitionName=high Nodes=n[1-2] PriorityTier=9 State=UP
+PartitionName=gpu Nodes=g[1-2] MaxTime=INFINITE State=UP
 """
 
 
@@ -57,7 +66,7 @@ def missing() -> str:
 
 
 class SlurmNodes:
-    """Nodes n1 and n2 of two cores each. environment: with it Slurm's commands find this cluster."""
+    """Nodes n1 and n2, g1 and g2, of two cores each. environment: with it Slurm's commands find this cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,10 +82,13 @@ class SlurmNodes:
 
     def _start(self) -> None:
         folder, (ctld, first) = self.folder, _free_ports()
+        for number in range(2):
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # Slurm takes devices alone
+        (folder / "gres.conf").write_text(f"NodeName=g[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        conf = _CONF.format(folder=folder, ctld=ctld, first=first, second=first + 1)
+        conf = _CONF.format(folder=folder, ctld=ctld, n=f"{first}-{first + 1}", g=f"{first + 2}-{first + 3}")
         (folder / "slurm.conf").write_text(conf)
         self._run(
             *("munged", "--foreground", "--force", "--num-threads=2", f"--key-file={key}"),
@@ -85,11 +97,10 @@ class SlurmNodes:
         )
         _until((folder / "munge.socket").exists, "munged")
         self._run("slurmctld", "-D", "-c", "-f", f"{folder}/slurm.conf")
-        for node in ("n1", "n2"):
+        for node in ("n1", "n2", "g1", "g2"):
             self._run("slurmd", "-D", "-N", node, "-f", f"{folder}/slurm.conf")
-        _until(
-            lambda: self.command("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split() == ["idle"] * 2, "slurmctld"
-        )
+        ask = ("sinfo", "-h", "-N", "-p", "debug,gpu", "-o", "%T")
+        _until(lambda: self.command(*ask).split() == ["idle"] * _NODES, "slurmctld")
 
     def _run(self, *words: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
@@ -131,15 +142,14 @@ class SlurmNodes:
 
 
 def _free_ports() -> tuple[int, int]:
-    """One port, and the first of two in a row; they are free now."""
+    """One port, and the first of as many in a row as there are nodes; they are free now."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
+            one, other = (taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
             first = other.getsockname()[1]
-            try:
-                with socket.create_server(("127.0.0.1", first + 1)):
-                    return one.getsockname()[1], first
-            except OSError:
-                continue
+            for port in range(first + 1, first + _NODES):
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            return one.getsockname()[1], first
 
 
 def _until(true: Any, what: str) -> None:

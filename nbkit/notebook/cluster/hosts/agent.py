@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbkit.errors import NbkitError
+from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts.network import interface_of
 from nbkit.notebook.cluster.hosts.versions import versions_here
 from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
@@ -42,6 +42,7 @@ def main() -> None:
     try:
         check_platform()
         pinning = pins_on(read_machine(), payload["counts"][index], cpu=payload["cpu"])
+        _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
         link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=error.hint)
         sys.exit(str(error))
@@ -53,6 +54,17 @@ def main() -> None:
     folder = _folder(payload, index, pinning, address, link, answer[0])
     _environment(payload, address)
     _become_parent(folder, link)
+
+
+def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
+    """Raises ClusterError where Slurm has given this host GPUs for ranks that would then compute on CPU cores."""
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if not cpu and pinning.pins[0].kind == "cpu" and given not in ("", "0"):
+        raise ClusterError(
+            f"Slurm has given {given} GPU{'s' * (given != '1')} of a host, and no NVIDIA GPU is to be seen there.",
+            numbers=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}, nvidia-smi lists 0",
+            hint="--cpu   for ranks on its CPU cores   or   nvidia-smi   (on the host)",
+        )
 
 
 def _index_here() -> str:
