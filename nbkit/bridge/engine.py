@@ -27,6 +27,7 @@ from nbkit.bridge.replacing.newcomer import Newcomer
 from nbkit.bridge.replacing.survivor import Survivor
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
+from nbkit.bridge.spawned_children import warn_of_cells
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
@@ -67,6 +68,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
         draw_as_text()
+        warn_of_cells()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
         self.ending = Ending(self.runner, Path(self.spec.folder), self.loop)

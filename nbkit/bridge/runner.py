@@ -70,6 +70,8 @@ class Runner:
         self.target: Running | None = None  # of the interrupt that is on its way
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
+        # Programs look for it to see whether somebody types at this process: Lightning then refuses ddp.
+        vars(sys).pop("ps1", None)
         self.own = Shell(shell, Runner._execute.__code__)
         self.prompts = Prompts(rank, self._publish, lambda: self.running[-1].request.id if self.running else "")
         self.debugger = Debugger(self.prompts, self.own, Runner._execute.__code__)
@@ -195,16 +197,12 @@ class Runner:
         coroutine = shell.run_cell_async(
             request.source, store_history=False, transformed_cell=transformed, preprocessing_exc_tuple=broken
         )
-        if not shell.should_run_async(request.source, transformed_cell=transformed, preprocessing_exc_tuple=broken):
-            try:
-                coroutine.send(None)
-            except StopIteration as done:
-                return done.value
-            raise RuntimeError("a cell without await tried to wait")
-        # The engine's loop is running: it is what called us. await gets a loop of its own in its place; so does a
-        # live cell, when the cell that trains awaits.
-        outer_loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
+        awaits = shell.should_run_async(request.source, transformed_cell=transformed, preprocessing_exc_tuple=broken)
+        with _no_running_loop():
+            return self._await(coroutine) if awaits else _to_its_end(coroutine)
+
+    def _await(self, coroutine: Any) -> Any:
+        """In a loop of its own; a live cell too, when the cell that trains awaits."""
         loop = asyncio.new_event_loop() if self.loop.is_running() else self.loop
         try:
             task = loop.create_task(coroutine)
@@ -216,7 +214,6 @@ class Runner:
         finally:
             if loop is not self.loop:
                 loop.close()
-            asyncio._set_running_loop(outer_loop)
 
     def _on_sigint(self, signum: int, frame: types.FrameType | None) -> None:
         # One that was meant for a live cell may come when that has ended; the training must not pay for it.
@@ -289,6 +286,28 @@ class Runner:
         """The line of the cell that led to the error: the innermost frame that is cell code."""
         lines = [line for frame, line in walk_tb(error.__traceback__) if self.own.is_cell(frame)]
         return lines[-1] if lines else 0
+
+
+@contextmanager
+def _no_running_loop() -> Iterator[None]:
+    """The engine's loop is running, since it has called us; to programs it is as if none were: they start their own."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        if outer is not None:
+            asyncio.set_event_loop(outer)  # asyncio.run() leaves none
+
+
+def _to_its_end(coroutine: Any) -> Any:
+    """Of a cell without await."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a cell without await tried to wait")
 
 
 def _status(failure: Failure | None, running: Running) -> Status:

@@ -51,6 +51,19 @@ class Place:
         backend = BACKENDS[device] if device != "cpu" and accelerator().count() >= local_size else "gloo"
         return cls(rank, size, local_rank, local_size, device, backend)
 
+    def roles(self) -> dict[str, str]:
+        """What torchrun sets beside RANK and the like, as for hosts of equal size and a first try."""
+        size, local = self.world_size, self.local_world_size
+        return {
+            "GROUP_RANK": str((self.rank - self.local_rank) // local),
+            "GROUP_WORLD_SIZE": str(-(-size // local)),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+
     def gpu(self, *, num_gpus: int, bound: torch.device | None = None, current: int = 0) -> int:
         """Index of this rank's GPU among `num_gpus` visible ones.
 

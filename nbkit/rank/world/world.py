@@ -34,6 +34,8 @@ from nbkit.rank.world.rank_place import Place, keep_local, open_listener
 
 __all__ = ["Place", "World", "current", "open_listener"]
 
+_RUN_ID = "nbkit"  # where torchrun has given none
+
 _current: World | None = None
 
 
@@ -188,10 +190,11 @@ class World:
             LOCAL_WORLD_SIZE=str(place.local_world_size),
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID=os.environ.get("TORCHELASTIC_RUN_ID", "nbkit"),
             # A store of the user's own with env:// then joins ours as a client; it could not bind the port.
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
+        if os.environ.setdefault("TORCHELASTIC_RUN_ID", _RUN_ID) == _RUN_ID:
+            os.environ.update(place.roles())
         keep_local(address)
         if place.backend == "nccl":
             # A failing collective must not end a process whose state the user wants to keep.

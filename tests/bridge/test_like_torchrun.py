@@ -1,0 +1,126 @@
+"""A script under `%run` behaves as under torchrun: environment, arguments, errors, event loops, children."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbkit import Cluster
+from nbkit.errors import CellError
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME")
+NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+NAMES += ("TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS")
+
+ENVIRONMENT = f"""
+import os, sys, torch.distributed as dist
+found = [os.environ[name] for name in {NAMES}]
+found += [hasattr(sys, "ps1"), bool(sys.flags.interactive), dist.is_torchelastic_launched(), sys.argv[1:], __name__]
+with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+    file.write(repr(found))
+"""
+
+
+def written(folder: Path, name: str) -> list[object]:
+    return [ast.literal_eval((folder / f"{name}{rank}").read_text()) for rank in range(2)]
+
+
+def test_environment_and_arguments_are_those_of_torchrun(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENVIRONMENT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    subprocess.run(
+        [*command, str(tmp_path / "run"), "--lr", "0.1"], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+    two.run(f"%run {script} {tmp_path / 'cell'} --lr 0.1")
+
+    found, expected = written(tmp_path, "cell"), written(tmp_path, "run")
+    assert [one[:-2] for one in found] == [one[:-2] for one in expected]
+    assert [one[-2][1:] + one[-1:] for one in found] == [["--lr", "0.1", "__main__"]] * 2
+
+
+def test_wrong_arguments_end_the_script_with_its_usage_and_code_2(
+    two: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n")
+
+    with pytest.raises(CellError, match="SystemExit: 2"):
+        two.run(f"%run {script} --rate 1")
+    shown = "".join(capsys.readouterr())
+    assert "usage: " in shown and "unrecognized arguments: --rate 1" in shown
+
+
+def test_an_error_inside_record_fails_the_cell_with_the_scripts_line(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('no such model')\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    with pytest.raises(CellError, match="Ranks 0-1 failed: ValueError: no such model"):
+        two.run(f"%run {script}")
+
+
+RUNS = "import asyncio\nasync def later():\n    await asyncio.sleep(0.01)\n    return 42\n"
+
+
+def test_asyncio_run_works_in_a_cell_and_in_a_script(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RUNS + "answer = asyncio.run(later())\n")
+
+    assert two.run(RUNS + "asyncio.run(later())").values == {0: 42, 1: 42}
+    assert two.run(f"%run {script}\nanswer").values == {0: 42, 1: 42}
+    # And in a cell that awaits afterwards.
+    assert two.run(RUNS + "await later()").values == {0: 42, 1: 42}
+
+
+SPAWNS = """
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
+
+class Rows:
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return i * i
+
+def child(index, queue):
+    queue.put(index + 10)
+
+def main():
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(child, (queue,), nprocs=2)
+    found = sorted(queue.get() for _ in range(2))
+    loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    return found + [batch.tolist() for batch in loader]
+
+if __name__ == "__main__":
+    answer = main()
+"""
+
+
+def test_processes_that_a_script_spawns_find_its_functions_and_classes(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+
+    assert two.run(f"%run {script}\nanswer").values[1] == [10, 11, [0, 1, 4, 9], [16, 25, 36, 49]]
+
+
+def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = SPAWNS.partition("def child")[0] + (
+        'loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn")\nlist(loader)'
+    )
+    with pytest.raises(CellError):
+        two.run(cell)
+    said = "".join(capsys.readouterr())
+    assert "cannot import what a cell has defined" in said and 'multiprocessing_context="fork"' in said
+    assert two.run(cell.replace('"spawn"', '"fork"')).status == "ok"

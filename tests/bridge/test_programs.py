@@ -1,0 +1,55 @@
+"""Programs written for torchrun run in a cell as they are, by `%run`: not a line changed, and every loss equal.
+
+They have the structure of programs that people bring, each with what it takes from its library. Where a library is not
+installed, its program is skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbkit import Cluster
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+TAKES = {"lightning_fit": ("lightning", "torchmetrics"), "fabric_loop": ("lightning",), "metrics": ("torchmetrics",)}
+REST = sorted({path.stem for path in PROGRAMS.glob("*.py")} - {"nanogpt"})
+
+
+def under_torchrun(program: Path, losses: Path) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(program)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--losses", str(losses)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(ast.literal_eval(losses.read_text()))
+
+
+@pytest.mark.parametrize("name", ["nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
+def test_losses_in_a_cell_are_those_under_torchrun(two: Cluster, name: str, tmp_path: Path) -> None:
+    for library in TAKES.get(name, ()):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    program, losses = PROGRAMS / f"{name}.py", tmp_path / "losses"
+    expected = under_torchrun(program, tmp_path / "expected")
+    assert len(expected) >= 4 and len(set(expected)) > 2
+
+    two.run(f"%run {program} --losses {losses}")
+
+    assert ast.literal_eval(losses.read_text()) == expected
+    # The ranks are as they were: a world, and nothing of the program's left in force.
+    assert two.run("y = torch.ones(1); dist.all_reduce(y); y.item()").values == {0: 2.0, 1: 2.0}
+
+
+def test_a_program_may_be_run_again_and_changed_by_its_arguments(two: Cluster, tmp_path: Path) -> None:
+    found = []
+    for run in range(2):
+        two.run(f"%run {PROGRAMS / 'nanogpt.py'} --losses {tmp_path / str(run)} --max_iters {4 + run}")
+        found.append(ast.literal_eval((tmp_path / str(run)).read_text()))
+    assert [len(each) for each in found] == [4 + 2, 5 + 2]
+    assert found[0][:2] == found[1][:2]
