@@ -240,7 +240,10 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dict per finished step, equal on every rank; inside `fit` it is one step behind."""
+        """One dict per finished step, equal on every rank; inside `fit` it is one step behind.
+
+        Of more than 20,000 steps: the newest 10,000, and of those before every 2nd, 4th, ... (up to 10,000).
+        """
         return self.job.history
 
     @property

@@ -1,4 +1,8 @@
-"""The record of a job: one dict per step, equal on all ranks, completed one step after the step was made."""
+"""The record of a job: one dict per step, equal on all ranks, completed one step after the step was made.
+
+A long training keeps those of its newest steps, and of the steps before these every 2nd, 4th, ... so that memory and
+checkpoints stay as large as they are; the records on disk have every step.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from nbkit.rank.train.step.step_clock import Clock
 from nbkit.rank.train.step.step_stats import StepNumbers
 from nbkit.records.events import Event, StepDone
 
+KEPT = 10_000  # records of newest steps; and so many at most of the steps before
+_THINNED_EVERY = 1024  # steps
 _RECENT = 20  # steps under one strategy, whose median is the pace
 _LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
 
@@ -31,6 +37,13 @@ class Records(list[dict[str, Any]]):
             return "<no steps yet>"
         first, last = self[0], self[-1]
         return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
+
+    def thin(self) -> None:
+        """Of the steps before the newest, keep every 2nd, 4th, ...: which those are depends on the newest step alone."""
+        before = self[-1]["step"] - KEPT
+        every = 1 << max((before - 1) // KEPT, 0).bit_length()
+        if every > 1:
+            self[:-KEPT] = [record for record in self[:-KEPT] if not record["step"] % every]
 
 
 class History:
@@ -104,6 +117,8 @@ class History:
             record = pending.record(numbers)
             self.records.append(record)
             if not self._silent:
+                if not record["step"] % _THINNED_EVERY:
+                    self.records.thin()
                 self._report(record)
             with self.clock.stopped():
                 self.emit(StepDone(record["step"], record=record))
