@@ -37,11 +37,18 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, generations: int = 1, join: bool = True
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    generations: int = 1,
+    join: bool = True,
+    dying: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """`[fn(world, *args) of rank 0, of rank 1, ...]`; fn is a function of a module, its results picklable.
 
-    With `join=False` the function gets its rank number instead of a World, and no group exists yet.
+    With `join=False` the function gets its rank number instead of a World, and no group exists yet. dying: ranks whose
+    processes are to end in it; None stands for them.
     Raises RankFailed with the traceback of the rank that failed first, or with who did not answer in time.
     All processes are gone when this returns.
     """
@@ -61,7 +68,7 @@ def run_ranks(
             processes.append(process)
         until.close()
     try:
-        return _collect(readers, processes, timeout)
+        return _collect(readers, processes, timeout, dying)
     finally:
         ended.close()
         for process in processes:
@@ -90,8 +97,8 @@ def _forking() -> Any:
     return context
 
 
-def _collect(readers: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(readers: list[Connection], processes: list[Any], timeout: float, dying: frozenset[int]) -> list[Any]:
+    results: dict[int, Any] = dict.fromkeys(dying)
     deadline = time.monotonic() + timeout
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from time import perf_counter_ns as now
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from nbkit.rank.comm.gloo.interruptible_wait import wait
 
 USUAL_BYTES, _COUNT = 1016, 8
 
@@ -38,5 +41,5 @@ def _gathered(packed: bytes, room: int, world_size: int, device: torch.device, g
     if group is None:
         dist.all_gather(received, sent)
     else:
-        group.allgather([received], [sent]).wait()
+        wait(group.allgather([received], [sent]), now(), message=False)
     return [bytes(each.cpu().numpy()) for each in received]

@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import Meeting
-from nbkit.rank.comm.gloo_reduce_scatter import EXCHANGED, method
+from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
+from nbkit.rank.comm.gloo.reduce_scatter import EXCHANGED, method
 from nbkit.rank.comm.operations import COLLECTIVES, ROOTED, SILENT, first_of, num_bytes
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives
@@ -116,6 +117,20 @@ class DelegatingGroup(ProcessGroup):
             self.inner._wait_for_pending_works()
         self.inner.shutdown()
         self.destroyed = True
+        if has_left():
+            self.drop(Broken(f"Process group {self.label} was destroyed."))
+
+    def drop(self, instead: Broken) -> threading.Thread:
+        """Let go of the inner group, in the thread that is returned.
+
+        Its destructor waits for gloo's threads, and one of those may wait for the rest of a message for ever.
+        """
+        inner = [self.inner]
+        self.inner, self.sockets, self.meeting = instead, frozenset(), None
+        self.keep.clear()
+        thread = threading.Thread(target=inner.clear, name="nbkit-release", daemon=True)
+        thread.start()
+        return thread
 
     def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
         """As torch's; without a time-out of the user it reports after torch's 30 minutes, which is its purpose."""
@@ -176,7 +191,7 @@ class DelegatingGroup(ProcessGroup):
         for tell in listeners:
             tell(operation, self.label, num_bytes(tensors))
         if collectives.mode() == "off":
-            return issue(tensors, *how)
+            return self._handle(issue(tensors, *how), tensors[0], _last[-1], message=True)
         other = self.members[peer] if isinstance(peer, int) else ANYONE
         timed = not self._batching
         cuda = timed and self._nccl and accelerator().holds(tensors[0])
@@ -184,7 +199,14 @@ class DelegatingGroup(ProcessGroup):
             operation, self.seen, other, number, num_bytes(tensors), cuda=cuda, dtype=tensors[0].dtype, tag=how[-1]
         )
         work = issue(tensors, *how)
+        if collectives.mode() != "time":
+            return self._handle(work, tensors[0], call.issued, message=True)
         return collectives.follow(call, work) if timed else work
+
+    def _handle(self, work: Any, tensor: torch.Tensor | None, issued: int, *, message: bool) -> Any:
+        """The handle to give on where nothing is timed; of an operation on the host one whose wait can be ended."""
+        on_device = self._nccl and (self._batching or tensor is None or accelerator().holds(tensor))
+        return work if work is None or on_device else Interruptible(work, issued, message)
 
 
 def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
@@ -204,16 +226,16 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
                 entered = now()
         own = method(self.inner, name) if exchanged else getattr(self.inner, name)
         noting = collectives.mode() != "off"
-        if not noting and not listeners:
-            return own(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         given = None if payload is None or payload >= len(values) else values[payload]
+        tensor = _tensor(given)
+        if not noting and not listeners:
+            return self._handle(own(*args, **kwargs), tensor, entered, message=False)
         moved = num_bytes(given)
         for tell in listeners:
             tell(spoken, self.label, moved)
         if not noting:
-            return own(*args, **kwargs)
-        tensor = _tensor(given)
+            return self._handle(own(*args, **kwargs), tensor, entered, message=False)
         timed = not self._batching
         call = collectives.begin(
             spoken,
@@ -228,6 +250,8 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         if rooted:
             call.root = self.members[args[-1].rootRank]
         work = own(*args, **kwargs)
+        if collectives.mode() != "time":
+            return self._handle(work, tensor, call.issued, message=False)
         if not timed:
             return work
         # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
 from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
+from nbkit.rank.comm.gloo.interruptible_wait import interrupt
 from nbkit.rank.world import sockets
 
 _DELEGATED = {"gloo", "nccl"}
@@ -65,19 +66,12 @@ def install() -> None:
 
 def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGroup], Broken]) -> None:
     """Take the inner groups out of `groups` for good: their connections are shut, and the last references dropped."""
-    groups, dropping = list(groups), []
+    groups = list(groups)
     for group in groups:
         sockets.shut(group.sockets)
+    interrupt("its group has ended")
     abort(groups)
-    for group in groups:
-        inner = [group.inner]
-        group.inner, group.sockets = instead(group), frozenset()
-        group.meeting = None
-        group.keep.clear()
-        # Its destructor waits for worker threads, and those for peers if a connection was missed: then it is left.
-        dropping.append(threading.Thread(target=inner.clear, name="nbkit-release", daemon=True))
-        dropping[-1].start()
-        del inner
+    dropping = [group.drop(instead(group)) for group in groups]
     until = time.monotonic() + _RELEASE_SECONDS
     for thread in dropping:
         thread.join(max(until - time.monotonic(), 0.0))

@@ -9,13 +9,13 @@ gathered weights of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch.distributed as dist
 
+from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, wait
 from nbkit.rank.device import Event, accelerator
 from nbkit.rank.telemetry.phases import clock
 
@@ -65,15 +65,15 @@ class CudaCall:
         return True
 
 
-class Timed(dist.Work):
+class Timed(Interruptible):
     """Stands before the handle of an inner group; gives its every answer.
 
     call: a record.Call. state: what the training thread does while it stands in wait().
     """
 
     def __init__(self, inner: Any, call: Any, state: str) -> None:
-        dist.Work.__init__(self)  # by its name: super() takes as long again, in every collective
-        self.inner, self.call, self.state = inner, call, state
+        Interruptible.__init__(self, inner, call.issued, call.peer is not None)
+        self.call, self.state = call, state
 
     def listen(self) -> None:
         """Have the end noted as it comes, where the backend tells (a work of ours does not)."""
@@ -89,6 +89,9 @@ class Timed(dist.Work):
             self.inner.get_future().add_done_callback(over)
         except RuntimeError:  # suppress() takes half a microsecond
             pass
+
+    def get_future(self) -> Any:
+        return self.inner.get_future() if self.call.cuda is not None else Interruptible.get_future(self)
 
     def wait(self, *timeout: Any) -> Any:
         call = self.call
@@ -107,7 +110,7 @@ def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
     """What `work`.wait() gives. It is noted of `call` that this thread, in `state` meanwhile, stood still."""
     outer, began = clock.switch(state), now()
     try:
-        return work.wait(*timeout)
+        return wait(work, call.issued, *timeout, message=call.peer is not None)
     finally:
         ended = now()
         if call.waited is None:
@@ -118,15 +121,3 @@ def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
             call.done = ended
         call.blocked += ended - began
         clock.back(outer)
-
-
-def _delegated(name: str) -> Callable[[Timed], Any]:
-    return lambda timed: getattr(timed.inner, name)()
-
-
-# What dist.Work has itself, no __getattr__ would be asked for.
-for _name in (
-    "synchronize", "block_current_stream", "is_completed", "is_success", "exception", "result", "source_rank",
-    "_source_rank", "get_future", "get_future_result", "_get_op_type", "_get_duration",
-):  # fmt: skip
-    setattr(Timed, _name, _delegated(_name))

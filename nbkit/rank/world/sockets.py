@@ -46,19 +46,20 @@ def shut(wanted: Collection[int]) -> int:
 def settle(wanted: Collection[int]) -> None:
     """Return when nothing has come or gone on the connections of `wanted` for a moment, after two seconds at most.
 
-    Before they are shut: a message of gloo's that is half received when its connection ends is awaited for ever, on
-    both sides, and no error is raised. Those between ranks that live go on by themselves, and are soon through.
+    Before they are shut: gloo awaits the rest of a message whose connection has ended for ever, on both sides. Such a
+    wait is ended (see gloo/interruptible_wait.py), but a thread of gloo's and the tensors stay. Messages between ranks
+    that live go on by themselves, and are soon through.
     """
     if not wanted:
         return
-    until, moved, since = time.monotonic() + _SETTLE_SECONDS, _moved_bytes(wanted), time.monotonic()
+    until, moved, since = time.monotonic() + _SETTLE_SECONDS, moved_bytes(wanted), time.monotonic()
     while time.monotonic() < min(until, since + _STILL_SECONDS):
         time.sleep(_STILL_SECONDS / 10)
-        if (now := _moved_bytes(wanted)) != moved:
+        if (now := moved_bytes(wanted)) != moved:
             moved, since = now, time.monotonic()
 
 
-def _moved_bytes(wanted: Collection[int]) -> int:
+def moved_bytes(wanted: Collection[int]) -> int:
     """Sent and acknowledged, and received, by all of them so far."""
     total = 0
     for inode, fd in _by_inode().items():

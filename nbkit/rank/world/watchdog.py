@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from nbkit.rank.comm import background_creation, delegating_group, group_creation
+from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.world import world
 
 # Frames of the machinery between a user's cell and the interpreter; by folder name, nothing of it is imported here.
@@ -37,11 +38,13 @@ def break_out(reason: str) -> None:
 def wake(reason: str) -> None:
     """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
 
-    gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only). nccl: the communicators are
+    gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only), and who waits for the rest of
+    a message, which even that does not wake, leaves a second later. nccl: the communicators are
     aborted; who waits for peers in the first use of one waits in Python.
     """
     background_creation.forming.broken = background_creation.forming.broken or reason
     group_creation.shut_all()
+    interruptible_wait.interrupt(reason)
     # Aborting may itself wait for the device; the caller may not.
     group_creation.abort(delegating_group.live())
 

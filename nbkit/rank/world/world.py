@@ -167,11 +167,12 @@ class World:
         """Leave in good order: all groups destroyed, the store dropped. Harmless twice."""
         global _current
         forming.stop("this rank leaves the world")
+        groups = live()  # held, so that none ends before it has been released
         # Works and reducers in reference cycles hold groups; freed at interpreter exit they end in std::terminate.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        release(live(), lambda group: Broken(f"Process group {group.label} was destroyed: this rank left the world."))
+        release(groups, lambda group: Broken(f"Process group {group.label} was destroyed: this rank left the world."))
         self._store = None
         self.dirty = "this rank has left the world"
         if _current is self:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nbkit.rank.comm.gloo.interruptible_wait import future, wait
 
 
 class _Summing(dist.Work):
@@ -22,7 +25,7 @@ class _Summing(dist.Work):
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], None], outputs: list[Tensor]) -> None:
         super().__init__()
-        self._works, self._outputs = works, outputs
+        self._works, self._outputs, self._issued = works, outputs, now()
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()
 
@@ -34,7 +37,7 @@ class _Summing(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:
-            work.wait(timeout)
+            wait(work, self._issued, timeout, message=False)
         self._sum()
         return True
 
@@ -60,12 +63,12 @@ class _Summing(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         def summed(done: torch.futures.Future[Any]) -> list[Tensor]:
-            for future in done.value():
-                future.value()  # raises what the exchange raised
+            for one in done.value():
+                one.value()  # raises what the exchange raised
             self._sum()
             return self._outputs
 
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(summed)
+        return torch.futures.collect_all([future(work, self._issued) for work in self._works]).then(summed)
 
 
 def _reduce(op: Any) -> Callable[[Tensor], Tensor] | None:

@@ -1,0 +1,192 @@
+"""Waits for operations on gloo that another thread can end.
+
+gloo wakes nobody who waits for the rest of a message when its connection ends: what is half received is on none of the
+lists of those that it tells. So no thread of ours stands in a wait that cannot be left.
+
+A collective is made by a thread of gloo's, and waited for in slices: a time-out of that wait ends nothing but the wait.
+If the rest never comes, gloo's thread and the tensors stay until the process ends. A message is waited for in gloo
+itself, where a time-out shuts every connection of the group: see message_abort.py.
+
+Nobody here knows which operation is half done. After `interrupt` those that were issued before it have a moment to end
+by themselves, as they do with gloo's own error, and are left then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter_ns as now
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from nbkit.rank.comm.gloo import message_abort
+
+_SLICE = timedelta(seconds=0.5)
+_PATIENCE_SECONDS = 0.5
+_UNTIL_DONE = timedelta(0)  # as torch has it
+
+
+class _Interrupts:
+    """The newest one. at: ns of perf_counter; what was issued before it is over, one way or another."""
+
+    def __init__(self) -> None:
+        self.at, self.reason, self.left = 0, "", False
+        self.lock = threading.Lock()
+        self.futures: weakref.WeakSet[_Gate] = weakref.WeakSet()
+
+
+_interrupts = _Interrupts()
+_messages: dict[int, tuple[Any, int]] = {}
+"""Those that a thread waits for in gloo itself, and when they were issued."""
+
+
+def interrupt(reason: str) -> None:
+    """End every wait, in this process, for what was issued before; call it when the connections have been shut.
+
+    Waits raise RuntimeError within about a second. Returns at once.
+    """
+    _interrupts.at, _interrupts.reason = now(), reason
+    _after_patience(_end_what_is_left)
+
+
+def has_left() -> bool:
+    """Whether a collective was left in this process: a thread of gloo's then waits for it for ever."""
+    return _interrupts.left
+
+
+def wait(work: Any, issued: int, *timeout: timedelta, message: bool) -> Any:
+    """What `work`.wait() gives. issued: ns of perf_counter. message: it is a send or a receive.
+
+    Raises RuntimeError when the operation fails, and when it was interrupted.
+    """
+    if type(work) is not dist.Work:
+        return work.wait(*timeout)  # made of others, in Python
+    if message:
+        return _wait_for_message(work, issued, *timeout)
+    if timeout and timeout[0] > _UNTIL_DONE:
+        return _wait_until(work, issued, time.monotonic() + timeout[0].total_seconds())
+    try:
+        return work.wait(_SLICE)
+    except RuntimeError:
+        return _wait_until(work, issued, None)
+
+
+def future(work: Any, issued: int) -> torch.futures.Future[Any]:
+    """The future of a collective; what C++ waits in for it, such as the backward pass of DDP, is ended too."""
+    gate = _Gate(work, issued)
+    with _interrupts.lock:
+        _interrupts.futures.add(gate)
+    return gate.future
+
+
+class Interruptible(dist.Work):
+    """Stands before the handle of a group on gloo; gives its every answer.
+
+    issued: ns of perf_counter. message: it is a send or a receive.
+    """
+
+    def __init__(self, inner: Any, issued: int, message: bool) -> None:
+        dist.Work.__init__(self)  # by its name: super() takes as long again, in every collective
+        self.inner, self.issued, self.message = inner, issued, message
+
+    def wait(self, *timeout: Any) -> Any:
+        return wait(self.inner, self.issued, *timeout, message=self.message)
+
+    def get_future(self) -> Any:
+        return future(self.inner, self.issued) if type(self.inner) is dist.Work else self.inner.get_future()
+
+
+def _delegated(name: str) -> Callable[[Interruptible], Any]:
+    return lambda work: getattr(work.inner, name)()
+
+
+# What dist.Work has itself, no __getattr__ would be asked for.
+for _name in (
+    "synchronize", "block_current_stream", "is_completed", "is_success", "exception", "result", "source_rank",
+    "_source_rank", "get_future_result", "_get_op_type", "_get_duration",
+):  # fmt: skip
+    setattr(Interruptible, _name, _delegated(_name))
+
+
+def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
+    """In slices, until it is done, is interrupted, or the deadline (seconds of time.monotonic) has passed."""
+    while True:
+        try:
+            return work.wait(_SLICE if deadline is None else _slice_before(deadline))
+        except RuntimeError:
+            if work.is_completed():
+                return work.wait()  # raises what has failed; it may have ended since
+            if deadline is not None and time.monotonic() >= deadline:
+                raise
+        if issued < _interrupts.at and now() - _interrupts.at > _PATIENCE_SECONDS * 1e9:
+            _interrupts.left = True
+            _aborted()
+
+
+def _slice_before(deadline: float) -> timedelta:
+    return min(_SLICE, timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+
+
+def _wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
+    key = id(work)  # its hash takes longer
+    _messages[key] = work, issued
+    try:
+        # Registered first, looked at second; `interrupt` does it the other way round.
+        if issued < _interrupts.at:
+            _after_patience(_end_what_is_left)
+        arrived = work.wait(*timeout)
+    finally:
+        _messages.pop(key, None)  # two threads may wait for it
+    if not arrived and issued < _interrupts.at:
+        _aborted()
+    return arrived
+
+
+def _end_what_is_left() -> None:
+    for work, issued in list(_messages.values()):
+        if issued < _interrupts.at and (abort := message_abort.known()) is not None:
+            abort(work)
+    with _interrupts.lock:
+        gates = list(_interrupts.futures)
+    for gate in gates:
+        if gate.issued < _interrupts.at:
+            gate.open()
+
+
+def _after_patience(act: Callable[[], None]) -> None:
+    timer = threading.Timer(_PATIENCE_SECONDS, act)
+    timer.daemon = True
+    timer.start()
+
+
+def _aborted() -> NoReturn:
+    raise RuntimeError(f"An operation of a process group was aborted: {_interrupts.reason}")
+
+
+class _Gate:
+    """A future that follows another one, and ends with an error when it is opened before that has ended."""
+
+    def __init__(self, work: Any, issued: int) -> None:
+        self.issued, self._lock = issued, threading.Lock()
+        self._opened: torch.futures.Future[None] = torch.futures.Future()
+        inner = work.get_future()
+
+        def outcome(_: Any) -> Any:
+            if not inner.done():
+                _interrupts.left = True
+                _aborted()
+            return inner.value()
+
+        self.future: torch.futures.Future[Any] = self._opened.then(outcome)
+        inner.add_done_callback(lambda _: self.open())
+
+    def open(self) -> None:
+        """Harmless twice."""
+        with self._lock:
+            if not self._opened.done():
+                self._opened.set_result(None)
