@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 GROUPS = {
     "notebook": ("loadext", "cells", "line", "stream", "startup", "transfer", "recovery", "click", "dashboard"),
-    "steps": ("training", "memory", "wire", "steps"),
+    "steps": ("training", "memory", "wire", "steps", "step_cpu"),
     "overlap": ("hidden_gather",),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),

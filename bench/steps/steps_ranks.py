@@ -39,10 +39,14 @@ class Worker:
 
     def block(self, steps: int) -> float:
         """Seconds of a step, of so many."""
+        return self.spent(steps)[0]
+
+    def spent(self, steps: int) -> tuple[float, float]:
+        """(seconds of a step, of so many; CPU-seconds of this process in it)."""
         dist.barrier()
         self._pace.restart()
         self._train(steps + 1)
-        return self._pace.seconds
+        return self._pace.seconds, self._pace.cpu_seconds
 
     def _trainer(self, strategy: str, microbatches: int) -> Callable[[int], Any]:
         if "pp" in strategy:

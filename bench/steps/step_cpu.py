@@ -1,0 +1,39 @@
+"""CPU-seconds of a step under zero1 and pp, nbkit's beside torch's own pieces, in pairs that alternate.
+
+On CPU ranks what a step takes by the clock depends on what else the machine does; what it computes does so less.
+"""
+
+from __future__ import annotations
+
+from bench.rigs.forked import Ranks
+from bench.settings import Settings
+from bench.steps.steps import BAR, MICROBATCHES, PIECES, QUICK, SIZE
+from bench.table import Row, compared
+
+STRATEGIES, RANKS = ("zero1", "pp"), 2
+PAIRS, STEPS = 100, 6
+
+
+def run(settings: Settings) -> list[Row]:
+    """Two rows for each strategy: CPU-seconds of all ranks, and seconds by the clock, which are shown."""
+    size = QUICK if settings.quick else SIZE
+    rows = []
+    with (
+        Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
+        Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
+    ):
+        for strategy in STRATEGIES:
+            spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "torch": []}
+            arms = [("nbkit", ours), ("torch", theirs)]
+            for _, ranks in arms:
+                ranks.ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
+            for _ in range(settings.count(PAIRS)):
+                for name, ranks in arms:
+                    said = ranks.ask("spent", steps=STEPS)
+                    spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
+                arms.reverse()
+            for which, what, bar in ((0, "CPU-seconds of all ranks", BAR), (1, "seconds", None)):
+                values = [[one[which] for one in spent[name]] for name in ("nbkit", "torch")]
+                what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values[0])} pairs"
+                rows.append(compared(what, values[0], PIECES[strategy], values[1], None, bar, "ms"))
+    return rows
