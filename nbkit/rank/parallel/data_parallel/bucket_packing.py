@@ -69,11 +69,37 @@ class Packing:
 
     def shard(self, row: Tensor, i: int, rank: int) -> Tensor:
         """What `rank` holds of tensor `i`, seen in its row."""
-        shape = self.shapes[i]
-        if shape:
-            start, stop = bounds(shape[0], self.ranks, rank)
-            shape = (stop - start, *shape[1:])
+        shape = self._shape(i, rank)
         return row[self.starts[i] : self.starts[i] + prod(shape)].view(shape)
+
+    def shards(self, row: Tensor, rank: int) -> list[Tensor]:
+        """What `rank` holds of each tensor, seen in its row."""
+        sizes, shapes = self._cuts.get(rank) or self._cuts.setdefault(rank, self._cut(rank))
+        pieces = row.split_with_sizes([*sizes, row.numel() - sum(sizes)])
+        return [pieces[at].view(shape) for at, shape in shapes]
+
+    def _shape(self, i: int, rank: int) -> tuple[int, ...]:
+        shape = self.shapes[i]
+        if not shape:
+            return shape
+        start, stop = bounds(shape[0], self.ranks, rank)
+        return (stop - start, *shape[1:])
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
+        """By rank: sizes of the pieces of its row, what is free between them too, and (piece, shape) of each tensor."""
+        return {}
+
+    def _cut(self, rank: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
+        sizes: list[int] = []
+        shapes: dict[int, tuple[int, tuple[int, ...]]] = {}
+        end = 0
+        for i in sorted(range(len(self.shapes)), key=lambda i: (self.starts[i], self.widths[i])):
+            shape = self._shape(i, rank)
+            shapes[i] = len(sizes) + 1, shape
+            sizes += [self.starts[i] - end, prod(shape)]
+            end = self.starts[i] + prod(shape)
+        return sizes, [shapes[i] for i in range(len(self.shapes))]
 
     @torch.no_grad()
     def pack(self, matrix: Tensor, tensors: Sequence[Tensor | None]) -> None:

@@ -156,12 +156,21 @@ def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, li
     parameters, where reading it would not be seen.
     """
     found: dict[int, list[nn.Module]] = {}
-    first = -1
-    for part in module.modules():
-        own = {name: numbers[id(p)] for name, p in part._parameters.items() if p is not None and id(p) in numbers}
-        if own:
-            found.setdefault(max(own.values()), []).append(part)
-            if isinstance(part, nn.RNNBase) or type(vars(part).get("_parameters")) is not dict:
-                first = max(first, *own.values())
-            first = max([first, *(own[name] for name in aliased(part) if name in own)])
+    first, seen, ahead = -1, set[nn.Module](), [module]
+    # Anew in every step, since a user may have put another module in between.
+    while ahead:
+        part = ahead.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        ahead += [child for child in part._modules.values() if child is not None]
+        own = part._parameters
+        last = max([numbers.get(id(p), -1) for p in own.values()], default=-1)
+        if last < 0:
+            continue
+        found.setdefault(last, []).append(part)
+        if type(own) is not dict or isinstance(part, nn.RNNBase):
+            first = max(first, last)
+        for name in aliased(part):
+            first = max(first, numbers.get(id(own.get(name)), -1))
     return found, first

@@ -47,7 +47,7 @@ class _Bucket(Bucket):
             self.grads = [view[row] for view, row in zip(views, rows, strict=True)]
         else:
             row = like.new_zeros(self.packing.width)
-            self.grads = [self.packing.shard(row, i, links.index) for i in range(len(wholes))]
+            self.grads = self.packing.shards(row, links.index)
         emptied(self.grads[0])
         super().__init__(wholes, views)
         self.counts: Tensor | None = None
@@ -60,8 +60,7 @@ class _Bucket(Bucket):
 
     def _landed(self, row: Tensor) -> None:
         width = self.packing.width
-        parts = [self.packing.shard(row, i, self.links.index) for i in range(len(self.params))]
-        torch._foreach_copy_(self.grads, parts)
+        torch._foreach_copy_(self.grads, self.packing.shards(row, self.links.index))
         self.counts = row[width:].clone() if self.reduction.unused else None
 
     def give(self) -> None:
@@ -74,7 +73,7 @@ class _Bucket(Bucket):
     def gather(self) -> tuple[Tensor, dist.Work]:
         """Start to bring the updated parts together."""
         row = self.params[0].detach().new_empty(self.packing.width)
-        mine = [self.packing.shard(row, i, self.links.index) for i in range(len(self.held))]
+        mine = self.packing.shards(row, self.links.index)
         torch._foreach_copy_(mine, [p.detach() for p in self.held])
         return all_gather(row, self.links)
 
