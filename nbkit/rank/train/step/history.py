@@ -39,7 +39,7 @@ class Records(list[dict[str, Any]]):
         return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
 
     def thin(self) -> None:
-        """Of the steps before the newest, keep every 2nd, 4th, ...: which those are depends on the newest step alone."""
+        """Of the steps before the newest, keep every 2nd, 4th, ...: the number of the newest alone says which."""
         before = self[-1]["step"] - KEPT
         every = 1 << max((before - 1) // KEPT, 0).bit_length()
         if every > 1:
