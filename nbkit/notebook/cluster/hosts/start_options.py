@@ -27,7 +27,7 @@ def requested(options: Any) -> Request | None:
         raise UsageError(
             "These are options of srun's, which starts nothing here.",
             numbers=f"--container {options.container!r} without --slurm",
-            hint="--container 'apptainer exec --nv torch.sif'",
+            hint="--container 'apptainer exec torch.sif'",
         )
     return replace(found, container=options.container)
 
