@@ -25,18 +25,13 @@ class Worker:
 
     def peak(self, *, name: str, width: int, rows: int, strategy: str) -> dict[str, Any]:
         """measured, predicted: bytes of this rank at the peak of the third step; rest and held: at its end."""
-        before = self.before()
+        before = storages()
         of = model(name, width)
         batch = of.batch(rows)
         try:
             return self._peak(of, batch, before, rows, strategy, (name, width))
         except StrategyError as error:
             return {"refused": f"{error.what} {error.numbers}"}
-
-    def before(self) -> set[int]:
-        """Storages that are no part of a job that begins now."""
-        gc.collect()
-        return set(_storages(_alive()))
 
     def _peak(
         self, of: Model, batch: Any, before: set[int], rows: int, strategy: str, key: tuple[str, int]
@@ -52,11 +47,7 @@ class Worker:
         counted, held = None, 0
         for made, one in enumerate(job.batches([batch] * STEPS), 1):
             if made == STEPS:
-                gc.collect()
-                kept = [t for t in _of(job.sharded_model, job.optimizer.inner) if isinstance(t, torch.Tensor)]
-                kept += list(job.sharded_model.module.buffers())
-                kept += [t for t in _alive() if _new(t, before, batch)]
-                counted = LiveBytes(kept, resized=True)
+                counted = live_bytes(job, before, batch)
                 with counted:
                     job.backward(one)
                     job.optimizer.step()
@@ -78,6 +69,21 @@ class Worker:
             "rest": census.at_rest(job.strategy)[job.rank].total,
             "moment": one.moment,
         }
+
+
+def live_bytes(job: Any, before: set[int], batch: Any) -> LiveBytes:
+    """Counts, within it, what `job` holds. before: storages that are no part of it."""
+    gc.collect()
+    kept = [t for t in _of(job.sharded_model, job.optimizer.inner) if isinstance(t, torch.Tensor)]
+    kept += list(job.sharded_model.module.buffers())
+    kept += [t for t in _alive() if _new(t, before, batch)]
+    return LiveBytes(kept, resized=True)
+
+
+def storages() -> set[int]:
+    """Those that there are."""
+    gc.collect()
+    return set(_storages(_alive()))
 
 
 def _new(tensor: torch.Tensor, before: set[int], batch: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor, nn
 
 import nbkit
 from bench.pipeline.sleeping_rank import last
+from bench.plan.peak_ranks import live_bytes, storages
 from bench.rigs.jobs import config, data, token_loss
 from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.errors import NbkitError
 from nbkit.rank.comm import link_probe
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.models.gpt import GPT, Block
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
+from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.strategy import Strategy
 
-STEPS = 4
+WARM, STEPS = 3, 3
 
 
 class _Nap(torch.autograd.Function):
@@ -51,6 +55,7 @@ class Worker:
 
     def __init__(self, *, width: int, layers: int, batch: int, seconds: float) -> None:
         self._link, self._seconds, self._batch = SleptLink(), seconds, batch
+        self._before = storages()
         of = config(width, layers, block=4)
         rows = data(of, batch)
         self._rows = tuple(torch.stack(part) for part in zip(*rows, strict=True))
@@ -64,7 +69,7 @@ class Worker:
         _Sleeping.seconds = seconds
         self._job = nbkit.prepare(
             make,
-            lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+            lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
             loss=token_loss,
             strategy="ddp",
             example=tuple(part[:2] for part in self._rows),
@@ -74,36 +79,58 @@ class Worker:
         self._job.builder.learn(Strategy.every(4, schedules=("1f1b",)))
         _Sleeping.seconds = 0.0
         self._rate: Rate | None = None
+        self._peaks: PeakBytes | None = None
 
     def link(self, *, latency: float, speed: float) -> None:
         """From now on; it is measured."""
         self._rate = self._link.rate = Rate(latency, speed)
         link_probe.know(None)
-        self._job.builder.link = link_probe.link_of(self._job.device)
+        builder = self._job.builder
+        builder.link = link_probe.link_of(self._job.device)
         self._link.rate = None
+        # As before a first step: no state of the optimizer is there to be counted.
+        self._model = CostModel(builder, builder.template.kinds(builder.skeleton), self._fits)
+        self._peaks = PeakBytes(builder, self._model.census, real=True, before=self._peaks)
+
+    def _fits(self, strategy: Strategy) -> Arithmetic:
+        return Arithmetic.of(self._batch, strategy, microbatch_size=None)
 
     def tried(self, *, strategy: str) -> dict[str, Any]:
-        """measured: seconds of a step; predicted: before any was made."""
+        """seconds: of a step; peak: bytes of this rank. foretold: the same of the fullest rank, before any was made."""
         job, asked = self._job, Strategy.parse(strategy, 4)
+        assert self._peaks is not None
         try:
-            model = job.cost_model()
-            model.fits = lambda one: Arithmetic.of(self._batch, one, microbatch_size=None)
-            predicted = seconds_before_a_step(model, job.builder, asked, self._batch)
+            foretold = seconds_before_a_step(self._model, job.builder, asked, self._batch)
+            largest_peak = largest(self._peaks.of(asked, self._batch)) if job.rank == 0 else None
             job.switch(strategy)
         except NbkitError as error:
             return {"refused": str(error).splitlines()[0]}
-        took = []
-        for one in job.batches([self._rows] * (1 + STEPS)):
-            # The first step makes what later ones reuse; the ranks begin each of the others together.
-            if took:
-                torch.distributed.barrier()
-            self._link.rate, _Sleeping.seconds = (self._rate, self._seconds / asked.tp) if took else (None, 0.0)
+        took, counted = [], None
+        for made, one in enumerate(job.batches([self._rows] * (WARM + STEPS)), 1):
+            # The first step makes what later ones reuse, the second lets go of the strategy before, the third is
+            # counted. The others begin together on all ranks.
+            if made == WARM:
+                counted = live_bytes(job, self._before, self._rows)
+            if made <= WARM:
+                with counted or nullcontext():
+                    self._step(one)
+                continue
+            torch.distributed.barrier()
+            self._link.rate, _Sleeping.seconds = self._rate, self._seconds / asked.tp
             began = time.perf_counter()
-            job.backward(one)
-            with job.late_weights():  # as `fit` does
-                job.optimizer.step()
-            job.optimizer.zero_grad()
+            self._step(one)
             took.append(time.perf_counter() - began)
             self._link.rate, _Sleeping.seconds = None, 0.0
-        # Load only adds to what is slept.
-        return {"measured": min(took[1:]), "predicted": predicted}
+        assert counted is not None
+        return {
+            # Load only adds to what is slept.
+            "seconds": min(took),
+            "peak": counted.peak,
+            "foretold": (foretold, largest_peak.total if largest_peak is not None else None),
+        }
+
+    def _step(self, batch: Any) -> None:
+        self._job.backward(batch)
+        with self._job.late_weights():  # as `fit` does
+            self._job.optimizer.step()
+        self._job.optimizer.zero_grad()

@@ -99,6 +99,8 @@ class SleptLink:
             except Exception as error:  # whoever waits raises it
                 work.error = error
             work.given.set()
+            # While it waits for the next one, this thread must keep nothing of what was sent alive.
+            del work, issue
 
 
 def _leaving(name: str, group: Any, args: tuple[Any, ...]) -> float:

@@ -44,7 +44,7 @@ export function drawTable(step) {
 }
 
 export function drawLateness({ of, rows: those }) {
-  $("latenote").textContent = of ? `in the newest ${of} steps, each with the four before it` : "";
+  $("latenote").textContent = of ? `in the newest ${of} steps, by medians of five` : "";
   rows($("lateness"), ["rank", "late in", "by", "what takes it longer"], those.map((one) => [
     `${one.rank}`, `${one.steps} of ${of} steps`, `${seconds(one.seconds)} a step`, SPOKEN[one.cause] || one.cause]));
   if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
