@@ -23,7 +23,18 @@ from bench.settings import Settings
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 GROUPS = {
-    "notebook": ("loadext", "cells", "line", "stream", "startup", "transfer", "recovery", "click", "dashboard"),
+    "notebook": (
+        "loadext",
+        "cells",
+        "line",
+        "stream",
+        "startup",
+        "transfer",
+        "recovery",
+        "click",
+        "dashboard",
+        "control_plane",
+    ),
     "steps": ("training", "memory", "wire", "steps", "step_cpu"),
     "overlap": ("hidden_gather",),
     "pipeline": ("pipeline_stages", "balance"),

@@ -27,6 +27,22 @@ def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> Non
     assert "| what | nbkit | peer | ratio [95 %] | A/A | bar | met |" in table
 
 
+def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "16", "--rounds", "3", "--out", str(out)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert [row["what"].partition(": ")[2].partition(",")[0] for row in rows] == [
+        "wall",
+        "CPU of the kernel",
+        "CPU of the busiest controller process",
+    ]
+    assert all(value > 0 for row in rows for value in row["samples"]["s"])
+
+
 def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "sells"], cwd=ROOT, capture_output=True, text=True, timeout=60

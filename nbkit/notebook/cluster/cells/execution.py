@@ -294,6 +294,9 @@ class Execution:
             self.finish(error=self.fault)
         if self.closing or self.fault:
             return
+        # Asked once for each rank that ends: as long as one is missing, without a look at all of them.
+        if len(self.records) + len(self.deaths) < len(self.request.ranks):
+            return
         for rank in self.request.ranks:
             record = self.records.get(rank)
             if rank not in self.deaths and (record is None or self.arrived[rank] < record.outputs):

@@ -1,0 +1,114 @@
+"""A trivial cell on many engines that do nothing: CPU of the kernel and of the busiest controller process, wall time.
+
+CPU-seconds for each rank and cell are what stays when the engines are on machines of their own; here they share the
+cores with everything else, which the wall time has in it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+
+from bench.settings import Settings
+from bench.stats import quantile
+from bench.table import Row, skipped
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.launch.launch import connect, controller_launcher, make_folder
+from nbkit.notebook.cluster.output.display import NoScreen
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.cells import CellRequest
+from nbkit.wire.processes import Process
+
+ROUNDS = 40
+SIZES = (16, 64, 256)
+WARM_UP = 5
+CPU_BAR, WALL_BAR = 0.5e-3, 0.25
+"""Seconds of CPU for each rank and cell; of wall time of a cell on 64 engines."""
+START_SECONDS = 300.0
+_ENGINE_BYTES = 60 << 20
+
+
+def run(settings: Settings) -> list[Row]:
+    """Three rows for each number of engines that fits in memory."""
+    rows: list[Row] = []
+    with patch.dict(os.environ, NBKIT_HOME=str(settings.folder / "home")):
+        for n in settings.sizes(SIZES):
+            if psutil.virtual_memory().available < n * _ENGINE_BYTES:
+                rows.append(skipped(f"control plane, {n} light engines", "", "not enough memory"))
+            else:
+                rows += _at(n, settings.count(ROUNDS))
+    return rows
+
+
+def _at(n: int, rounds: int) -> list[Row]:
+    name = f"light{n}"
+    folder = make_folder(name)
+    controller = controller_launcher(folder, name)
+    controller.start()
+    root = Path(__file__).resolve().parents[2]
+    words = [sys.executable, "-m", "bench.rigs.light_engine", str(folder), name, str(n)]
+    engines = subprocess.Popen(words, cwd=root, start_new_session=True)
+    try:
+        entry = Entry(
+            name, socket.gethostname(), n, "gloo", 3600.0, time.time(), Process.of(controller.pid),
+            Process.of(engines.pid), Process.of(os.getpid()), ("",) * n, ("",) * n,
+        )  # fmt: skip
+        registry.save(entry)
+        client = connect(entry, time.monotonic() + START_SECONDS)
+        deadline = time.monotonic() + START_SECONDS
+        while not client.wait_for(n, 1.0):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(client.ranks)} of {n} engines have registered")
+        connection = Connection(entry, client)
+        found = _measured(connection, n, rounds)
+        connection.close()
+        return found
+    finally:
+        os.killpg(engines.pid, 9)
+        engines.wait()
+        psutil.Process(controller.pid).terminate()
+        registry.forget(name)
+
+
+def _measured(connection: Connection, n: int, rounds: int) -> list[Row]:
+    parent = psutil.Process(connection.entry.controller.pid)
+    controllers = [parent, *parent.children(recursive=True)]
+    walls, kernel, busiest = [], [], []
+    for number in range(WARM_UP + rounds):
+        before, began = [_cpu(one) for one in controllers], time.perf_counter()
+        own = time.process_time()
+        request = CellRequest(f"{n}-{number}", "x = 1", number, tuple(range(n)))
+        connection.send(request, NoScreen()).done.result(60)
+        if number >= WARM_UP:
+            walls.append(time.perf_counter() - began)
+            kernel.append((time.process_time() - own) / n)
+            busiest.append([_cpu(one) - was for one, was in zip(controllers, before, strict=True)])
+    # The clock of another process has ticks of 10 ms, so that only the sum over the rounds says something.
+    most = max(sum(each) for each in zip(*busiest, strict=True)) / rounds / n
+    what, load = f"trivial cell, {n} light engines", f"load {os.getloadavg()[0]:.1f}"
+    return [
+        _row(f"{what}: wall", walls, "ms", WALL_BAR if n == 64 else None, load),
+        _row(f"{what}: CPU of the kernel, a rank", kernel, "ms", CPU_BAR, load),
+        _row(f"{what}: CPU of the busiest controller process, a rank", [most], "ms", CPU_BAR, load),
+    ]
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _row(what: str, seconds: list[float], unit: str, bar: float | None, load: str) -> Row:
+    middle = quantile(seconds).middle
+    met = None if bar is None else middle <= bar
+    return Row(
+        what, f"{middle * 1e3:.3g} {unit}", load, "", "", f"≤ {bar * 1e3:g} ms" if bar else "", met, {"s": seconds}
+    )

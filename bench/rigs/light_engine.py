@@ -1,0 +1,51 @@
+"""Engines that answer cells at once and hold neither torch nor a world: what is left is the control plane.
+
+python -m bench.rigs.light_engine FOLDER NAME N      forks N engines of the cluster whose controller runs there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+from ipyparallel.engine.app import IPEngine
+
+from nbkit.wire.cells import CellRecord, CellRequest
+
+
+def main(folder: Path, name: str, n: int) -> None:
+    """Fork the engines and reap them; they end with this process."""
+    engine_file = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
+    while not engine_file.exists() or not engine_file.stat().st_size:
+        time.sleep(0.01)
+    for rank in range(n):
+        if os.fork() == 0:
+            _engine(rank, engine_file)
+    with contextlib.suppress(KeyboardInterrupt, ChildProcessError):
+        while os.wait():
+            pass
+
+
+def _engine(rank: int, engine_file: Path) -> None:
+    calls = types.ModuleType("nbkit.bridge.calls")  # the real one imports torch
+    calls.run_cell = lambda request: _answer(rank, request)  # type: ignore[attr-defined]
+    sys.modules["nbkit.bridge.calls"] = calls
+    log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    IPEngine.launch_instance([f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", "--log-level=40"])
+    os._exit(0)
+
+
+def _answer(rank: int, request: CellRequest) -> CellRecord:
+    return CellRecord(request.id, rank, 1, "ok", 0.0, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
