@@ -63,7 +63,7 @@ class Worker:
         self._same(found.tolist())
         return took
 
-    def _same(self, found: list[int]) -> None:
+    def _same(self, found: list[Any]) -> None:
         before = getattr(self, "_found", found)
         if before != found:
             raise AssertionError(f"other tokens: {found}, before: {before}")
@@ -89,8 +89,9 @@ class Worker:
         prompts = [PROMPT + i for i in range(4)]
         began = time.perf_counter()
         if at_once:
-            self._trainer.generate(prompts, tokens)
+            found = self._trainer.generate(prompts, tokens)
         else:
-            for prompt in prompts:
-                self._trainer.generate(prompt, tokens)
-        return time.perf_counter() - began
+            found = [self._trainer.generate(prompt, tokens) for prompt in prompts]
+        took = time.perf_counter() - began
+        self._same([text.tolist() for text in found])
+        return took

@@ -14,6 +14,7 @@ from nbkit.rank.data.batch import Shard, bounds
 from nbkit.rank.data.iterable_stream import IterableStream
 from nbkit.rank.data.map_stream import BalancedStream, MapStream
 from nbkit.rank.data.split.data_shards import data_shards
+from nbkit.rank.data.split.shard_reader import Course, ShardReader
 from nbkit.rank.data.split.split_stream import SplitStream
 from nbkit.rank.data.stream import Collate, Stream, fetched, is_map_style
 
@@ -50,12 +51,21 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
             total = min(batch_size, len(data) - first)
             yield fetched(data, list(range(first, first + total)), range(*bounds(total, ranks, rank)), collate)
         return
-    samples, first = iter(data), 0
-    while taken := list(islice(samples, batch_size)):
+    read, first = _reads(data), 0
+    while taken := read(batch_size):
         start, stop = bounds(len(taken), ranks, rank)
         rows = collate(taken[start:stop]) if stop > start else None
         yield Shard(rows, stop - start, len(taken), range(first, first + len(taken)))
         first += len(taken)
+
+
+def _reads(data: Any) -> Callable[[int], list[Any]]:
+    """What gives the next so many samples of iterable data, in its own order."""
+    split = data_shards(data)
+    if split is not None and split.first_samples(1)[1]:  # a splitter of nodes would ask for a rank's part
+        return ShardReader(Course(split, readers=1, epoch=0, seed=0), 0).read
+    samples = iter(data)
+    return lambda count: list(islice(samples, count))
 
 
 def _refuse_loader(data: Any) -> None:

@@ -232,6 +232,17 @@ def test_live_switches_and_a_checkpoint_go_on_with_the_same_samples(workers: int
         assert again == []
 
 
+def evaluated(world: Any, folder: Path) -> tuple[float, float]:
+    trainer, every = job(Files(LENGTHS, folder / "read")), [sample(n) for n in in_turns(LENGTHS)]
+    return trainer.evaluate(Pipeline(LENGTHS, folder / "read")), trainer.evaluate(every)
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_data_in_shards_is_evaluated_on_whole(tmp_path: Path) -> None:
+    for found, wanted in run_ranks(evaluated, 2, tmp_path):
+        assert found == pytest.approx(wanted, abs=1e-12)
+
+
 class Drawing(Files):
     """Noise of three kinds of generator in each sample."""
 
