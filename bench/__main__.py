@@ -40,7 +40,7 @@ GROUPS = {
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
     "checkpoint": ("checkpoint_pause",),
-    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "collective_overhead"),
+    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "long_run", "collective_overhead"),
     "slow": ("slow_link", "slow_rank"),
     "generate": ("generate",),
     "data": ("loading",),
