@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import FAULTS, Bench, Run
+from tests.support.chaos_bench import Bench
+from tests.support.chaos_faults import FAULTS, Run
 
 
 @pytest.fixture(scope="module")

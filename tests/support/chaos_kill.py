@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from nbkit import Cluster
-from tests.support.chaos import EQUAL, RUN_SECONDS, STRATEGIES, Bench, Wrong
+from tests.support.chaos_bench import EQUAL, RUN_SECONDS, STRATEGIES, Bench, Wrong
 
 LARGE = "model=lambda: model(layers=8, width=324)"  # 10 million parameters
 LARGE_STEPS, KILLED_AFTER = 9, 4
