@@ -41,5 +41,5 @@ def _gathered(packed: bytes, room: int, world_size: int, device: torch.device, g
     if group is None:
         dist.all_gather(received, sent)
     else:
-        wait(group.allgather([received], [sent]), now(), message=False)
+        wait(group.allgather([received], [sent]), now())
     return [bytes(each.cpu().numpy()) for each in received]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, wait
+from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, wait, wait_for_message
 from nbkit.rank.device import Event, accelerator
 from nbkit.rank.telemetry.phases import clock
 
@@ -110,7 +110,7 @@ def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
     """What `work`.wait() gives. It is noted of `call` that this thread, in `state` meanwhile, stood still."""
     outer, began = clock.switch(state), now()
     try:
-        return wait(work, call.issued, *timeout, message=call.peer is not None)
+        return (wait if call.peer is None else wait_for_message)(work, call.issued, *timeout)
     finally:
         ended = now()
         if call.waited is None:

@@ -13,12 +13,14 @@ by themselves, as they do with gloo's own error, and are left then.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter_ns as now
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +31,7 @@ from nbkit.rank.comm.gloo import message_abort
 _SLICE = timedelta(seconds=0.5)
 _PATIENCE_SECONDS = 0.5
 _UNTIL_DONE = timedelta(0)  # as torch has it
+_OF_BACKEND = dist.Work
 
 
 class _Interrupts:
@@ -41,8 +44,6 @@ class _Interrupts:
 
 
 _interrupts = _Interrupts()
-_messages: dict[int, tuple[Any, int]] = {}
-"""Those that a thread waits for in gloo itself, and when they were issued."""
 
 
 def interrupt(reason: str) -> None:
@@ -59,21 +60,30 @@ def has_left() -> bool:
     return _interrupts.left
 
 
-def wait(work: Any, issued: int, *timeout: timedelta, message: bool) -> Any:
-    """What `work`.wait() gives. issued: ns of perf_counter. message: it is a send or a receive.
+def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
+    """What `work`.wait() gives, of a collective. issued: ns of perf_counter.
 
-    Raises RuntimeError when the operation fails, and when it was interrupted.
+    Raises RuntimeError when the collective fails, and when it was interrupted.
     """
-    if type(work) is not dist.Work:
+    if type(work) is not _OF_BACKEND:
         return work.wait(*timeout)  # made of others, in Python
-    if message:
-        return _wait_for_message(work, issued, *timeout)
     if timeout and timeout[0] > _UNTIL_DONE:
         return _wait_until(work, issued, time.monotonic() + timeout[0].total_seconds())
     try:
         return work.wait(_SLICE)
     except RuntimeError:
         return _wait_until(work, issued, None)
+
+
+def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
+    """The same of a send or a receive."""
+    # Looked at before the wait begins; `interrupt` looks for those who stand in it after it has told so.
+    if issued < _interrupts.at:
+        _after_patience(_end_what_is_left)
+    arrived = work.wait(*timeout)
+    if arrived is False and issued < _interrupts.at:
+        _aborted()
+    return arrived
 
 
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
@@ -95,7 +105,7 @@ class Interruptible(dist.Work):
         self.inner, self.issued, self.message = inner, issued, message
 
     def wait(self, *timeout: Any) -> Any:
-        return wait(self.inner, self.issued, *timeout, message=self.message)
+        return (wait_for_message if self.message else wait)(self.inner, self.issued, *timeout)
 
     def get_future(self) -> Any:
         return future(self.inner, self.issued) if type(self.inner) is dist.Work else self.inner.get_future()
@@ -132,25 +142,14 @@ def _slice_before(deadline: float) -> timedelta:
     return min(_SLICE, timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
-def _wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
-    key = id(work)  # its hash takes longer
-    _messages[key] = work, issued
-    try:
-        # Registered first, looked at second; `interrupt` does it the other way round.
-        if issued < _interrupts.at:
-            _after_patience(_end_what_is_left)
-        arrived = work.wait(*timeout)
-    finally:
-        _messages.pop(key, None)  # two threads may wait for it
-    if not arrived and issued < _interrupts.at:
-        _aborted()
-    return arrived
-
-
 def _end_what_is_left() -> None:
-    for work, issued in list(_messages.values()):
-        if issued < _interrupts.at and (abort := message_abort.known()) is not None:
-            abort(work)
+    abort = message_abort.known()
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None and abort is not None:
+            if inner.f_code is wait_for_message.__code__ and inner.f_locals["issued"] < _interrupts.at:
+                abort(inner.f_locals["work"])
+            inner = inner.f_back
     with _interrupts.lock:
         gates = list(_interrupts.futures)
     for gate in gates:

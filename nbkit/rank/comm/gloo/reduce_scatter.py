@@ -37,7 +37,7 @@ class _Summing(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:
-            wait(work, self._issued, timeout, message=False)
+            wait(work, self._issued, timeout)
         self._sum()
         return True
 
