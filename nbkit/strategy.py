@@ -18,6 +18,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -214,8 +215,7 @@ class Strategy:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        order = with_slowest(self.order or self.slowest)
-        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=order)
+        return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest)
 
     @property
     def composed(self) -> Strategy:
@@ -262,6 +262,11 @@ class Strategy:
         words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
         words += [str(self.levers)] * (self.levers != NONE)
         return " ".join(words)
+
+
+@lru_cache(maxsize=256)  # a step asks a dozen times
+def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str) -> Mesh:
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest))
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:

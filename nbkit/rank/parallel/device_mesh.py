@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,11 @@ class Axes:
 
     def index(self, axis: str) -> int:
         """The place of this rank along `axis`."""
-        dp = self.mesh.index(self.rank)["dp"]
         if axis in ("shard", "replicate"):
+            dp = self._place["dp"]
             return dp % self.shard if axis == "shard" else dp // self.shard
-        return self.mesh.index(self.rank)[axis]
+        return self._place[axis]
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return self.mesh.index(self.rank)  # asked for in every micro-batch
