@@ -305,7 +305,7 @@ class Job(Switchable):
 
     def break_off(self) -> None:
         """No step is under way any more: what is left of one is dropped, and the numbers of those made are read."""
-        here, half_way = world.current(), self.integrity.half_way or self.ledger.torn()
+        here, half_way = world.current(), self.ledger.torn() | self.integrity.half_way
         self.integrity.half_way = True  # should it be interrupted here
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
