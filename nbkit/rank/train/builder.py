@@ -129,6 +129,7 @@ class Builder:
     ) -> Builder:
         """On a process that joins a training under way: nothing is looked at again, and nothing sent.
 
+        Collective where the world has another number of ranks than before: their links are measured.
         module: that its user holds, if one does.
         """
         self = cls.__new__(cls)
@@ -137,7 +138,8 @@ class Builder:
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
         self.module = skeleton_of(self.skeleton) if module is None else module
         self._warned, self._agreed, self._told = set(blueprint.proven), set(blueprint.proven), set(blueprint.told)
-        self.link = know(blueprint.link)
+        before = blueprint.link.ranks if blueprint.link is not None else 1
+        self.link = know(blueprint.link) if before == world_size else link_of(device)
         self._begin()
         self._first_batches.begun = blueprint.begun
         return self

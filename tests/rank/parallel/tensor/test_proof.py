@@ -235,7 +235,8 @@ def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
     without, given, pairs = run_ranks(told, 2, timeout=120)[0]
 
     assert any("blocks.*.mlp" in text and "no example batch was there" in text for text in without)
-    assert given == [] and pairs == 2
+    # Data that cannot be divided is said in any case.
+    assert [text for text in given if "every rank reads all" not in text] == [] and pairs == 2
 
 
 def test_uneven_features_and_a_width_that_heads_do_not_divide() -> None:

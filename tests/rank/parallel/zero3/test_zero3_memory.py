@@ -86,6 +86,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         axis.finish()
         optimizer.step()
         axis.after_step()
+        axis.settle()
     delegating_group.listeners.clear()
     del output
     time.sleep(0.5)  # gloo's threads let go of what they sent a moment after it has arrived
