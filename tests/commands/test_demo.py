@@ -66,7 +66,7 @@ def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
     folder = tmp_path_factory.mktemp("demo")
-    return *in_a_terminal(folder, "--steps", "120"), folder
+    return *in_a_terminal(folder, "--steps", "60"), folder
 
 
 def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tuple[int, str, Path]) -> None:
@@ -76,7 +76,7 @@ def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tup
     assert status == 0, text[-3000:]
     assert len(apart) == 1 and apart[0] <= 1e-8
     assert "The loss curve went on as if nothing had happened" in text
-    assert re.search(r"120 steps under [2-6] strategies, loss [\d.]+ -> [\d.]+", text)
+    assert re.search(r"60 steps under [2-6] strategies, loss [\d.]+ -> [\d.]+", text)
 
 
 def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[int, str, Path]) -> None:
@@ -88,7 +88,7 @@ def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[in
 
 
 def test_one_live_line_moves_while_it_trains(demo: tuple[int, str, Path]) -> None:
-    steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/120 · loss [\d.]+ · \S+ tok/s", demo[1])]
+    steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/60 · loss [\d.]+ · \S+ tok/s", demo[1])]
 
     assert len(steps) > 3
     assert not re.search(r"tok/s[^\r]*\n", demo[1].replace("\r\n", "\n")), "the line stayed on the screen"
@@ -116,7 +116,7 @@ def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Pat
     assert any("who holds" in data["text/plain"] or "%strategy --try" in data["text/plain"] for data in shown)
     # What a detached cell prints while others run is kept with it, as one line and not as the line's every state.
     printed = "".join(output.get("text", "") for output in detached["outputs"])
-    assert "step 120/120 · loss" in printed
+    assert "step 60/60 · loss" in printed
     assert printed.count("tok/s") <= 3
     assert list((demo[2] / "runs").glob("*/events.out.tfevents.*"))
 

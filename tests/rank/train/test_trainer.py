@@ -197,7 +197,7 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
 
 def saved_by_default(world: Any, folder: Path) -> list[Any]:
     """Steps of the checkpoints of each training, and what was printed."""
-    autosave.DETACHED_SAVE_EVERY = "0.05s"
+    autosave.DETACHED_SAVE_EVERY = "0.02s"
     told = []
     for detached, asked in (
         (True, {"log_dir": str(folder / "runs")}),
@@ -231,7 +231,7 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
 
     assert [each[:2] for each in first] == [[True, 12], [True, 12], *[[False, 12]] * 4]
     (_, _, default, run), (_, _, named, _), (_, _, failed, _), *silent = first
-    why = ", as every 0.05s in a detached cell (save_every=False: never)\n"
+    why = ", as every 0.02s in a detached cell (save_every=False: never)\n"
     assert (default, named) == (f"\rsaved to {run}/checkpoint{why}", f"\rsaved to {tmp_path}/kept{why}")
     assert re.match(
         r"\rnot saved at step \d+, training goes on: The folder of runs is full: no checkpoint is written\. ", failed
