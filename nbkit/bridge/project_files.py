@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ def write(files: Sequence[tuple[str, int, bytes]]) -> None:
         part.write_bytes(content)
         part.chmod(mode & 0o700)
         os.replace(part, target)
+        if target.suffix == ".py":
+            # What was compiled of a file of the same second and size would be taken for this one's.
+            Path(cache_from_source(target)).unlink(missing_ok=True)
 
 
 def keep(names: Sequence[str]) -> int:

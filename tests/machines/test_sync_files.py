@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import py_compile
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from nbkit.bridge import project_files
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts import sync_files
 from nbkit.notebook.cluster.hosts.sync_files import project_at
@@ -45,3 +49,21 @@ def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
     for wrong in ("missing", ".."):
         with pytest.raises(UsageError, match="cannot be brought"):
             project_at(wrong, tmp_path)
+
+
+def test_a_file_of_the_same_second_and_size_is_not_taken_from_what_was_compiled_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project_files, "_home", lambda: tmp_path)
+    source = tmp_path / "one.py"
+    project_files.write([("one.py", 0o600, b"X = 1")])
+    written = source.stat()
+    py_compile.compile(str(source))
+    project_files.write([("one.py", 0o600, b"X = 2")])
+    os.utime(source, ns=(written.st_atime_ns, written.st_mtime_ns))
+
+    spec = importlib.util.spec_from_file_location("one", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.X == 2

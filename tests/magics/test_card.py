@@ -35,30 +35,30 @@ def cards(cell: Cell) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel) -> None:
-    found = cards(kernel.run("%%distributed\ntrainer.fit(120)"))
+    found = cards(kernel.run("%%distributed\ntrainer.fit(60)"))
 
     assert [kind for kind, _ in found][:2] == ["display_data", "update_display_data"]
     assert {kind for kind, _ in found[1:]} == {"update_display_data"}
     first, last = found[0][1], found[-1][1]
-    assert first["text/plain"].startswith("dp=2   step ") and " of 120 · " in first["text/plain"]
-    assert last["text/plain"].startswith("dp=2   120 steps · loss ") and "→" in last["text/plain"]
+    assert first["text/plain"].startswith("dp=2   step ") and " of 60 · " in first["text/plain"]
+    assert last["text/plain"].startswith("dp=2   60 steps · loss ") and "→" in last["text/plain"]
     assert "<svg" in last["text/html"] and "polyline" in last["text/html"]
     assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack
 
 
 def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
-    found = cards(kernel.run("%%distributed\ntrainer.fit(100)"))
+    found = cards(kernel.run("%%distributed\ntrainer.fit(50)"))
 
-    assert found[-1][1]["text/plain"].startswith("dp=2   100 steps, 220 with those before · ")
+    assert found[-1][1]["text/plain"].startswith("dp=2   50 steps, 110 with those before · ")
     # Every page counts the steps from the first cell on.
-    step = re.match(r"dp=2   step (\d+) of 220 · ", found[0][1]["text/plain"])
-    assert step is not None and 120 < int(step[1]) <= 220
+    step = re.match(r"dp=2   step (\d+) of 110 · ", found[0][1]["text/plain"])
+    assert step is not None and 60 < int(step[1]) <= 110
 
 
 def test_a_cell_that_ends_in_an_error_says_so_on_its_card(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\ndef fail(trainer, record):\n"
-        "    if record['step'] == 320 and rank == 1: raise ValueError('odd')\n"
+        "    if record['step'] == 160 and rank == 1: raise ValueError('odd')\n"
         "trainer._callbacks += (fail,)\ntrainer.fit(200)"
     )
     assert cell.status == "error"
