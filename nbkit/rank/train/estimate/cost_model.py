@@ -95,8 +95,9 @@ class CostModel:
         )
 
     def _link_seconds(self, order: Strategy) -> float:
-        """Of what the busiest rank sends in a step; 0 where it makes no difference, or is unknown."""
-        if self._link is None or not self._several_nodes:
+        """Of what the busiest rank sends in a step; 0 where it makes no difference, or is unknown: of the links of
+        another number of ranks, to which a training is resized, nothing is."""
+        if self._link is None or not self._several_nodes or order.mesh.size != len(self._node_of):
             return 0.0
         took = (link_seconds(order, own, self._link) for own in self.terms(order))
         return float(f"{max(took, default=0.0):.2g}")
