@@ -69,7 +69,9 @@ class Controls:
         """At a boundary, on all ranks, or in a cell when no training makes steps."""
         owner = step_boundary.training() or newest()
         job = getattr(owner, "job", owner)
+        predicted: dict[str, Any] = {}
         try:
+            predicted = _predicted(control, job)
             result = _act(control, owner)
         except Resizing as asked:  # `fit` goes on with it
             asked.done = lambda done, error: self._tell(control, owner, result=done, error=error)
@@ -83,18 +85,21 @@ class Controls:
         goes_on = step_boundary.training() is not None and not pause.is_held()
         if control.do in ("switch", "undo") and goes_on and job.pending is not None and not job.pending.done():
             # The first step under the new strategy says what came of it: nothing else acts before that.
-            job.pending.add_done_callback(lambda pending: self._ended(control, owner, pending))
+            job.pending.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
             return
         if control.do == "save" and (saving := owner.saves.pending) is not None:
             saving.add_done_callback(lambda pending: self._ended(control, owner, pending))
             return
-        self._tell(control, owner, result=result)
+        self._tell(control, owner, result=result, predicted=predicted)
         if control.do == "pause":
             pause.hold(job.device)
 
-    def _ended(self, control: Control, owner: Any, pending: Future[Any]) -> None:
+    def _ended(
+        self, control: Control, owner: Any, pending: Future[Any], predicted: Mapping[str, Any] | None = None
+    ) -> None:
         error = pending.exception()
-        self._tell(control, owner, result=asdict(pending.result()) if error is None else None, error=error)
+        result = asdict(pending.result()) if error is None else None
+        self._tell(control, owner, result=result, error=error, predicted=predicted)
 
     def unserved(self, control: Control) -> None:
         """The training ended before it came to `control`."""
@@ -158,6 +163,7 @@ class Controls:
         result: Any = None,
         error: BaseException | None = None,
         served: bool = True,
+        predicted: Mapping[str, Any] | None = None,
     ) -> None:
         self.results[control.id] = {
             "id": control.id,
@@ -173,6 +179,7 @@ class Controls:
             "hint": getattr(error, "hint", ""),
             "result": result if error is None else {},
             "served": served,
+            "predicted": dict(predicted or {}),
         }
         while len(self.results) > RESULTS_KEPT:
             self.results.popitem(last=False)
@@ -185,6 +192,14 @@ def _torn(owner: Any) -> bool:
     if integrity is None:
         return False
     return bool(integrity.half_way or (step_boundary.training() is not None and integrity.broken_off))
+
+
+def _predicted(control: Control, job: Any) -> dict[str, Any]:
+    """Bytes and seconds of a switch, as they are predicted before it; {} for anything else. Collective."""
+    if control.do not in ("switch", "undo") or job is None:
+        return {}
+    text = job.previous if control.do == "undo" else control.args["strategy"]
+    return strategy_table.predicted_switch(job, text) if text is not None else {}
 
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:

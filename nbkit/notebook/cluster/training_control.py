@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from dataclasses import replace
 from typing import Any
 
-from nbkit.errors import StrategyError, UsageError
+from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -21,14 +20,11 @@ from nbkit.notebook.cluster.control_result import ControlResult, stopped
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import Traced, trace
-from nbkit.planner.link_speed import ranks_of_node
-from nbkit.strategy import Strategy
 
 TICK_SECONDS = 0.03
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
 TABLE_SECONDS = 1.0
-FRESH_SECONDS = 1.5  # a panel looks more often: its click uses the estimate that it shows, and waits for nothing
 
 
 class Training:
@@ -38,7 +34,6 @@ class Training:
         self._connection = connection
         self._table: dict[str, Any] = {}
         self._stamp = ""
-        self._looked: tuple[float, dict[str, Any]] = 0.0, {}  # (when, the answer)
         self.switched: list[ControlResult] = []  # every switch and undo that the ranks have made, in order
 
     def switch(self, strategy: str) -> ControlResult:
@@ -115,9 +110,7 @@ class Training:
         answer = answers[first]
         if answer["table"] is not None or not answer["job"]:
             self._table, self._stamp = answer["table"] or {}, answer["stamp"]
-        answer = {**answer, "table": self._table}
-        self._looked = time.monotonic(), answer
-        return answer
+        return {**answer, "table": self._table}
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
@@ -134,14 +127,11 @@ class Training:
         A training that ends before it comes to the request does not lose it: the newest Trainer serves it then.
         """
         self._check()
-        predicted = self._predicted(do, args)
-        self._looked = 0.0, {}  # the control may change it
         result = self._at_boundary(do, args) if self._makes_steps() else None
         if result is None or not result.served:
             while result is not None and self._connection.busy() is not None:
                 time.sleep(TICK_SECONDS)  # for what else the training's cell does
             result = self._as_cell(do, args)
-        result = replace(result, predicted=predicted)
         result.check()
         if do in ("switch", "undo"):
             self.switched.append(result)
@@ -150,20 +140,6 @@ class Training:
     def _check(self) -> None:
         self._connection.check_open()
         self._connection.check_alive(range(self._connection.entry.n))
-
-    def _predicted(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
-        """The estimate of bytes and seconds of a switch, from the table; {} where there is none."""
-        if do not in ("switch", "undo"):
-            return {}
-        when, answer = self._looked
-        table = (_in_force(answer) if time.monotonic() - when < FRESH_SECONDS else {}) or self.look_well()
-        try:
-            wanted = args.get("strategy") or table.get("previous") or ""
-            strategy = str(Strategy.parse(wanted, self._connection.entry.n, node=ranks_of_node(table.get("nodes", ()))))
-        except StrategyError:
-            return {}  # the ranks say what is wrong with it
-        row: dict[str, Any] = next((row for row in table.get("options", ()) if row["strategy"] == strategy), {})
-        return {key: row[key] for key in ("moved_bytes", "switch_s") if key in row}
 
     def _makes_steps(self) -> bool:
         """Whether all ranks are between two steps; a cell that has just been sent is given time to get there."""

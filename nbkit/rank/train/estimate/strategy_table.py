@@ -81,6 +81,19 @@ def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     return flow.total, max(flow.received, default=0)
 
 
+def predicted_switch(job: Job, text: str) -> dict[str, Any]:
+    """moved_bytes and switch_s of the row that the table has for a switch to `text`, without the table. Collective.
+
+    Raises StrategyError for what cannot be split.
+    """
+    new = job.parsed(text)
+    job.builder.learn([new])
+    seen = job.cost_model()
+    new = seen.placed(new, now=job.strategy)
+    flow = seen.census.flow(job.strategy, new)
+    return {"moved_bytes": flow.total, "switch_s": predicted_pause(job, seen.census, new, flow)}
+
+
 def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "strategy": str(strategy),
