@@ -334,6 +334,17 @@ def test_shards_that_all_give_the_same_are_refused(tmp_path: Path) -> None:
         opened(Whole(LENGTHS, tmp_path / "read"))
 
 
+def test_data_in_shards_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    """Two of its shards would be read through one object, which may remember where it stands."""
+
+    class Uncopied(Files):
+        def __copy__(self) -> Files:
+            raise TypeError("a handle is open")
+
+    with pytest.raises(TrainingError, match="cannot be copied, and its shards are read at the same time: TypeError"):
+        opened(Uncopied(LENGTHS, tmp_path / "read"))
+
+
 def of_its_own(world: Any, folder: Path) -> str:
     class Own(HuggingFace):
         def of(self, shard: int) -> Iterator[tuple[Tensor, Tensor]]:

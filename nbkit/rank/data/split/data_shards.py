@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from inspect import getmembers_static, isfunction
@@ -44,13 +44,24 @@ class DataShards:
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)
         else:
-            # Data that remembers in itself where it stands is iterated several times at once here.
-            part = self.data
-            with suppress(Exception):
-                part = copy(self.data)
+            part = self.copied()
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
         return iter(part)
+
+    def copied(self) -> Any:
+        """Data may remember in itself where it stands, and is iterated several times at once here.
+
+        Raises TrainingError for data that cannot be copied.
+        """
+        try:
+            return copy(self.data)
+        except Exception as error:
+            raise TrainingError(
+                f"The data cannot be copied, and its shards are read at the same time: {type(error).__name__}: {error}",
+                numbers=f"{type(self.data).__name__}, {self.number} shards",
+                hint="def __copy__(self): ...   in its class; or num_shards = 1, and every rank reads all of it",
+            ) from error
 
     def first_samples(self, count: int) -> tuple[list[Any], bool]:
         """(the first samples of the first shard, read anew; whether the data takes the part that it is told)."""

@@ -48,6 +48,8 @@ class SplitStream(Stream):
 
     def __post_init__(self) -> None:
         self.readers = min(self.shards.number, MOST_READERS)
+        if not self.shards.by_method:
+            self.shards.copied()
         self.takes_part = True  # where nothing can be read, that is said where it is read to train
         self._compare()
 
