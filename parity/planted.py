@@ -219,7 +219,7 @@ BUGS = (
     Bug("queries attend to another rank's key-value heads", _cell("tp", subject="llama"),
         _around(_Surgery, "_cut_columns", _another_ranks_keys)),
     Bug("a shard is updated from a gradient that was not summed", _cell("dp=2 zero=2"),
-        _around(bucket_collectives, "_reduce_scatter", _own_gradient)),
+        _around(bucket_collectives, "reduce_scatter", _own_gradient)),
     Bug("the other parts of a weight stay as they were after an update", _cell("dp=2 zero=1"),
         _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
     Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),

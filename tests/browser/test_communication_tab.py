@@ -151,6 +151,7 @@ def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
 
 def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, page: Any, training: Training) -> None:
     before = newest(tab)
+    assert "modelled as a ring" in hover(page, tab, "traffic", *cell(tab, 1, 2))
     training.switch_to = "pp"
     tab.wait_for_function(
         "document.querySelector('#timeline canvas').dataset.events.includes('switch')", timeout=15_000
@@ -160,7 +161,7 @@ def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, p
 
     assert newest(tab) > before
     assert tab.inner_text("#table tr:nth-child(2)").startswith("send\tpp")
-    assert "(exact)" in hover(page, tab, "traffic", *cell(tab, 1, 2))
+    tab.wait_for_function("document.querySelector('.tip').textContent.includes('(exact)')", timeout=5000)  # no move
 
 
 def test_a_step_that_is_clicked_is_shown_and_stays(tab: Any, page: Any) -> None:

@@ -65,12 +65,14 @@ export class Picture {
     this.canvas.setAttribute("aria-label", label);
     host.append(this.canvas);
     this.spots = [];
+    this.over = null; // the last event of a pointer that is above the canvas
     this.canvas.addEventListener("mousemove", (event) => {
       const spot = this.at(event);
+      this.over = event;
       showTip(spot && spot.text(), event);
       this.canvas.style.cursor = spot && spot.pick ? "pointer" : "default";
     });
-    this.canvas.addEventListener("mouseleave", (event) => showTip("", event));
+    this.canvas.addEventListener("mouseleave", (event) => { this.over = null; showTip("", event); });
     this.canvas.addEventListener("click", (event) => {
       const spot = this.at(event);
       if (spot && spot.pick) spot.pick();
@@ -90,6 +92,8 @@ export class Picture {
     this.width = width;
     this.height = height;
     this.spots = [];
+    // Another thing may lie under the pointer when all is drawn, or nothing.
+    if (this.over) queueMicrotask(() => this.over && showTip(this.at(this.over)?.text(), this.over));
     return width;
   }
 
