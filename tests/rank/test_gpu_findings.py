@@ -62,6 +62,28 @@ def pipeline(world: Any, gpu: PretendAccelerator) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
+def letters() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 6), *blocks()[:4], nn.Linear(6, 8))
+
+
+def writer(strategy: str) -> Any:
+    texts = torch.arange(9) % 8
+    return quiet(
+        model=letters,
+        strategy=strategy,
+        loss=lambda logits, ids: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()),
+        data=[(texts[i : i + 4], texts[i + 1 : i + 5]) for i in range(4)] * 8,
+    )
+
+
+def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
+    """Texts from a pipeline, with a new generation of the world between them: each the first use of a group."""
+    texts, job = torch.arange(9) % 8, writer("pp=2")
+    found = [job.generate(texts[:3], 3).tolist()]
+    next_generation(world)
+    return [*found, job.generate(texts[:3], 3).tolist()]
+
+
 def _released(wait: Callable[[], Any]) -> str:
     """What becomes of `wait` in a thread when the rank is broken out 0.3 s later: "" when nothing does."""
     ended: list[str] = []
@@ -150,8 +172,8 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """By rank: what became of the scenes after which the ranks go on."""
-    scenes = [telemetry, pipeline, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
-    return run_ranks(each, 2, scenes, join=False, generations=4, timeout=120)
+    scenes = [telemetry, pipeline, generating, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
+    return run_ranks(each, 2, scenes, join=False, generations=5, timeout=120)
 
 
 def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: list[dict[str, Any]]) -> None:
@@ -164,6 +186,15 @@ def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[
     losses = [rank["pipeline"] for rank in lasting]
 
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_members(
+    lasting: list[dict[str, Any]],
+) -> None:
+    first, second = lasting[0]["generating"]
+
+    assert first == second and len(first) == 6
+    assert lasting[1]["generating"] == [first, second]
 
 
 def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.models.key_value_cache import KeyValueCache, first_argument, why_no_cache
 from nbkit.rank.parallel.context.context_parallel import together
+from nbkit.rank.parallel.pipeline.p2p_groups import meet_all
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
@@ -232,6 +233,8 @@ class _Generation:
 
     def run(self) -> list[Tensor]:
         """The new tokens of each text."""
+        if (group := self.model.axes.group("pp")) is not None:
+            meet_all(group, self.device)  # of the broadcasts below
         with together() if self.cached else nullcontext():
             for start in range(0, self.tokens, _ROUNDS):
                 count = min(_ROUNDS, self.tokens - start)

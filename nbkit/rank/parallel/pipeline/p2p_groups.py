@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,17 +20,24 @@ def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool
 
     pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: on gloo too.
     """
-    if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
-        return {}
     edges: Edges = {}
-    for a, b in _pairs(len(pipelines[0])):
-        every: list[tuple[int, ...]] = [(ranks[a], ranks[b]) for ranks in pipelines]
-        for axis in ("pp up", "pp down"):
-            group = group_of(axis, every, rank)
-            for low, high in every:
-                if rank in (low, high) and group is not None:
-                    edges[(low, high) if axis == "pp up" else (high, low)] = group
+    for axis, every in ranks_of_edges(pipelines, always=always):
+        group = group_of(axis, every, rank)
+        for low, high in every:
+            if rank in (low, high) and group is not None:
+                edges[(low, high) if axis == "pp up" else (high, low)] = group
     return edges
+
+
+def ranks_of_edges(
+    pipelines: Sequence[tuple[int, ...]], *, always: bool = False
+) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """(axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
+    if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
+        return
+    for a, b in _pairs(len(pipelines[0])):
+        for axis in ("pp up", "pp down"):
+            yield axis, [(ranks[a], ranks[b]) for ranks in pipelines]
 
 
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -45,15 +52,30 @@ def meet(edges: Edges, device: torch.device) -> None:
     """
     for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
         group = edges[edge]
-        formed = group.formed if isinstance(group, DelegatingGroup) else 1
-        if _met.get(group) == formed:
+        if _has_met(group):
             continue
-        _met[group] = formed
         token = torch.zeros(1, device=device)
         if edge[0] == dist.get_rank():
             dist.send(token, edge[1], group=group)
         else:
             dist.recv(token, edge[0], group=group)
+
+
+def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Reduce a number over `group`, unless it has met since it was formed. Collective over the group, before a run.
+
+    NCCL connects at the first collective and blocks until all members are there: in the middle of a run, a rank that
+    comes to one first would keep from the others what they need to come.
+    """
+    if not _has_met(group):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _has_met(group: dist.ProcessGroup) -> bool:
+    """Whether it has met since it was formed; from now on it has."""
+    formed = group.formed if isinstance(group, DelegatingGroup) else 1
+    before, _met[group] = _met.get(group), formed
+    return before == formed
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:
