@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.plan import peak, published, seconds
+from bench.plan import peak, seconds
 from bench.plan.models import NAMES
+from bench.plan.published import table as published
 from nbkit.notebook.planning import plan
 from nbkit.planner.gpt_config import GPTConfig
 

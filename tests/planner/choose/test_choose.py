@@ -14,12 +14,12 @@ from nbkit.notebook.planning import explain, plan, planned
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Known, load_of
 from nbkit.planner.choose.search import _candidates
-from nbkit.planner.choose.seconds import Rates, calibrated, seconds
+from nbkit.planner.choose.seconds import Rates, _lines, calibrated, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.memory import ADAM
 from nbkit.planner.peak.gpt_pieces import GPTPieces
-from nbkit.planner.traffic import per_step, wire_bytes
+from nbkit.planner.traffic import Traffic, per_step, wire_bytes
 from nbkit.strategy import Strategy
 
 SMALL = GPTConfig(vocab=50304, block=1024, layers=12, heads=12, width=768)
@@ -136,6 +136,28 @@ def test_no_step_is_told_to_be_shorter_than_its_bytes_need_to_leave() -> None:
     ddp = next(row for row in plan(SMALL, batch=64, on="4 x 1 A100 net=0.1GB/s").rows if row.strategy == "dp=4")
     best = Rates().links * (1 + Rates().spread)
     assert ddp.seconds > ddp.low >= ddp.sent["dp"] / (0.1e9 * best) > 10 * ddp.parts.compute
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "op", "links"),
+    [
+        ("dp=32 zero=3", "dp", "all_gather", 8),
+        ("dp=16 tp=2 zero=2", "dp", "reduce_scatter", 4),
+        ("dp=4 tp=8 zero=3", "dp", "all_gather", 1),
+        ("dp=32 zero=3 shard=16", "shard", "all_gather", 8),
+        ("dp=32 zero=3 shard=8", "replicate", "all_reduce", 1),
+        ("dp=32 zero=3 shard=4", "replicate", "all_reduce", 2),
+        ("dp=8 pp=4 microbatches=8", "pp", "send", 1),
+    ],
+)
+def test_a_collective_leaves_a_node_by_the_links_of_all_its_ranks_there_and_a_message_by_one(
+    text: str, axis: str, op: str, links: int
+) -> None:
+    on, strategy = Hardware.parse("4 x 8 H100 net=10GB/s"), Strategy.parse(text, 32)
+    term = Traffic(axis, op, {"dp": strategy.dp, "shard": strategy.shard, "pp": 2}.get(axis, 4), 1, 1 << 30, "")
+    line = _lines(strategy, on, Rates(links=1.0))(term)
+    assert (line.wire, line.way.speed) == (1, links * 10e9)
+    assert _lines(strategy, replace(on, nodes=1, node=32), Rates(links=1.0))(term).way.speed == on.device.near
 
 
 def test_one_measured_step_calibrates() -> None:

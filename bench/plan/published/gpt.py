@@ -1,90 +1,29 @@
-"""Published steps of large models beside what the planner says of them, one case of each hardware for calibration.
+"""Steps of Megatron-LM's GPTs as papers report them: gpt.csv.
 
-published.csv has what the papers report; nothing in it was fitted. Beside it, what one constant share of the peak
-(recomputation counted, the kinder way), taken from the same case, would say. These runs keep the scores of attention,
-which nbkit's GPT does not.
+These runs keep the scores of attention, which nbkit's GPT does not.
 """
 
 from __future__ import annotations
 
 import csv
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from bench.plan.published.case import HALF, NODE, Case
 from nbkit.planner.choose.hardware import DEVICES, Hardware
 from nbkit.planner.choose.load import Known
-from nbkit.planner.choose.seconds import Load, calibrated, seconds
+from nbkit.planner.choose.seconds import Load
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 
-NODE, HALF, SCORES = 8, 2, 10
-"""Devices of a node; bytes of an element; bytes that softmax, mask and dropout move for each score."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A line of the file."""
-
-    name: str
-    on: Hardware
-    strategy: Strategy
-    load: Load
-    all_flops: float
-    measured: float
-
-
-@dataclass(frozen=True)
-class Found:
-    """Seconds of a case: as published, as the planner says, and by one constant share of the peak."""
-
-    name: str
-    measured: float
-    predicted: float
-    constant: float
-
-    def __str__(self) -> str:
-        errors = f"{self.predicted / self.measured - 1:+7.1%} {self.constant / self.measured - 1:+7.1%}"
-        return f"{self.name:44} {self.measured:7.2f} s  {self.predicted:7.2f} s  {self.constant:7.2f} s {errors}"
-
-
-def run() -> list[Found]:
-    """Every case but those that calibrate."""
-    found, first = [], dict[str, Case]()
-    for case in cases():
-        name = case.on.device.name
-        if name not in first:
-            first[name] = case
-            continue
-        one = first[name]
-        rates = calibrated(one.load, one.strategy, one.on, one.measured)
-        share = one.all_flops / one.measured / one.on.devices
-        found.append(
-            Found(
-                case.name,
-                case.measured,
-                seconds(case.load, case.strategy, case.on, rates).total,
-                case.all_flops / share / case.on.devices,
-            )
-        )
-        print(found[-1], flush=True)
-    return found
-
-
-def bars(found: Sequence[Found]) -> tuple[bool, str]:
-    """Whether the mean error is at most half of the constant share's, and the figures."""
-    ours = statistics.fmean(abs(one.predicted / one.measured - 1) for one in found)
-    constant = statistics.fmean(abs(one.constant / one.measured - 1) for one in found)
-    text = f"{len(found)} published steps: {ours:.1%} off on average, one constant share of the peak {constant:.1%}"
-    return ours <= constant / 2, f"{text} (bar: half of it)"
+SCORES = 10
+"""Bytes that softmax, mask and dropout move for each score."""
 
 
 def cases() -> list[Case]:
-    """Of the file, in its order: the first of each hardware calibrates."""
-    with Path(__file__).with_name("published.csv").open() as file:
+    """Of the file, in its order."""
+    with Path(__file__).with_name("gpt.csv").open() as file:
         return [_case(line) for line in csv.DictReader(file)]
 
 

@@ -1,0 +1,1 @@
+"""Published steps of large models, and what the planner says of them."""

@@ -1,0 +1,24 @@
+"""One published step: what was computed, where, and how long it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbkit.planner.choose.hardware import Hardware
+from nbkit.planner.choose.seconds import Load
+from nbkit.strategy import Strategy
+
+NODE, HALF = 8, 2
+"""Devices of a node; bytes of an element."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """all_flops: of all devices, with what is recomputed. measured: seconds of the step, as published."""
+
+    name: str
+    on: Hardware
+    strategy: Strategy
+    load: Load
+    all_flops: float
+    measured: float

@@ -1,0 +1,124 @@
+"""Steps of Llamas as torchtitan reports them, in bf16, under FSDP and tensor parallelism: llama.csv.
+
+FSDP2 gathers bf16 and reduces fp32; tensor parallelism splits positions too, and nothing of it is hidden. Recomputation
+"selective" is that of operations: of the maps of a block, keys, the output of attention and one of the inner layer's
+are computed again, and whatever is not a map; attention is kept. What the pages do not say: whether the steps on A100
+were compiled (taken as not), and their network (taken as of the data sheet).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.plan.published.case import HALF, NODE, Case
+from nbkit.planner.choose.hardware import DEVICES, Hardware
+from nbkit.planner.choose.seconds import Load
+from nbkit.planner.step.overlap import Unit
+from nbkit.planner.traffic import Traffic
+from nbkit.strategy import Strategy
+
+# As its page describes it: HBM2e, and 500 W.
+OWN = {"H100-500W": replace(DEVICES["H100"], name="H100-500W", memory=96e9, bandwidth=2.4e12)}
+
+FULL = 4
+"""Bytes of an element of weights at rest, and of gradients that are reduced."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    width: int
+    inner: int
+    vocab: int
+    sequence: int
+
+    @property
+    def _keys(self) -> int:
+        return self.width * self.kv_heads // self.heads
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block, but for its norms: as many multiplications for each position."""
+        return 2 * self.width * (self.width + self._keys) + 3 * self.width * self.inner
+
+    @property
+    def ends(self) -> int:
+        """Parameters of embedding and head."""
+        return 2 * self.vocab * self.width
+
+    @property
+    def again(self) -> int:
+        """Of the multiplications of a block, those that "selective" makes again."""
+        return self.width * (self._keys + self.width + self.inner)
+
+    @property
+    def flops(self) -> float:
+        """Of a position, forward; half of attention is masked."""
+        maps = self.layers * (self.block + self.sequence * self.width) + self.vocab * self.width
+        return 2.0 * maps
+
+    def touched(self, compiled: bool) -> float:
+        """Bytes of a position that a forward reads and writes beside multiplying.
+
+        Compiled, a norm is one pass with the residual sum before it, and so are positions and the inner layer's
+        activation; else each operation reads and writes, norms, positions and the loss in fp32.
+        """
+        attention = 2 * (self.width - self._keys) + 2 * self._keys + 4 * self.width
+        turned = self.width + self._keys
+        if compiled:
+            each, logits = 8 * self.width + 2 * turned + attention + 3 * self.inner, 4
+        else:
+            each, logits = (36 + 6) * self.width + 10 * turned + attention + 5 * self.inner, 8
+        return float(HALF * (self.layers * each + logits * self.vocab))
+
+
+def cases() -> list[Case]:
+    """Of the file, in its order."""
+    with Path(__file__).with_name("llama.csv").open() as file:
+        return [_case(line) for line in csv.DictReader(file)]
+
+
+def _case(line: Mapping[str, str]) -> Case:
+    model = Llama(*(int(line[key]) for key in ("layers", "heads", "kv_heads", "width", "inner", "vocab", "sequence")))
+    dp, tp, rows = int(line["dp"]), int(line["tp"]), int(line["rows"])
+    strategy = Strategy(dp=dp, tp=tp, zero=3)
+    on = Hardware(dp * tp // NODE, NODE, {**DEVICES, **OWN}[line["hardware"]])
+    tokens = rows * model.sequence
+    maps = {"none": 0.0, "full": 1.0, "selective": 2 * model.layers * model.again / model.flops}[line["recompute"]]
+    rest = float(line["recompute"] != "none")
+    touched = model.touched(line["compiled"] == "yes") * (3 + rest) / (3 + maps)
+    # Weights and gradients of fp32, of which half the bytes are gathered; the ends are the root of FSDP.
+    block, ends = FULL * model.block // tp, FULL * model.ends // tp
+    share = model.block + model.sequence * model.width
+    whole = model.layers * share + model.vocab * model.width
+    blocks = (Unit(share / whole, (block,), gathered=HALF / FULL),) * model.layers
+    root, head = Unit(0.0, (ends,), gathered=HALF / FULL), Unit(model.vocab * model.width / whole, ())
+    held = model.layers * block + ends
+    terms = [
+        Traffic("dp", "all_gather", dp, 1, held, "parameters"),  # the scale alone: how often follows from the units
+        Traffic("dp", "reduce_scatter", dp, 1, held, "gradients"),
+    ]
+    if tp > 1:
+        calls = {"none": 8, "selective": 10, "full": 12}[line["recompute"]] * model.layers + 4
+        terms.append(Traffic("tp", "all_gather", tp, calls, calls * tokens * model.width * HALF, "hidden states"))
+    load = Load(
+        flops=model.flops * tokens / tp,
+        touched=touched * tokens / tp,
+        again=maps,
+        stages=[1.0],
+        terms=terms,
+        # Weights and two moments of fp32, read and written; gradients read.
+        updated=held / FULL / dp * (2 * 12 + 4),
+        units=(root, *blocks, head),
+    )
+    name = f"{line['model']}, {dp * tp} {line['hardware']}, dp={dp} tp={tp}, {line['recompute']}"
+    name += ", compiled" if line["compiled"] == "yes" else ""
+    measured = rows * dp * model.sequence / (dp * tp) / float(line["tokens_per_device"])
+    return Case(name, on, strategy, load, (3 + maps) * model.flops * tokens * dp, measured)
