@@ -148,7 +148,8 @@ class OutOfMemory(Event):
 
     rank: the one that ran out; None: several. what: its first line, and what else the numbers tell. changes: of the
     setting: "microbatch_size=4"; "" in the first of the two. old_peak, peak: bytes of the fullest rank in a step before
-    and now, predicted; room: what it can hold. 0: not known. seconds: until the step is made again.
+    and now, predicted; room: what it can hold; step_s: seconds of a step now, predicted. 0: not known. seconds: until
+    the step is made again.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -158,6 +159,7 @@ class OutOfMemory(Event):
     old_peak: int = 0
     peak: int = 0
     room: int = 0
+    step_s: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -167,6 +169,8 @@ class OutOfMemory(Event):
         if self.peak and self.room:
             before = f", {self.old_peak / 1e6:,.4g} MB before" if self.old_peak else ""
             sizes = f" ({self.peak / 1e6:,.4g} MB at the peak{before}; {self.room / 1e6:,.4g} MB are there)"
+        if self.step_s:
+            sizes += f", ≈ {self.step_s * 1e3:.3g} ms a step"
         return f"Out of memory in step {self.step + 1}, which is made again with {self.changes}{sizes}: {self.what}"
 
 

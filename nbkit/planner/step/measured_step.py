@@ -56,16 +56,18 @@ def foretold(
     link: Link,
     costs: Sequence[float],
     *,
-    forward: float = FORWARD,
+    recomputed: tuple[bool, bool] = (False, False),
 ) -> Parts:
-    """Of a step under `strategy`. costs: of each block, in any unit, for pipelines. forward: share of the computing."""
+    """Of a step under `strategy`. costs: of each block, in any unit, for pipelines. recomputed: whether blocks are
+    computed again in the backward pass, now and then."""
     old = seen.strategy
     part = {name: seen.parts.get(name, 0.0) for name in ("compute", "exposed", "data", "optimizer", "other")}
     # What one rank, as fast as rank 0 is, would compute for the whole batch.
-    whole = part["compute"] / _work(old, costs, 0)
+    before, after = (1 + FORWARD * again for again in recomputed)
+    whole = part["compute"] / _work(old, costs, 0) * after / before
     waiting = 1.0
     if now.terms and all(term.axis in DATA for term in now.terms) and old.pp == 1:
-        here = Work([[part["compute"]]], now.terms, now.units, now.passes, forward)
+        here = Work([[part["compute"]]], now.terms, now.units, now.passes, FORWARD / before)
         modelled = step_parts(here, old, _lines(old, link)).exposed
         waiting = min(part["exposed"] / modelled, 1.5) if modelled else 1.0
     work = Work(
@@ -73,7 +75,7 @@ def foretold(
         then.terms,
         then.units,
         then.passes,
-        forward,
+        FORWARD / after,
         optimizer=part["optimizer"] * (then.updates / now.updates if now.updates else 1.0),
         other=part["data"] * old.dp / strategy.dp + part["other"],
         waiting=waiting,

@@ -10,19 +10,22 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.strategy import Strategy
 
 
-def seconds_before_a_step(model: CostModel, builder: Builder, strategy: Strategy, batch: int) -> float | None:
-    """Of a step of `batch` rows, None where something that it takes is not known."""
+def seconds_before_a_step(
+    model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | None = None
+) -> float | None:
+    """Of a step of `batch` rows, None where something that it takes is not known. recompute: blocks; None: as the
+    builder does."""
     options, link = builder.options, builder.link
     costs, example = options.costs, builder.config.example
     if not costs or example is None:
         return None
     # Costs are those of the blocks as they are, a forward and a backward.
-    again = FORWARD if options.recompute else 0.0
-    compute = (1 + again) * sum(costs) / rows_of(example) * batch
+    again = options.recompute if recompute is None else recompute
+    compute = sum(costs) / rows_of(example) * batch
     if link is None:
-        return compute
+        return (1 + FORWARD * again) * compute
     sends = model.sends(strategy)
     if sends is None:
         return None
-    alone, forward = Seen(Strategy(), {"compute": compute}), FORWARD / (1 + again)
-    return foretold(alone, Sends((), 0), strategy, sends, link, costs, forward=forward).total
+    alone = Seen(Strategy(), {"compute": compute})
+    return foretold(alone, Sends((), 0), strategy, sends, link, costs, recomputed=(False, again)).total

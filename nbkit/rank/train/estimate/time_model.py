@@ -57,24 +57,30 @@ def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 
-def predicted_step(job: Job, seen: CostModel, strategy: Strategy) -> float | None:
+def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | None = None) -> float | None:
     """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
 
     That is so on ranks whose cores are not theirs alone: there a rank's seconds hang on what others do meanwhile.
+    seen: of the job, with the rows of a forward as they would be. recompute: of blocks; None: as it is now.
     """
-    link, now = job.builder.link, job.strategy
-    if link is None or link.crowded or job.config.compile:
+    link, now, before = job.builder.link, job.strategy, job.builder.options.recompute
+    again = before if recompute is None else recompute
+    if (link is not None and link.crowded) or (link is None and job.world_size > 1) or job.config.compile:
         return None
+    if again != before and strategy.tp * strategy.cp > 1:
+        return None  # what is sent once more is not counted
     parts, batch = _parts(job), getattr(seen.fits(strategy), "total", None)
-    if not job.recorder.recent and batch is not None:
-        return seconds_before_a_step(seen, job.builder, strategy, batch)
-    then, here = seen.sends(strategy), seen.sends(now)
+    if parts is None and batch is not None:
+        return seconds_before_a_step(seen, job.builder, strategy, batch, recompute=again)
+    if link is None:
+        more = (1 + FORWARD * again) / (1 + FORWARD * before) - 1
+        return sum(parts.values()) + more * parts["compute"] if parts else None
+    then, here = seen.sends(strategy), job.cost_model().sends(now)
     chain = job.builder.options.chain
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    forward = FORWARD / (1 + FORWARD) if job.builder.options.recompute else FORWARD
-    return foretold(Seen(now, parts), here, strategy, then, link, costs, forward=forward).total
+    return foretold(Seen(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
@@ -90,15 +96,15 @@ def _moving(job: Job, flow: Flow) -> float:
     return link.moving([flow.total // job.world_size], flow.received, flow.kept)
 
 
-def _parts(job: Job) -> Mapping[str, float]:
-    """Median seconds of each part of rank 0's last steps under the strategy in force.
+def _parts(job: Job) -> Mapping[str, float] | None:
+    """Median seconds of each part of rank 0's last steps under the strategy in force; None before there are any.
 
-    {} before there are any, and where somebody else computes on this rank's cores: there no second is worth a second.
+    {} where somebody else computes on this rank's cores: there no second is worth a second.
     """
     text = str(job.strategy)
     records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
     if not records:
-        return {}
+        return None
     parts = {part: statistics.median(one.parts.get(part, 0.0) for one in records) for part in _PARTS}
     cpu = statistics.median(one.cpu_seconds for one in records)
     alone = accelerator().holds(job.device) or cpu >= _OWN_CORES * (parts["compute"] + parts["optimizer"])

@@ -60,4 +60,4 @@ def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
         )
     apply(job, row.setting, question.batch)
     put(None)
-    return {"changes": row.changes, "peak": row.peak, "fits": row.fits}
+    return {"changes": row.changes, "peak": row.peak, "fits": row.fits, "seconds": row.seconds}

@@ -1,14 +1,17 @@
 """What a training that ran out of memory can do: other settings of the same global batch, and what each takes.
 
-From the cheapest to the dearest: fewer rows in a forward pass, more forward passes; blocks computed again in the
-backward pass; gradients, then parameters too, sharded over the data axis; the optimizer's state in host memory; layers
-split over all ranks. A row that does not fit alone is shown with fewer rows in a forward pass where it fits so.
+Fewer rows in a forward pass, more forward passes; blocks computed again in the backward pass; gradients, then
+parameters too, sharded over the data axis; the optimizer's state in host memory; layers split over all ranks. A row
+that does not fit alone is shown with fewer rows in a forward pass where it fits so. Seconds of a step and bytes at the
+peak are the sums of the panel and of a plan; the shortest step comes first, and those whose seconds nothing can tell
+last, in the order above, which is from what is commonly cheap to what is dear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from nbkit.errors import NbkitError
@@ -19,6 +22,7 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.options import need_rows
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.estimate.time_model import predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy, divisors
 
@@ -58,7 +62,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remedy:
-    """changes: see Setting. peak: bytes of the fullest rank in a step, predicted; None where nothing can tell.
+    """changes: see Setting. peak: bytes of the fullest rank in a step, seconds: of a step, both predicted; None where
+    nothing can tell.
 
     fits: whether that is less than there is; None where nothing can tell.
     """
@@ -67,15 +72,18 @@ class Remedy:
     changes: str
     peak: int | None
     fits: bool | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """room: bytes that the fullest rank can hold; peak: what the setting in force takes, predicted; None: unknown."""
+    """room: bytes that the fullest rank can hold; peak, seconds: what the setting in force takes, predicted; None:
+    unknown. rows: the shortest step first."""
 
     room: int | None
     peak: int | None
     rows: Sequence[Remedy]
+    seconds: float | None = None
 
     @property
     def first(self) -> Remedy | None:
@@ -102,7 +110,9 @@ def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting])
         row = search.row(wanted, tried)
         if row is not None and row.setting not in tried:
             found.setdefault(row.setting, row)
-    return Remedies(room, search.now_peak, tuple(found.values()))
+    # Equal to two digits is equal: then what is commonly cheaper comes first.
+    rows = sorted(found.values(), key=lambda row: inf if row.seconds is None else float(f"{row.seconds:.2g}"))
+    return Remedies(room, search.now_peak, tuple(rows), search.seconds(search.now))
 
 
 class _Search:
@@ -110,7 +120,9 @@ class _Search:
         self.job, self.batch, self.now = job, batch, Setting.of(job, batch)
         builder = job.builder
         # As the optimizer's first step will leave it, which may not have been made.
-        model = CostModel(builder, builder.template.kinds(builder.skeleton), job.feed.fits)
+        self._kinds = builder.template.kinds(builder.skeleton)
+        model = CostModel(builder, self._kinds, job.feed.fits)
+        self._models: dict[int, CostModel] = {}
         now = job.builder.options.recompute
         before = job.cost_model().peaks
         size = sum(p.nbytes for p in builder.skeleton.parameters())
@@ -136,6 +148,19 @@ class _Search:
         if top is None:
             return None
         return top.total - top.optimizer * setting.offload
+
+    def seconds(self, setting: Setting) -> float | None:
+        """Of a step, by the sum that the panel has; None where something that it takes is not known."""
+        if setting.offload:
+            return None  # how fast a device reaches the host's memory was not measured
+        size = setting.microbatch_size
+        if size not in self._models:
+
+            def fits(strategy: Strategy) -> Arithmetic:
+                return Arithmetic.of(self.batch, strategy, microbatch_size=None if strategy.pp > 1 else size)
+
+            self._models[size] = CostModel(self.job.builder, self._kinds, fits, before=self.job.cost_model())
+        return predicted_step(self.job, self._models[size], setting.strategy, recompute=setting.recompute)
 
     def wanted(self) -> Iterator[Setting]:
         """Each kind of remedy by itself, with as many rows in a forward as now."""
@@ -180,7 +205,7 @@ class _Search:
             except NbkitError:
                 return None
             fits = None if peak is None or self._room is None else peak <= self._room
-            found.append(Remedy(setting, setting.changes(self.now), peak, fits))
+            found.append(Remedy(setting, setting.changes(self.now), peak, fits, self.seconds(setting)))
             if fits is not False:
                 return found[-1]
         if wanted == self.now:
@@ -216,13 +241,17 @@ class _Search:
 
 def described(found: Remedies, command: Any) -> list[str]:
     """The table of the remedies, a line for each. command: a remedy's number -> what to type for it."""
-    rows = [("", "setting", "peak of a rank", "fits", "to type")]
-    rows.append(("", "as it is", _mb(found.peak), "no", ""))
+    rows = [("", "setting", "a step", "peak of a rank", "fits", "to type")]
+    rows.append(("", "as it is", _ms(found.seconds), _mb(found.peak), "no", ""))
     for number, row in enumerate(found.rows, 1):
         fits = "?" if row.fits is None else "yes" if row.fits else "no"
-        rows.append((str(number), row.changes, _mb(row.peak), fits, command(number)))
+        rows.append((str(number), row.changes, _ms(row.seconds), _mb(row.peak), fits, command(number)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _ms(seconds: float | None) -> str:
+    return f"≈ {seconds * 1e3:.3g} ms" if seconds is not None else "not known"
 
 
 def _mb(size: int | None) -> str:

@@ -198,8 +198,9 @@ class Rescue:
         else:
             self._take_first(error, lack, found, batch)
         now = Setting.of(job, batch)
-        peak = next((row.peak for row in found.rows if row.setting == now), None)
-        self._tell(lack, found, Remedy(now, now.changes(before) or "the same setting", peak, None))
+        row = next((row for row in found.rows if row.setting == now), None)
+        peak, seconds = (row.peak, row.seconds) if row is not None else (None, None)
+        self._tell(lack, found, Remedy(now, now.changes(before) or "the same setting", peak, None, seconds))
 
     def _take_first(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
         while True:
@@ -246,6 +247,7 @@ class Rescue:
             old_peak=found.peak or 0,
             peak=(chosen.peak or 0) if chosen is not None else 0,
             room=found.room or 0,
+            step_s=(chosen.seconds or 0.0) if chosen is not None else 0.0,
             seconds=time.time() - lack.since,
         )
         job.ledger.emit(event)

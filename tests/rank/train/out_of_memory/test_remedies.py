@@ -1,0 +1,102 @@
+"""What is offered when memory runs out: seconds of a step and bytes at the peak by the panel's own sums, the shortest
+step first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from jobs import quiet
+from ranks import run_ranks
+from torch.nn import functional as F
+
+from nbkit.planner.link_speed import Way
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.estimate.strategy_table import measure_peaks, table
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.out_of_memory.remedies import Remedies, alternatives, described, remedies
+from nbkit.strategy import Strategy
+
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
+
+CONFIG = GPTConfig(vocab=64, block=16, layers=4, heads=2, width=64)
+OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send")
+ROWS = 8
+
+
+def job_of(strategy: str) -> Job:
+    ids = torch.randint(0, 64, (ROWS, 17), generator=torch.Generator().manual_seed(0))
+    trainer = quiet(
+        model=lambda: GPT(CONFIG),
+        loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        data=[(row[:-1], row[1:]) for row in ids],
+        batch_size=ROWS,
+        strategy=strategy,
+    )
+    trainer.fit(1)  # the optimizer's state is there, and counted
+    job: Job = trainer.job
+    return job
+
+
+def told(found: Remedies) -> list[tuple[str, float | None, int | None]]:
+    return [(row.changes, row.seconds, row.peak) for row in found.rows]
+
+
+def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
+    """By the speed of the link; with seconds that no machine's load can change."""
+    job = job_of("ddp")
+    job.builder.learn([Strategy(pp=2), *alternatives(job)])
+    job.builder._know(costs=(0.1,) * 4)
+    found = []
+    for speed in speeds:
+        ways = dict.fromkeys(OPERATIONS, Way(1e-3, speed))
+        job.builder.link = replace(job.builder.link, ways=ways, crowded=False)
+        job.forget_estimates()
+        got = remedies(job, ROWS, None, ())
+        measure_peaks(job)
+        panel = {row["strategy"]: (row["predicted_step_s"], row["peak_bytes"]) for row in table(job)["options"]}
+        text = "\n".join(described(got, lambda number: f"%train fit {number}"))
+        found.append({"rows": told(got), "now": (got.seconds, got.peak), "panel": panel, "text": text})
+    job.builder.link = replace(job.builder.link, crowded=True)
+    found.append({"rows": told(remedies(job, ROWS, None, ()))})
+    return found
+
+
+def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]]]:
+    """In one process, where there is no link."""
+    job = job_of("ddp")
+    job.builder.learn([Strategy(pp=2)])
+    job.builder._know(costs=(0.1,) * 4)
+    job.builder.may_cut()
+    found = remedies(job, ROWS, None, ())
+    return found.seconds, told(found)
+
+
+def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest_step_comes_first() -> None:
+    slow, quick, unknown = run_ranks(offered, 2, (1e5, 1e12), timeout=120)[0]
+    for one in (slow, quick):
+        rows = {changes: (seconds, peak) for changes, seconds, peak in one["rows"]}
+        assert None not in one["now"] and one["now"] == pytest.approx(one["panel"]["dp=2"])
+        for strategy in ("dp=2 zero=2", "dp=2 zero=3", "tp=2"):
+            assert rows[strategy] == pytest.approx(one["panel"][strategy]), strategy
+        seconds = [each for _, each, _ in one["rows"]]
+        assert None not in seconds and seconds == sorted(seconds, key=lambda each: float(f"{each:.2g}"))
+        assert f"≈ {rows['recompute=True'][0] * 1e3:.3g} ms" in one["text"]
+    # Computing a third more is dear where links cost nothing, and cheap where they are waited for.
+    first = {name: [changes for changes, _, _ in one["rows"]] for name, one in (("slow", slow), ("quick", quick))}
+    assert first["quick"][-1].endswith("recompute=True"), quick["rows"]
+    assert first["slow"].index("recompute=True") < first["slow"].index("dp=2 zero=3"), slow["rows"]
+    assert first["quick"].index("dp=2 zero=3") < first["quick"].index("recompute=True")
+    # Where ranks share cores nothing is foretold: the order is that of the kinds.
+    assert {seconds for _, seconds, _ in unknown["rows"]} == {None}
+    assert [changes for changes, _, _ in unknown["rows"]][1] == "recompute=True"
+
+
+def test_in_one_process_more_forwards_cost_nothing_and_recomputation_a_third_more() -> None:
+    now, rows = run_ranks(alone, 1, timeout=120)[0]
+    seconds = {changes: each for changes, each, _ in rows}
+    assert now is not None and list(seconds) == ["microbatch_size=4", "recompute=True"]
+    assert seconds["microbatch_size=4"] == now and seconds["recompute=True"] == pytest.approx(4 / 3 * now)
