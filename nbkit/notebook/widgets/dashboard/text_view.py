@@ -14,6 +14,12 @@ from nbkit.notebook.run.run_timeline import PARTS
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
 PART_NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
+_MARKS = {
+    "switch": ("⇄", "faint"),
+    "replaced": ("✚", "strong"),
+    "resized": ("⤢", "strong"),
+    "failure": ("✕", "exposed"),
+}
 _RANKS_AT_MOST = 8
 _UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
@@ -57,8 +63,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
         (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
-    events = snapshot["events"]
-    lines += [*_switches(events), *_replacements(events), *_resizes(events), *_failures(events)]
+    lines += _happened(snapshot["events"])
     if step.get("ranks"):
         lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
     return lines
@@ -79,52 +84,23 @@ def _spark(values: Sequence[float | None], width: int) -> str:
     return "".join(_SIGNS[round((value - low) / (high - low or 1) * (len(_SIGNS) - 1))] for value in means)
 
 
-def _newest(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["kind"] == kind][-3:]
+def _told(event: dict[str, Any]) -> str:
+    """What happened at the step of `event`."""
+    if event["kind"] == "switch":
+        return f"{event.get('old', '')} → {event.get('new', '')}, {seconds(event.get('pause_s', 0.0))} without a step"
+    if event["kind"] == "replaced":
+        return f"{event['why']}, replaced: {event['steps_lost']} steps and {seconds(event['seconds'])} lost"
+    if event["kind"] == "resized":
+        ranks = f"{event['old_ranks']} → {event['ranks']} ranks"
+        return f"{ranks}, {event['new']}, {seconds(event['pause_s'])} without a step"
+    return failure(event)
 
 
-def _switches(events: Sequence[dict[str, Any]]) -> list[Line]:
-    return [
-        (
-            Piece(
-                f"⇄ after step {event['step']}: {event.get('old', '')} → {event.get('new', '')}, "
-                f"{seconds(event.get('pause_s', 0.0))} without a step",
-                "faint",
-            ),
-        )
-        for event in _newest(events, "switch")
-    ]
-
-
-def _replacements(events: Sequence[dict[str, Any]]) -> list[Line]:
-    return [
-        (
-            Piece(
-                f"✚ after step {event['step']}: {event['why']}, replaced: "
-                f"{event['steps_lost']} steps and {seconds(event['seconds'])} lost",
-                "strong",
-            ),
-        )
-        for event in _newest(events, "replaced")
-    ]
-
-
-def _resizes(events: Sequence[dict[str, Any]]) -> list[Line]:
-    return [
-        (
-            Piece(
-                f"⤢ after step {event['step']}: {event['old_ranks']} → {event['ranks']} ranks, {event['new']}, "
-                f"{seconds(event['pause_s'])} without a step",
-                "strong",
-            ),
-        )
-        for event in _newest(events, "resized")
-    ]
-
-
-def _failures(events: Sequence[dict[str, Any]]) -> list[Line]:
-    newest = _newest(events, "failure")
-    return [(Piece(f"✕ after step {event['step']}: {failure(event)}", "exposed"),) for event in newest]
+def _happened(events: Sequence[dict[str, Any]]) -> list[Line]:
+    """The newest three of each kind that has a mark."""
+    newest = [event for kind in _MARKS for event in [each for each in events if each["kind"] == kind][-3:]]
+    marked = [(*_MARKS[event["kind"]], event) for event in newest]
+    return [(Piece(f"{sign} after step {event['step']}: {_told(event)}", style),) for sign, style, event in marked]
 
 
 def failure(event: dict[str, Any]) -> str:
