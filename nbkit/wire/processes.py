@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -93,6 +94,11 @@ def _look(pid: int) -> tuple[float, bool]:
 
 def _was_given(pid: int, folder: str) -> bool:
     return any(value == folder or value.startswith(folder + os.sep) for value in psutil.Process(pid).environ().values())
+
+
+def node_name() -> str:
+    """What this machine is called: in a job of Slurm's as Slurm calls it, since one machine may be several nodes."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @cache

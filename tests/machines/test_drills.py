@@ -45,6 +45,9 @@ def test_ranks_are_numbered_by_host_and_meet_in_one_world(spread: Cluster) -> No
     assert spread.run(cell).values == {rank: [rank, rank % 2, 4, 4] for rank in range(4)}
     hosts = [label.partition(":")[0] for label in spread.entry.labels]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    # By which strategies know what is near, also where two nodes of Slurm's are one machine.
+    cell = "from nbkit.rank.comm.link_probe import link_of\nlink_of(device).node_of"
+    assert set(spread.run(cell).values.values()) == {(0, 0, 1, 1)}
 
 
 def test_the_first_error_releases_the_ranks_of_the_other_host(spread: Cluster) -> None:

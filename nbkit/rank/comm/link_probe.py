@@ -9,7 +9,6 @@ nodes are told apart by an all-to-all that goes only there.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from nbkit.planner.link_speed import Link, Way
 from nbkit.rank.device import accelerator
+from nbkit.wire.processes import node_name
 
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank hands over, of each of the others' parts together."""
@@ -37,7 +37,7 @@ def link_of(device: torch.device) -> Link | None:
     if not dist.is_initialized() or (ranks := dist.get_world_size()) == 1:
         return None
     # A process that joined later (a repaired rank) knows nothing: all measure again, or none.
-    own = (_known is not None and _known.ranks == ranks, socket.gethostname(), _computes_on(device))
+    own = (_known is not None and _known.ranks == ranks, node_name(), _computes_on(device))
     told: list[tuple[bool, str, tuple[object, ...] | None]] = [own] * ranks
     dist.all_gather_object(told, own)
     if not all(knows for knows, _, _ in told):

@@ -9,7 +9,6 @@ Nothing here waits but the end of a run, when all is on disk.
 
 from __future__ import annotations
 
-import socket
 import time
 import weakref
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from nbkit.rank.telemetry.record_writer import RecordFile
 from nbkit.rank.telemetry.writer_thread import Mark, Writer
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.records import LISTEN_EVERY, EventRecord, Header, MemoryRecord, Record, StepRecord
+from nbkit.wire.processes import node_name
 
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
@@ -73,7 +73,7 @@ class Session:
                 rank,
                 world_size,
                 part,
-                host=socket.gethostname(),
+                host=node_name(),
                 clock="cuda" if self._cuda else "host",
                 strategy=strategy,
                 clock_ns=begun,

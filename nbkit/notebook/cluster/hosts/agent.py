@@ -26,7 +26,7 @@ from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
 from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
-from nbkit.wire.processes import Process
+from nbkit.wire.processes import Process, node_name
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0
@@ -37,7 +37,7 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 def main() -> None:
     payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
     index = int(payload.get("index", _index_here()))
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = node_name()
     link = _connect(host, payload)
     try:
         check_platform()
