@@ -15,7 +15,7 @@ from pathlib import Path
 END_SIGNALS = "NBKIT_END_SIGNALS"
 """The variable in which a batch script names the signals that say that its job ends soon: USR2,TERM."""
 SAVED = "saved to "
-HINT = "%cluster start   then build the Trainer again, and trainer.load(path)"
+HINT = "%cluster restart   then build the Trainer again, and trainer.load(path)"
 
 
 @dataclass(frozen=True)

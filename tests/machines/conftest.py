@@ -7,8 +7,6 @@ of it: make machines. Where Slurm or sshd cannot be had, the tests say why they 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,15 +36,8 @@ def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
     """Slurm's commands, of this process too, find its two nodes."""
     if why := slurm_nodes.missing():
         pytest.skip(why)
-    folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path has to be short
-    nodes = SlurmNodes(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in nodes.environment.items():
-            patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    with slurm_nodes.running(ROOT) as nodes:
         yield nodes
-    nodes.close()
-    shutil.rmtree(folder)
 
 
 def assert_gone(what: Callable[[], Sequence[object]]) -> None:

@@ -112,6 +112,42 @@ def test_a_training_in_a_job_that_is_cancelled_is_saved(slurm: SlurmNodes, tmp_p
 
 
 @pytest.mark.long
+def test_a_training_whose_job_is_put_back_in_the_queue_goes_on_after_a_restart(
+    slurm: SlurmNodes, tmp_path: Path
+) -> None:
+    cluster, handle = training("again", tmp_path / "saved")
+    slurm.command("scontrol", "requeue", job_of(slurm, "again"))
+    with pytest.raises(NbkitError, match=r"job \d+ was put back in the queue") as caught:
+        handle.wait(timeout=PATIENCE)
+    step = saved_step(str(caught.value), tmp_path / "saved")
+    until(lambda: not slurm.jobs())  # it would run again without the cells
+    with pytest.raises(NbkitError, match="has ended after step") as caught:
+        cluster.run("1")
+    assert caught.value.hint.startswith("%cluster restart ")
+    cluster.restart()
+    cluster.run(SETUP)
+    cluster.run(
+        f"trainer = made({str(tmp_path / 'saved')!r}, 0)\nfrom_then = trainer.fit(until={step + 3}, resume='auto')"
+    )
+    assert cluster.run("len(from_then)").values == {0: 3, 1: 3}
+    losses = cluster.run("[record['loss'] for record in trainer.history]").values[1]
+    ((_, _, alone),) = run_ranks(gone_on, 1, str(tmp_path / "saved"))
+    assert losses == pytest.approx(alone, abs=1e-10)
+    cluster.stop()
+    until(lambda: not slurm.jobs())
+
+
+@pytest.mark.long
+def test_slurms_own_time_limit_finds_a_training_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+    """Nobody changes the limit here: two minutes, of which the last thirty seconds are left for saving."""
+    cluster, handle = training("timed", tmp_path / "saved", 0.5, time="2")
+    with pytest.raises(NbkitError, match=r"job \d+ reaches its time limit at"):
+        handle.wait(timeout=PATIENCE)
+    assert_over(cluster, slurm, r"job \d+ reached its time limit")
+    assert (tmp_path / "saved").is_dir()
+
+
+@pytest.mark.long
 def test_a_training_is_saved_before_the_time_limit_and_its_ranks_stay_until_then(
     slurm: SlurmNodes, tmp_path: Path
 ) -> None:

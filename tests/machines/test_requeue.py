@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from slurm_nodes import SlurmNodes
+from slurm_nodes import SlurmNodes, scontrol_that_knows_hosts
 
 import nbkit
 from nbkit.errors import UsageError
 
 TRAINER = """
-import json, time
+import json, os, time
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,17 +37,15 @@ trainer = nbkit.Trainer(
 )
 """
 LAST = 40
-PATIENCE = 120.0
+PATIENCE = 200.0
+# Longer in all than the time until Slurm's signal; what is left afterwards takes no time.
+PAUSE_UNTIL_SAVED = "5 if not os.path.isdir(FOLDER) else 0"
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to submit from, where the names of the nodes are those of hosts: here both are this machine."""
-    (tmp_path / "bin").mkdir()
-    own, real = tmp_path / "bin" / "scontrol", shutil.which("scontrol")
-    own.write_text(f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo localhost; else exec {real} "$@"; fi\n')
-    own.chmod(0o755)
-    monkeypatch.setenv("PATH", str(own.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(scontrol_that_knows_hosts(tmp_path)), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -59,7 +56,7 @@ def notebook(folder: Path, *cells: str) -> str:
     return "lesson.ipynb"
 
 
-def fit(folder: Path, pause: float) -> str:
+def fit(folder: Path, pause: float | str) -> str:
     source = TRAINER.replace("PAUSE", str(pause)).replace("FOLDER", repr(str(folder / "saved")))
     write = f"if rank == 0:\n    json.dump(trainer.history, open({str(folder / 'history.json')!r}, 'w'))\n"
     return f'{source}trainer.fit(until={LAST}, resume="auto")\n{write}'
@@ -81,10 +78,14 @@ def until(true: Callable[[], object]) -> None:
     assert true()
 
 
-def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path) -> None:
-    """`job`, which has made some steps, is told to end, waits in the queue, and makes the steps that are left."""
+def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_hand: bool = True) -> None:
+    """`job`, which has made some steps, is told to end, waits in the queue, and makes the steps that are left.
+
+    by_hand: the signal comes from here; else from Slurm, near the limit.
+    """
     until(lambda: "step 5\n" in log.read_text())
-    slurm.command("scancel", "--batch", "--signal=USR2", job)  # as --signal of its file has Slurm do near the limit
+    if by_hand:
+        slurm.command("scancel", "--batch", "--signal=USR2", job)
     until(lambda: slurm.jobs() == [f"{job} PENDING"])
     until(lambda: (folder / "saved").is_dir())
     found = re.search(r"has ended after step (\d+), saved to", log.read_text())
@@ -107,6 +108,19 @@ def test_an_exported_script_goes_on_when_its_job_runs_again(slurm: SlurmNodes, h
     log = here / f"train-{job}.log"
     until(log.exists)
     assert_goes_on(slurm, job, here, log)
+
+
+@pytest.mark.long
+def test_slurm_itself_signals_a_job_near_its_limit_and_the_script_goes_on(slurm: SlurmNodes, here: Path) -> None:
+    lesson = notebook(here, "%cluster start -n 1", "%%distributed\n" + fit(here, PAUSE_UNTIL_SAVED))
+    nbkit.export("train.py", lesson, slurm=True, nodes=2, cpus=1, time="3", requeue=True)
+    file = here / "train.sbatch"
+    assert file.read_text().count("--signal=B:USR2@120") == 1
+    file.write_text(file.read_text().replace("USR2@120", "USR2@60"))
+    job = slurm.command("sbatch", "--parsable", "train.sbatch").strip()
+    log = here / f"train-{job}.log"
+    until(log.exists)
+    assert_goes_on(slurm, job, here, log, by_hand=False)
 
 
 @pytest.mark.long

@@ -12,9 +12,13 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _NODES = 4
 _CONF = """\
@@ -44,7 +48,7 @@ AccountingStorageType=accounting_storage/none
 SchedulerParameters=bf_interval=1,sched_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=5
+KillWait=30
 GresTypes=gpu
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{n}] CPUs=2 RealMemory=8000 State=UNKNOWN
 NodeName=g[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{g}] CPUs=2 Gres=gpu:2 State=UNKNOWN
@@ -63,6 +67,31 @@ def missing() -> str:
     if absent:
         return f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)"
     return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
+
+
+@contextlib.contextmanager
+def running(root: Path) -> Iterator[SlurmNodes]:
+    """Slurm's commands, of this process too, find its nodes, and jobs find the packages in `root`."""
+    folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path has to be short
+    nodes = SlurmNodes(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in nodes.environment.items():
+                patch.setenv(name, value)
+            patch.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
+            yield nodes
+    finally:
+        nodes.close()
+        shutil.rmtree(folder)
+
+
+def scontrol_that_knows_hosts(folder: Path) -> Path:
+    """A folder for PATH, whose scontrol names this machine as the host of each node: as hosts, nodes have no names."""
+    own, real = folder / "bin" / "scontrol", shutil.which("scontrol")
+    own.parent.mkdir()
+    own.write_text(f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo localhost; else exec {real} "$@"; fi\n')
+    own.chmod(0o755)
+    return own.parent
 
 
 class SlurmNodes:

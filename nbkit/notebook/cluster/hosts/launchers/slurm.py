@@ -131,6 +131,7 @@ class SlurmJob:
         self.counts = (self.size.ranks,) * self.size.nodes
         self.address = address_towards([node.address for node in nodes][: self.size.nodes])
         self._last = Seen("pending", "the job is being submitted")
+        self._restarts: int | None = None  # of the job as it ran first
 
     def start(self, payload: str) -> None:
         """Submit the job. Raises ClusterError with sbatch's own words when it refuses."""
@@ -177,7 +178,14 @@ class SlurmJob:
         if self._last.state == "over":
             return self._last
         with suppress(ClusterError):  # Slurm itself is away for a moment
-            self._last = read_job(self.job).seen(self.request.save_before)
+            state = read_job(self.job)
+            self._last = state.seen(self.request.save_before)
+            if self._restarts is None and self._last.state == "running":
+                self._restarts = state.restarts
+            elif self._restarts is not None and state.restarts > self._restarts:
+                # What would run again are ranks without the cells that this cluster has run.
+                self.end()
+                self._last = Seen("over", f"job {self.job} was put back in the queue")
         return self._last
 
     def log(self) -> str:
