@@ -73,8 +73,14 @@ def colab_html(port: int, height: int, page: str = "") -> str:
     )
 
 
-def ssh_line(port: int) -> str:
-    """The ssh command for the user's own machine that makes `port` of this one reachable at http://127.0.0.1:PORT/."""
+def other_way(port: int, environment: Mapping[str, str]) -> str:
+    """What to do where the address of `browser_url` does not open. environment: as there."""
+    if "JUPYTERHUB_SERVICE_PREFIX" in environment:
+        return "if the Hub does not find it: pip install jupyter-server-proxy   where the server is, then start it anew"
+    return f"from another machine: {_ssh_line(port)}   then open http://127.0.0.1:{port}/"
+
+
+def _ssh_line(port: int) -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user id has no name

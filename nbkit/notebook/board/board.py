@@ -156,10 +156,7 @@ class Board:
     def __repr__(self) -> str:
         if not self.is_alive():
             return f"TensorBoard on {self.logdir}: ended"
-        return (
-            f"TensorBoard on {self.logdir}{self._empty}: {self.url}\n"
-            f"from another machine: {address.ssh_line(self.port)}   then open http://127.0.0.1:{self.port}/"
-        )
+        return f"TensorBoard on {self.logdir}{self._empty}: {self.url}\n{address.other_way(self.port, os.environ)}"
 
     def _repr_html_(self) -> str:
         if not self.is_alive():
@@ -174,8 +171,7 @@ class Board:
             f"<a href='{url}' target='_blank' rel='noopener'>Open TensorBoard in a tab</a>"
             f" · <a href='{tab}' target='_blank' rel='noopener'>Communication</a>"
             f" · runs in <code>{escape(str(self.logdir))}</code>{self._empty}"
-            f"<br>From another machine: <code>{escape(address.ssh_line(self.port))}</code>, then open "
-            f"<code>http://127.0.0.1:{self.port}/</code></div>"
+            f"<br>{escape(address.other_way(self.port, os.environ))}</div>"
             f"<iframe src='{url}' title='TensorBoard' width='100%' height='{self.height}' "
             "style='border:1px solid var(--jp-border-color2,#ccc)'></iframe>"
         )

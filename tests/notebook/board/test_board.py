@@ -222,6 +222,11 @@ def test_in_colab_the_page_asks_colab_for_the_address(tmp_path: Path, monkeypatc
     assert "127.0.0.1" not in page
 
 
+def test_where_the_hub_does_not_find_the_address_it_says_what_forwards_ports() -> None:
+    assert "pip install jupyter-server-proxy" in address.other_way(6007, {"JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"})
+    assert "ssh -L 6007:127.0.0.1:6007 " in address.other_way(6007, {})
+
+
 def test_the_servers_base_url_is_read_from_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jpserver-41.json").write_text(json.dumps({"base_url": "/lab-of-ann/"}))
     environment = {"JPY_PARENT_PID": "41"}
