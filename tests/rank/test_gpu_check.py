@@ -32,7 +32,12 @@ def test_a_walk_takes_every_pair_once() -> None:
 
 
 def test_a_rank_that_dies_is_replaced_from_a_backup_in_memory_of_the_host() -> None:
-    assert list(check_deaths(("zero3",), ranks=2)) == ["a death under zero3: equal"]
+    assert list(check_deaths(("zero3",), ranks=2, late=[0.0])) == ["a death under zero3: equal"]
+
+
+def test_a_death_that_tears_the_weights_of_all_other_ranks_is_taken_back_under_ddp_too() -> None:
+    # Their hosts have enqueued the update behind a reduction that the dead rank never joins.
+    assert list(check_deaths(("ddp",), ranks=2, late=[3.0])) == ["a death under ddp, heard of late: equal"]
 
 
 def test_what_a_training_does_beside_its_steps_is_as_on_one_process() -> None:

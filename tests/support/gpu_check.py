@@ -7,6 +7,7 @@ python -m tests.support.gpu_check            as make gpu-check; some of it: ... 
 from __future__ import annotations
 
 import _thread
+import itertools
 import os
 import signal
 import sys
@@ -262,15 +263,17 @@ def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> It
         yield f"a steady step under {strategy}: {'equal' if right else f'wrong: {[dict(one) for one in counts]}'}"
 
 
-def check_deaths(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """A line for each strategy."""
-    for strategy in strategies:
+def check_deaths(
+    strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, late: Sequence[float] = (0.0, 3.0)
+) -> Iterator[str]:
+    """A line for each strategy and number of seconds after which the others hear of it."""
+    for strategy, late_s in itertools.product(strategies, late):
 
-        def run(strategy: str = strategy) -> list[Any]:
-            found = run_replaced(died, ranks, [strategy], deaths=1, timeout=200, place=place)
+        def run(strategy: str = strategy, late_s: float = late_s) -> list[Any]:
+            found = run_replaced(died, ranks, [strategy], deaths=1, timeout=200, place=place, late_s=late_s)
             return [one[strategy] for one in found]
 
-        yield _lines(f"a death under {strategy}", 4, run)
+        yield _lines(f"a death under {strategy}{', heard of late' * bool(late_s)}", 4, run)
 
 
 def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:

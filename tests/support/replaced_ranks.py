@@ -53,11 +53,13 @@ def run_replaced(
     together: int = 1,
     timeout: float = 60.0,
     place: Callable[[int, int], Any] | None = None,
+    late_s: float = 0.0,
 ) -> list[Any]:
     """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end.
 
     deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its Place, before it joins the
-    world; default a CPU rank over gloo.
+    world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on until
+    they wait for the dead.
     """
     context = ranks._forking()
     with contextlib.ExitStack() as opened:
@@ -69,7 +71,7 @@ def run_replaced(
         def fork(rank: int, generation: int, replaced: Sequence[int]) -> tuple[Any, Connection, Connection]:
             reader, writer = context.Pipe(duplex=False)
             listen, tell = context.Pipe(duplex=False)
-            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, args)
+            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, late_s, args)
             process = context.Process(target=_sit, args=how, daemon=False)
             process.start()
             writer.close()
@@ -133,6 +135,7 @@ def _sit(
     generation: int,
     replaced: Sequence[int],
     place_of: Callable[[int, int], Any] | None,
+    late_s: float,
     args: Any,
 ) -> None:
     import torch
@@ -144,7 +147,7 @@ def _sit(
     torch.set_num_threads(1)
     ranks.listeners[:] = bound
     told: queue.SimpleQueue[tuple[int, Sequence[int]]] = queue.SimpleQueue()
-    threading.Thread(target=_hear, args=(listen, told), daemon=True).start()
+    threading.Thread(target=_hear, args=(listen, told, late_s), daemon=True).start()
     try:
         address, port = bound[generation - 1].getsockname()
         place = place_of(rank, n) if place_of is not None else Place(rank, n, rank, n, "cpu", "gloo")
@@ -158,11 +161,12 @@ def _sit(
     os._exit(0)
 
 
-def _hear(listen: Connection, told: queue.SimpleQueue[tuple[int, Sequence[int]]]) -> None:
+def _hear(listen: Connection, told: queue.SimpleQueue[tuple[int, Sequence[int]]], late_s: float) -> None:
     from nbkit.rank.world.watchdog import break_out
 
     with contextlib.suppress(EOFError, OSError):
         while True:
             message = listen.recv()
+            time.sleep(late_s)
             break_out(f"ranks {message[1]} died")
             told.put(message)

@@ -1,8 +1,8 @@
-"""What no other rank holds of the state, kept twice in host memory: by the rank itself, and by its buddy.
+"""What a death would take away (see backup_shares.py), kept twice in host memory: by the rank itself and by its buddy.
 
-After a step each rank copies its share (see backup_shares.py) beside the one before it, and sends it to its buddy, half
-the world away, which is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it
-before it launches that step's reduction. So whoever has the reduction's result knows that every rank holds the newest
+After a step each rank copies its share beside the one before it, and sends it to its buddy, half the world away, which
+is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it before it launches
+that step's reduction. So whoever has the reduction's result knows that every rank holds the newest
 backup, and the one before it may be written over: no collective is added, and nobody asks. Two are held at any time, so
 that a rank that dies in a transfer takes back to a boundary that is whole everywhere. On the wire: the share, once, and
 about a hundred bytes.
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
@@ -171,7 +172,8 @@ class Backups:
         self.own = [each for each in self.own if each.step < step]
         self.wards = [each for each in self.wards if each.step < step]
         if first := self._shares is None or self._shares[0] != strategy:
-            self._shares, self._seen = (strategy, shares_of(layouts, self.rank)), None
+            shares = shares_of(layouts, self.rank, all_may_tear=accelerator().holds(self.device))
+            self._shares, self._seen = (strategy, shares), None
             self.every, self._costs = self.asked, []
         if (shares := self._shares[1]) is None:
             self.own.clear()

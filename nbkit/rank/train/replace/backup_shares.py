@@ -1,7 +1,9 @@
 """Which rank backs up which part of the state: every element once, by a rank that holds it.
 
 What the optimizer updates is what is shared out, as the layouts of a strategy say; a weight and all that the optimizer
-keeps of it go together. Nothing where every rank holds everything: each is a backup of all others.
+keeps of it go together. On CPU ranks nothing where every rank holds everything: each is a backup of all others. On GPUs
+they are none: when a rank dies, the hosts of the others have mostly enqueued the update behind the reduction that is
+then broken off, and the weights of all of them are torn.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ Shares = Mapping[str, tuple[Box, ...]]
 """name of a parameter, or "buffer/NAME" -> boxes of the global tensor."""
 
 
-def shares_of(rank_layouts: RankLayouts, rank: int) -> Shares | None:
-    """What `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up anything."""
+def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
+    """What `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up anything.
+
+    all_may_tear: one error may leave no rank with whole weights, as it may on GPUs.
+    """
     spread = [
         {**of_params, **{f"buffer/{name}": layout for name, layout in of_buffers.items()}}
         for of_params, of_buffers in zip(rank_layouts.held, rank_layouts.buffers, strict=True)
     ]
-    if all(one.keys() == spread[0].keys() and all(each.is_whole for each in one.values()) for one in spread):
+    alike = all(one.keys() == spread[0].keys() and all(each.is_whole for each in one.values()) for one in spread)
+    if alike and not all_may_tear:
         return None
     load = [0] * len(spread)
     mine: dict[str, list[Box]] = {}
