@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -82,6 +83,29 @@ def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
     found = [job.generate(texts[:3], 3).tolist()]
     next_generation(world)
     return [*found, job.generate(texts[:3], 3).tolist()]
+
+
+CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "tp", "zero3", "pp=2")
+
+
+def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
+    """Communicators beside that of all ranks: after a first step, and after one under each strategy of CHAIN."""
+
+    def open_now() -> int:
+        return sum(one.met and not one.shut for one in Communicator.everyone) - others
+
+    gc.collect()
+    others = 0
+    trainer, others = writer("ddp"), open_now()
+    trainer.fit(1)
+    counts = [open_now()]
+    for number, strategy in enumerate(CHAIN):
+        trainer.switch(strategy, beside=bool(number % 2))
+        trainer.fit(1)
+        counts.append(open_now())
+    trainer.undo()
+    trainer.fit(1)
+    return counts
 
 
 def _released(wait: Callable[[], Any]) -> str:
@@ -172,7 +196,8 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """By rank: what became of the scenes after which the ranks go on."""
-    scenes = [telemetry, pipeline, generating, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
+    first = [ten_switches]  # no other scene has made groups yet
+    scenes = [*first, telemetry, pipeline, generating, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=5, timeout=120)
 
 
@@ -195,6 +220,16 @@ def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_membe
 
     assert first == second and len(first) == 6
     assert lasting[1]["generating"] == [first, second]
+
+
+def test_of_ten_switches_only_the_communicators_are_left_that_the_strategy_or_an_undo_uses(
+    lasting: list[dict[str, Any]],
+) -> None:
+    own = {name: {"tp"} if name == "tp" else {"up", "down"} if name[:2] == "pp" else {"dp"} for name in ("ddp", *CHAIN)}
+    expected = [len(own[new] | own[old]) for old, new in pairwise(("ddp", "ddp", *CHAIN))]
+
+    for rank in lasting:
+        assert rank["ten_switches"] == expected
 
 
 def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +13,17 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbkit.mesh import AXES, Mesh
 from nbkit.node_levels import BETWEEN, WITHIN, levels_of
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.comm.delegating_group import Broken, DelegatingGroup
 
 MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None]
 """See `group_of`."""
 
-_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+GroupKey = tuple[str, tuple[int, ...]]
+"""(axis, its ranks of the world) of a group."""
+
+_made: dict[GroupKey, dist.ProcessGroup] = {}
 
 
 def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -37,9 +42,26 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
     return own
 
 
-def all_made(every: list[tuple[int, ...]], axis: str) -> bool:
-    """Whether the groups `every` along `axis` are there: `group_of` then sends nothing."""
-    return all(len(ranks) == 1 or (axis, ranks) in _made for ranks in every)
+def all_made(keys: Collection[GroupKey]) -> bool:
+    """Whether these groups are there: `group_of` then sends nothing for them."""
+    return all(key in _made for key in keys)
+
+
+def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
+    """Close the groups that no rank keeps; who wants one again has it made anew. Collective over the world.
+
+    Nothing may be under way in them. kept: by this rank. All close the same ones in one order: a communicator may end
+    only when all of its members end it.
+    """
+    own = sorted(_made.keys() - set(kept))
+    everyone = all_gather_objects(own, world_size=dist.get_world_size(), device=device)
+    for key in own:
+        if not all(key in left for left in everyone):
+            continue
+        group = _made.pop(key)
+        if isinstance(group, DelegatingGroup):
+            dist.destroy_process_group(group)
+            group.drop(Broken(f"Process group {group.label} was closed: no strategy uses it any more."))
 
 
 def groups_made() -> int:

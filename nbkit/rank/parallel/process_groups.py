@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from nbkit.rank.comm.thread_group import Meeting
-from nbkit.rank.parallel.device_mesh import Axes, MakeGroup, all_made, group_of, groups_along
-from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups
+from nbkit.rank.parallel.device_mesh import Axes, GroupKey, MakeGroup, all_made, close_all_but, group_of, groups_along
+from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups, ranks_of_edges
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Connections:
     """axes: groups of the mesh. edges: of a pipeline's channels, where the backend needs them.
 
     ties: (group, names) of the parameters that several stages hold. replication: name -> ranks of the world that hold
-    the same elements of what the optimizer updates. world: the group of all ranks, None for torch's own.
+    the same elements of what the optimizer updates. world: the group of all ranks, None for torch's own. keys: of the
+    groups of all ranks, which `close_unused` leaves open while this object lives.
     """
 
     axes: Axes
@@ -28,6 +31,10 @@ class Connections:
     ties: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
     replication: Mapping[str, int]
     world: dist.ProcessGroup | None = None
+    keys: frozenset[GroupKey] = frozenset()
+
+
+_in_use: WeakSet[Connections] = WeakSet()
 
 
 def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: Sequence[int] = ()) -> Connections:
@@ -37,7 +44,19 @@ def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: S
     """
     axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     ties = _ties(strategy, rank_layouts, rank, group_of)
-    return Connections(axes, edge_groups(strategy.mesh.groups("pp"), rank), ties, _replication(rank_layouts))
+    edges = edge_groups(strategy.mesh.groups("pp"), rank)
+    keys = frozenset(group_keys(strategy, rank_layouts, node_of))
+    made = Connections(axes, edges, ties, _replication(rank_layouts), keys=keys)
+    _in_use.add(made)
+    return made
+
+
+def close_unused(device: torch.device) -> None:
+    """Close the groups of strategies whose `Connections` nobody holds any more, on any rank. Collective.
+
+    On a GPU a group that was used holds a communicator, which takes memory of the device.
+    """
+    close_all_but(frozenset[GroupKey]().union(*(one.keys for one in list(_in_use))), device)
 
 
 def connect_threads(
@@ -57,11 +76,15 @@ def connect_threads(
 
 def served(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> bool:
     """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
-    if strategy.pp > 1 and dist.get_backend() == "nccl":  # edges are not looked for
-        return False
-    tied = (every for every, _ in _tied(strategy, rank_layouts))
+    return all_made(group_keys(strategy, rank_layouts, node_of))
+
+
+def group_keys(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> set[GroupKey]:
+    """The groups of all ranks that `connect` makes, or finds."""
     along = groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=node_of)
-    return all(all_made(every, axis) for axis, every in along.items()) and all(all_made(every, "pp") for every in tied)
+    tied = [("pp", every) for every, _ in _tied(strategy, rank_layouts)]
+    edges = ranks_of_edges(strategy.mesh.groups("pp"))
+    return {(axis, ranks) for axis, every in (*along.items(), *tied, *edges) for ranks in every if len(ranks) > 1}
 
 
 def _ties(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.pipeline.p2p_groups import meet
-from nbkit.rank.parallel.process_groups import Connections, connect, served
+from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, served
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
@@ -157,6 +157,7 @@ class Builder:
         self._node_of = self.link.node_of if self.link is not None else ()
         self.plans = PlanCache(self.shard_layouts, self.rank, self._node_of)
         self._connected: dict[Strategy, Connections] = {}
+        self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -231,11 +232,26 @@ class Builder:
             forget(self.device)
             self._connected.clear()
         self.agree_on(strategy)
-        if strategy not in self._connected:
-            self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank, self._node_of)
+        connections = self._connections(strategy)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
-        meet(self._connected[strategy].edges, self.device)
-        return self._connected[strategy]
+        meet(connections.edges, self.device)
+        return connections
+
+    def _connections(self, strategy: Strategy) -> Connections:
+        with self._connecting:
+            if strategy not in self._connected:
+                self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank, self._node_of)
+            return self._connected[strategy]
+
+    def close_groups(self, *, kept: Collection[Strategy]) -> None:
+        """Close the groups that only strategies other than `kept` use, where they hold memory of a device. Collective,
+        between two steps."""
+        if accelerator().holds(self.device) and self.world_size > 1:
+            with self._connecting:
+                self._connected = {one: made for one, made in self._connected.items() if one in kept}
+                if self._ready is not None and self._ready.strategy not in kept:
+                    self._ready = None
+                close_unused(self.device)
 
     def agree_on(self, strategy: Strategy) -> None:
         """Before the first visit of `strategy`: what a step of it shows is the same on all ranks. Collective."""
@@ -292,7 +308,11 @@ class Builder:
         if self.rank == 0:
             self._step_proof(new)  # which `connect` tells to all
         self._beside = new, time.perf_counter() - began
-        if new in self._connected or served(new, self.shard_layouts.of(new), self._node_of):
+        with self._connecting:
+            there = new in self._connected or served(new, self.shard_layouts.of(new), self._node_of)
+            if there:
+                self._connections(new)  # in use from here on, so that nobody closes them
+        if there:
             self.create_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
@@ -305,9 +325,7 @@ class Builder:
         Raises as `connect` does, and as `cut`.
         """
         began, changes = time.perf_counter(), self._changes
-        if new not in self._connected:
-            self._connected[new] = connect(new, self.shard_layouts.of(new), self.rank, self._node_of)
-        ready = cut(self.skeleton, new, self._connected[new], options=self.options, device=self.device)
+        ready = cut(self.skeleton, new, self._connections(new), options=self.options, device=self.device)
         if changes == self._changes:
             self._ready = ready
         self._beside = new, self._beside[1] + time.perf_counter() - began

@@ -130,6 +130,19 @@ class Training:
             return pending.event.old
         return self.switches[-1].old if self.switches else None
 
+    def close_left_groups(self, coming: Strategy | None = None) -> None:
+        """Close the groups that neither the strategy in force nor a way back uses, where they hold memory of a device.
+
+        coming: what is about to be switched to: the way back then leads to the strategy in force now. Collective,
+        between two steps.
+        """
+        kept = {self.strategy, self.strategy if coming is None else coming}
+        if len(kept) == 1 and self.previous is not None:
+            kept.add(self.parsed(self.previous))
+        if self.pending is not None:
+            kept.add(self.pending.old)
+        self.builder.close_groups(kept=kept)
+
     @property
     def step(self) -> int:
         """Finished steps."""

@@ -41,6 +41,7 @@ def compare(
             for name in names if turn % 2 == 0 else reversed(names):
                 if not found[name].error:
                     found[name].add(job, job.parsed(name), math.ceil(steps / turns), make_step)
+        job.close_left_groups()
     rows = [{"strategy": name, **found[name].row(job)} for name in names]
     return {"steps": steps, "strategies": rows}
 

@@ -6,7 +6,10 @@ import gc
 import weakref
 from concurrent.futures import Future
 
+import torch
+
 from nbkit.errors import SwitchError
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.control.collective_guard import Guard
 from nbkit.rank.train.switch.verify import Comparison
 from nbkit.rank.train.training_state import TrainingState
@@ -63,10 +66,17 @@ class PendingSwitch(Future[Switched]):
 
 
 def free(states: list[TrainingState]) -> None:
-    """Close what computed under the only one of `states`, and take it out: its memory is free."""
+    """Close what computed under the only one of `states`, and take it out: its memory is free.
+
+    On a GPU it goes back to the device: NCCL takes the memory of a communicator from there, and cannot have what
+    torch's allocator keeps in reserve.
+    """
+    device = next((tensor.device for tensor in states[0].sharded_model.data.tensors()), torch.device("cpu"))
     held = [weakref.ref(tensor) for tensor in states[0].sharded_model.data.tensors()]
     states[0].sharded_model.close()
     states.clear()
     # The next steps want its memory, and a collection stops them for longer than all the rest of a switch.
     if any(tensor() is not None for tensor in held):
         gc.collect()
+    if accelerator().holds(device):
+        accelerator().trim()

@@ -13,8 +13,7 @@
    again, and the switch is made once more, compared at once: a model that changes its weights in its forward passes
    looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old state, which
    is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by another
-   switch. The step is made again from the same batch and the same random numbers, whatever is in force then: the losses
-   are those of a run that was never switched. What fails there too is raised as ever.
+   switch. The step is made again from the same batch and random numbers: the losses are those of a run never switched.
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ class Switchable(Training):
             # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
             owner = step_boundary.training()
             own_steps = getattr(owner, "job", owner) is self and self.feed.remakes and not pause.is_held()
-            return self._switch(self.parsed(strategy), beside=beside and own_steps)
+            self.close_left_groups(new := self.parsed(strategy))
+            return self._switch(new, beside=beside and own_steps)
 
     def undo(self, *, beside: bool = False) -> Switched:
         """Back to the strategy before the last switch; the weights stay as they are now. Collective."""

@@ -33,6 +33,7 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(old)]
     with job.ledger.clock.stopped():
         event, seconds = measure(job, new, steps, make_step)
+        job.close_left_groups()
     return {
         "strategy": event.new,
         "steps": steps,
