@@ -48,13 +48,16 @@ RECORDS_KEPT = 50
 
 @dataclass
 class Running:
-    """A cell that runs now. asked: the user wants it to stop. stopped: it was interrupted for that."""
+    """A cell that runs now. asked: the user wants it to stop. stopped: it was interrupted for that. saved, saved_step:
+    the newest checkpoint of a training that an error has ended in it."""
 
     request: CellRequest
     started: float
     released: str = ""
     asked: bool = False
     stopped: bool = False
+    saved: str = ""
+    saved_step: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -129,7 +132,7 @@ class Runner:
                 result, escaped = self._attempt(request)
             self.debugger.end()
             error = escaped or (result and (result.error_before_exec or result.error_in_exec))
-            failure = self._failure(error, capturing.error)
+            failure = self._failure(running, error, capturing.error)
             status = _status(failure, running)
             self._let_go(running, error, failure, status)
         finally:
@@ -247,7 +250,7 @@ class Runner:
     def _publish(self, kind: str, content: dict[str, Any]) -> None:
         self.capture.publish(kind, content, self.shell.kernel.iopub_socket)
 
-    def _failure(self, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
+    def _failure(self, running: Running, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):
             # What was shown and has ended nothing is output.
             words = [*(shown["traceback"] if shown else ()), *([end_words(error)] if error else ())]
@@ -262,6 +265,8 @@ class Runner:
             moment=time.time(),
             line=self._line(error),
             where=delegating_group.where().partition(", issued")[0],
+            saved=running.saved,
+            saved_step=running.saved_step,
         )
 
     def _let_go(self, running: Running, error: BaseException | None, failure: Failure | None, status: Status) -> None:

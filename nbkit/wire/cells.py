@@ -57,7 +57,7 @@ class Failure:
 
     moment: time.time() when it happened; the earliest of several is the root cause.
     line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell,
-    which was asked for.
+    which was asked for. saved, saved_step: the newest checkpoint of a training that it has ended, "" without one.
     """
 
     ename: str
@@ -67,6 +67,8 @@ class Failure:
     line: int = 0
     where: str = ""
     stopped: bool = False
+    saved: str = ""
+    saved_step: int = 0
 
 
 @dataclass(frozen=True)

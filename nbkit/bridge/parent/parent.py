@@ -7,7 +7,8 @@ it ends a rank that answers to nothing when a notebook asks for that; and it end
 controller is gone or nobody has used it for its time to live.
 
 A cluster on several hosts has a parent on each. It tells the coordinator what it tells its own ranks, and tells them
-what it hears from there; when to end, the coordinator says.
+what it hears from there; when to end, the coordinator says, and who is replaced, the first host's parent
+(other_hosts.py).
 
     python -m nbkit.bridge.parent.parent FOLDER
 """
@@ -33,6 +34,7 @@ from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
 from nbkit.bridge.parent.controller import controller_of, end_schedulers
 from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.bridge.parent.end_in_order import EndInOrder
+from nbkit.bridge.parent.other_hosts import OtherHosts, RankElsewhere
 from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.bridge.parent.resizing import Resizer
@@ -61,6 +63,11 @@ class Child:
     seat: Seat | None = None
     cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
 
+    def dismiss(self) -> None:
+        """End it; nobody mourns it."""
+        self.dismissed = True
+        kill_group(self.pid)
+
 
 class Parent:
     """See the module's text."""
@@ -76,6 +83,7 @@ class Parent:
         self.children: dict[int, Child] = {}
         self.dead: set[int] = set()
         self.replacer, self.resizer = Replacer(self), Resizer(self)
+        self.elsewhere = OtherHosts(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
         self.seen = time.monotonic()
         self.oom_kills = oom_kills()
@@ -106,7 +114,7 @@ class Parent:
             self.listener.close()
         if self.ending or self.end_in_order.asked:  # the signal may have come while one was being forked
             self.end_all("the cluster was stopped while it started")
-        while self.children:
+        while self.children or self.elsewhere.awaited:
             for key, _ in self.selector.select(self._patience()):
                 if key.data is None:
                     woken.recv(4096)
@@ -117,6 +125,7 @@ class Parent:
             self.end_in_order.go_on()
             self._reap()
             self._release_due()
+            self.elsewhere.go_on()
             self.replacer.go_on()
             self.resizer.go_on()
             self._let_go()
@@ -142,6 +151,12 @@ class Parent:
         child = self.children[rank] = Child(rank, pid, Link(mine), replaces=replaces)
         self.selector.register(mine, selectors.EVENT_READ, rank)
         log(f"rank {rank} is pid {child.pid}")
+        self.elsewhere.tell("started", rank, pid=child.pid)
+
+    @property
+    def members(self) -> dict[int, Child | RankElsewhere]:
+        """The ranks that may take part in a training, as far as this parent sees to them."""
+        return {**self.children, **self.elsewhere.ranks}
 
     def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None, replaces: bool) -> None:
         """In the child: drop what belongs to the parent, then be a rank."""
@@ -195,7 +210,7 @@ class Parent:
         elif event in ("waits", "replaced") and self.resizer.takes(child, message):
             pass
         elif event in ("seat", "waits", "replaced"):
-            self.replacer.hear(child, message)
+            self.elsewhere.tell_said(child, message)
         elif event in ("interrupt", "end"):
             if other := self.children.get(message["rank"]):
                 self._signal(other, message)
@@ -213,10 +228,13 @@ class Parent:
         assert self.coordinator is not None
         for message in self.coordinator.receive():
             event = message.pop("event")
+            if self.elsewhere.hear(event, message):
+                continue
             if event == "failed":
                 self._release_soon(message["cell"], message["rank"])
             elif event == "died":
                 self.dead.add(message["rank"])
+                self.elsewhere.forget(message["rank"], message["how"])
                 if message.pop("unregister"):  # its own parent cannot
                     self.tell_hub(message["rank"])
                 self.spread_death(message)
@@ -247,6 +265,7 @@ class Parent:
         child.cells.pop(cell, None)
         if child.seat and child.seat.cell == cell:
             self.replacer.leave(child)
+        self.elsewhere.tell_left(child)
         if state == "error":
             self._release_soon(cell, child.rank)
             if self.coordinator:
@@ -293,19 +312,27 @@ class Parent:
         """A rank ended that should not have: tell everybody, and release those that wait for it."""
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
-        if child.dismissed or self.replacer.takes(child, death):
+        if child.dismissed or (self.elsewhere.decides and self.replacer.takes(child, death)):
             return
-        self.dead.add(child.rank)
-        self.note(death)
         if not all(other.ready or other.replaces for other in (child, *self.children.values())):
+            self.dead.add(child.rank)
+            self.note(death)
             if self.coordinator:
                 self.coordinator.tell_failed_start(child.rank, how, self.folder / "logs" / f"rank{child.rank}.log")
             self.end_all(f"rank {child.rank} ended while the cluster was starting")
-            return
+        elif self.elsewhere.decides:
+            self.declare_dead(death)
+        else:
+            self.elsewhere.tell_lost(death)
+
+    def declare_dead(self, death: dict[str, Any]) -> None:
+        """Nobody takes the place of this rank: tell everybody, on all hosts."""
+        self.dead.add(death["rank"])
+        self.note(death)
         if self.coordinator:
             self.coordinator.link.send(event="died", **death)
         self.spread_death(death)
-        self.tell_hub(child.rank)
+        self.tell_hub(death["rank"])
 
     def note(self, death: dict[str, Any], **more: Any) -> None:
         """Write what the notebook reads of a death. replaced: "under way", or "done" with what is told of it."""
@@ -313,6 +340,8 @@ class Parent:
         scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps({**death, **more}))
         scratch.replace(path)
+        if self.coordinator and more:  # the notebook reads it there; of plain deaths it is told otherwise
+            self.coordinator.link.send(event="note", **death, **more)
 
     def spread_death(self, death: dict[str, Any]) -> None:
         """Tell the ranks, and release those whose cell the dead one was in."""
@@ -327,8 +356,7 @@ class Parent:
     def _how(self, status: int) -> str:
         if not os.WIFSIGNALED(status):
             return f"it exited with code {os.WEXITSTATUS(status)}"
-        name = signal.Signals(os.WTERMSIG(status)).name
-        kills = oom_kills()
+        name, kills = signal.Signals(os.WTERMSIG(status)).name, oom_kills()
         if name == "SIGKILL" and kills > self.oom_kills:
             self.oom_kills = kills
             return "SIGKILL: the kernel ended it because memory ran out"
@@ -336,8 +364,7 @@ class Parent:
 
     def tell_hub(self, rank: int) -> None:
         """Tell ipyparallel's hub, which would otherwise wait for heartbeats, from a process of its own."""
-        pid = os.fork()
-        if pid:
+        if pid := os.fork():
             self.messengers.append(pid)
             return
         try:

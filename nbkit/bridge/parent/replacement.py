@@ -6,7 +6,8 @@
 3. A survivor says that the training goes on. Whoever dies before that begins the same again, for both.
 
 It is given up where a survivor has left the training, nobody survives, one does not come in time, or the same rank has
-died three times at one step: then the ranks are dead, as if nobody had tried.
+died three times at one step: then the ranks are dead, as if nobody had tried. On several hosts the parent of the first
+one sees to the ranks of all of them: see other_hosts.py.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbkit.bridge.parent.child_processes import kill_group
 from nbkit.bridge.parent.parent_log import log
 
 if TYPE_CHECKING:
+    from nbkit.bridge.parent.other_hosts import RankElsewhere
     from nbkit.bridge.parent.parent import Child, Parent
+
+    Member: TypeAlias = Child | RankElsewhere
 
 WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcomers to start
 SAME_STEP = 3  # deaths of one rank at one step that are its program's
@@ -83,14 +86,14 @@ class Replacement:
 
 
 class Replacer:
-    """One per parent."""
+    """One per parent; on several hosts the first host's sees to all ranks."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.under_way: Replacement | None = None
         self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
 
-    def hear(self, child: Child, message: dict[str, Any]) -> None:
+    def hear(self, child: Member, message: dict[str, Any]) -> None:
         """A rank is in a `fit` that can be entered, or is not any more; it waits; the training goes on."""
         if message["event"] == "seat" and message["cell"]:
             child.seat = Seat(message["cell"], message["statement"])
@@ -101,22 +104,27 @@ class Replacer:
         elif message["event"] == "replaced":
             self._end(message)
 
-    def leave(self, child: Child, why: str = "") -> None:
+    def leave(self, child: Member, why: str = "") -> None:
         """A rank has left the training; if others wait to go on with it, they wait in vain."""
         child.seat = None
         if self.under_way and not self._is_new(child):
             # Acted on when all that has come is read: another one may have said before that the training goes on.
             self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
 
-    def takes(self, child: Child, death: dict[str, Any]) -> bool:
+    def lost(self, rank: int, how: str) -> None:
+        """The host of a rank is gone, and the rank with it: no other one takes its place."""
+        if self.under_way:
+            self.under_way.left = self.under_way.left or f"rank {rank} is lost: {how}"
+
+    def takes(self, child: Member, death: dict[str, Any]) -> bool:
         """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""
         parent, replacement = self.parent, self.under_way
         # One that is being ended, such as a new rank of a resize that was given up, is no part of the training.
-        there = [other for other in parent.children.values() if not other.dismissed]
+        there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
         seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
         seat = seats.pop() if survivors and len(seats) == 1 else None
-        if parent.coordinator or parent.end_in_order.why or seat is None:
+        if parent.end_in_order.why or seat is None:
             if replacement is None:
                 return False
             replacement.add(death)
@@ -145,9 +153,9 @@ class Replacer:
             return
         if replacement.formed:
             return
-        for rank in sorted(set(replacement.deaths) - set(parent.children)):
-            parent.start_rank(rank, replaces=True)
-        if late := sorted(set(parent.spec.ranks) - set(replacement.waits)):
+        for rank in sorted(set(replacement.deaths) - set(parent.members)):
+            parent.elsewhere.begin(rank)
+        if late := sorted(set(range(parent.spec.world_size)) - set(replacement.waits)):
             if time.monotonic() > replacement.deadline:
                 self._give_up(f"ranks {late} were not ready to go on within {WAIT_SECONDS:.0f} s")
             return
@@ -156,7 +164,7 @@ class Replacer:
             return
         word = replacement.form()
         log(f"generation {word['generation']} is formed with new ranks {word['newcomers']}")
-        for child in parent.children.values():
+        for child in parent.members.values():
             child.link.send(**word)
 
     def _too_often(self, replacement: Replacement) -> str:
@@ -176,9 +184,9 @@ class Replacer:
         if replacement is None:
             return
         for rank, death in replacement.deaths.items():
-            about = {"by": self.parent.children[rank].pid, "cell": replacement.seat.cell, "said": told["said"]}
+            about = {"by": replacement.waits[rank]["process"], "cell": replacement.seat.cell, "said": told["said"]}
             self.parent.note(death, replaced="done", **about)
-        for child in self.parent.children.values():
+        for child in self.parent.members.values():
             child.link.send(do="replaced")
 
     def _give_up(self, why: str) -> None:
@@ -187,20 +195,16 @@ class Replacer:
         assert replacement is not None
         log(f"no replacement: {why}")
         self._dismiss(replacement.deaths)
-        for child in self.parent.children.values():
+        for child in self.parent.members.values():
             child.link.send(do="kept", why=why)
-        for rank, death in replacement.deaths.items():
+        for death in replacement.deaths.values():
             death |= {"how": f"{death['how']}; not replaced: {why}"}
-            self.parent.dead.add(rank)
-            self.parent.note(death)
-            self.parent.spread_death(death)
-            self.parent.tell_hub(rank)
+            self.parent.declare_dead(death)
 
-    def _is_new(self, child: Child) -> bool:
+    def _is_new(self, child: Member) -> bool:
         return self.under_way is not None and child.rank in self.under_way.deaths
 
     def _dismiss(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if child := self.parent.children.get(rank):
-                child.dismissed = True
-                kill_group(child.pid)
+            if child := self.parent.members.get(rank):
+                child.dismiss()

@@ -5,19 +5,22 @@ It takes the place of one that died, or there are more ranks from now on.
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.replacing.statement import Entering
+from nbkit.bridge.replacing.statement import NOWHERE, Entering
 from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
-from nbkit.rank.train.replace.resume_fit import NewWorld, together
+from nbkit.rank.train.replace.resume_fit import NewWorld, save_and_leave, together
 from nbkit.rank.train.resize.resize import joined
 from nbkit.rank.world.world import World
+from nbkit.wire.processes import Process
 
 
 class Newcomer:
@@ -30,7 +33,8 @@ class Newcomer:
         """Say that this rank is ready to join; the parent answers when everyone is."""
         assert calls.place is not None
         listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if calls.place.rank == 0 else {}
-        self.runner.link.send(event="waits", generation=0, step=-1, **listening)
+        process = asdict(Process.of(os.getpid()))
+        self.runner.link.send(event="waits", generation=0, step=-1, process=process, **listening)
 
     def take_over(self, word: dict[str, Any]) -> None:
         """Join, and run the cell from the statement that trains. In the main thread.
@@ -58,7 +62,9 @@ class Newcomer:
             resizes = "size" in word
             trainer = joined(newcomers) if resizes else together(None, NewWorld(newcomers, word["how"], word["since"]))
             names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
-            if handed.span is not None:
+            if handed.span is not None and word["statement"] == NOWHERE:
+                save_and_leave(trainer)
+            elif handed.span is not None:
                 trainer.join(handed.span)
         lacks = ", ".join(name for name in handed.lacks if name not in names)
         remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""

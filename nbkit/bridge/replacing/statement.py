@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+NOWHERE = -1
+"""In the place of a statement: a new rank takes part until the training is saved, and runs nothing of the cell."""
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
 _MANY = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.IfExp, ast.BoolOp, ast.Await)
 
@@ -54,7 +56,9 @@ class Entering(ast.NodeTransformer):
     def visit_Module(self, node: ast.Module) -> Any:
         """Acts once: cells that run within this one are left alone."""
         index, self._index = self._index, None
-        if index is not None:
+        if index == NOWHERE:
+            node.body = []
+        elif index is not None:
             node.body = node.body[index:]
             self.generic_visit(node.body[0])
         return node

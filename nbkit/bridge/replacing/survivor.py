@@ -6,6 +6,7 @@ The words come on the link's thread, and are taken by the main thread, in which 
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from nbkit.bridge import calls
 from nbkit.bridge.replacing.form_resized import Left, form_resized
 from nbkit.bridge.replacing.namespace import Names, equal_names, names_of
-from nbkit.bridge.replacing.statement import statement_of
+from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
@@ -77,19 +78,24 @@ class Survivor:
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
         running, names = self.runner.running, self.runner.shell.user_ns
-        if len(running) != 1 or caller.f_locals is not names or not self.runner.own.is_cell(caller):
+        if len(running) != 1 or threading.current_thread() is not threading.main_thread():
             return False
         request = running[0].request
-        everyone = calls.place is not None and len(request.ranks) == calls.place.world_size > 1
-        source = self.runner.shell.transform_cell(request.source)
-        statement = statement_of(source, caller, lambda name: names.get(name) is trainer) if everyone else None
-        if statement is None:
+        if calls.place is None or not len(request.ranks) == calls.place.world_size > 1:
             return False
+        statement = None
+        if caller.f_locals is names and self.runner.own.is_cell(caller):
+            source = self.runner.shell.transform_cell(request.source)
+            statement = statement_of(source, caller, lambda name: names.get(name) is trainer)
         while not self._words.empty():
             self._words.get()  # of an earlier training
-        self._broken, self.enterable = False, True
-        self.link.send(event="seat", cell=request.id, statement=statement)
+        self._broken, self.enterable = False, statement is not None
+        self.link.send(event="seat", cell=request.id, statement=NOWHERE if statement is None else statement)
         return True
+
+    def kept(self, path: str, step: int) -> None:
+        for running in self.runner.running[:1]:
+            running.saved, running.saved_step = path, step
 
     def leave(self, why: str = "") -> None:
         self.enterable = False

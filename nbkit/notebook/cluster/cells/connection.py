@@ -333,11 +333,10 @@ class Connection:
             return
         told = any(said == read["said"] for _, said in self.replaced.values())
         self.replaced[key] = read["cell"], read["said"]
-        with suppress(ProcessLookupError):
-            ranks = [*self.entry.ranks]
-            ranks[rank] = Process.of(read["by"])
-            self.entry = replace(self.entry, ranks=tuple(ranks))
-            registry.save(self.entry)
+        ranks = [*self.entry.ranks]
+        ranks[rank] = Process(**read["by"])
+        self.entry = replace(self.entry, ranks=tuple(ranks))
+        registry.save(self.entry)
         self.client.heard.discard(rank)
         if execution := self.cells.get(read["cell"]):
             if not told:

@@ -4,9 +4,9 @@
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
 when all hosts fit together; it passes on what the parents of the ranks tell of cells that failed and ranks that died,
-so that all hosts release their ranks without the notebook; it has trainings saved before a launcher takes the hosts
-away, at a time limit or for another job; and it ends the cluster when it is stopped, when the controller is gone, or
-when nobody has used it for its time to live.
+so that all hosts release their ranks without the notebook, and the first host's parent can have any rank replaced; it
+has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it ends the cluster
+when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 """
 
 from __future__ import annotations
@@ -172,6 +172,10 @@ class Coordinator:
             self.seen = time.monotonic()
         elif event == "died":
             self._died(message, host)
+        elif event == "note":
+            self._write_end(message)
+        elif event in ("started", "of_rank", "lost"):
+            self._to_first(message)
         elif event == "told_to_end":
             self._end_in_order()
         elif event == "training_ended":
@@ -213,12 +217,28 @@ class Coordinator:
     def _died(self, death: dict[str, Any], source: Host | None, *, unregister: bool = False) -> None:
         """A rank has died: the notebook reads of it here, the other hosts are told."""
         self.dead.add(death["rank"])
-        record = {key: value for key, value in death.items() if key != "event"}
-        (self.folder / f"rank{death['rank']}.end.json").write_text(json.dumps(record))
+        record = self._write_end(death)
         if self.taken_away:  # the others end by themselves, and may still be saving
             return
         for index, host in enumerate(host for host in self.hosts.values() if host is not source):
             host.link.send(event="died", unregister=unregister and index == 0, **record)
+
+    def _write_end(self, death: dict[str, Any]) -> dict[str, Any]:
+        """What the notebook reads of a rank that has ended, and of who has taken its place."""
+        record = {key: value for key, value in death.items() if key != "event"}
+        path = self.folder / f"rank{death['rank']}.end.json"
+        scratch = path.with_suffix(".tmp")
+        with suppress(OSError):  # the folder goes with the cluster
+            scratch.write_text(json.dumps(record))
+            scratch.replace(path)
+        return record
+
+    def _to_first(self, message: dict[str, Any]) -> None:
+        """The first host's parent decides who is replaced. Without it nobody is."""
+        if first := self.hosts.get(0):
+            first.link.send(**message)
+        elif message["event"] == "lost":
+            self._died(message, None, unregister=True)
 
     def _lost(self, host: Host) -> None:
         """An agent's line is closed: its ranks are gone, or out of reach."""

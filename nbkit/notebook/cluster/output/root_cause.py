@@ -97,7 +97,7 @@ def cell_error(
             rank=root,
             ranks=ranks,
             numbers=lines,
-            hint="%cluster restart   (a whole world again; variables of all ranks are lost)",
+            hint=_hint_of_death(records),
         )
     cause = records[root].failure
     assert cause is not None
@@ -113,6 +113,15 @@ def cell_error(
         numbers=lines,
         hint=_hint(cause.ename, cause.evalue, hint_names),
     )
+
+
+def _hint_of_death(records: Mapping[int, CellRecord]) -> str:
+    failures = [record.failure for record in records.values() if record.failure is not None]
+    newest = max((each for each in failures if each.saved), key=lambda each: each.saved_step, default=None)
+    if newest is None:
+        return "%cluster restart   (a whole world again; variables of all ranks are lost)"
+    saved = f"trainer.load({newest.saved!r})   of step {newest.saved_step}"
+    return f"%cluster restart   then build the Trainer again, and {saved}"
 
 
 def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:

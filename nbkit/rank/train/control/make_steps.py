@@ -10,9 +10,13 @@ from nbkit.errors import NotFinite, Stopped
 from nbkit.rank.train.control.end_signals import heed_end_signals
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.out_of_memory.rescue import rescue
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.resume_fit import Span, go_on
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+
+
+_LONG_ENOUGH = 20  # steps, beside which a backup before the first one costs little: a loop may call `fit` for each
 
 
 def make_steps(
@@ -39,7 +43,7 @@ def make_steps(
         trainer.saves.begin()
         if not joins:  # else the ranks have begun already
             every = loop.backup_every
-            job.backups.begin(0 if every is None and not replaceable else every, say)
+            job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)
             job.back_up()
             trainer.snapshots.take()
         while left:
@@ -59,7 +63,14 @@ def make_steps(
                     if not replaceable:
                         raise
                     go_on(trainer, Span(span.first, goal), error)
-                job.follow_plan()
+                else:
+                    job.follow_plan()
                 trainer.saves.begin()
                 left = goal - trainer.step
         trainer.saves.collect(wait=True)
+
+
+def _backed_up(steps: int, replaceable: bool) -> bool:
+    """Whether there are backups where nobody has said so."""
+    host = resume_fit.host
+    return replaceable and host is not None and (host.enterable or steps >= _LONG_ENOUGH)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from nbkit.errors import NbkitError, TrainingError
+from nbkit.errors import NbkitError, Stopped, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
@@ -64,16 +64,21 @@ class NewWorld:
 
 
 class Host(Protocol):
-    """Who has started this rank, and can start another one. enterable: where `fit` was called a new rank can enter."""
+    """Who has started this rank, and can start another one. enterable: where `fit` was called a new rank can enter;
+    elsewhere one takes part until the training is saved, and ends."""
 
     enterable: bool
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
-        """`caller` calls `fit`. Whether a new rank could enter there; it is known from now until `leave`."""
+        """`caller` calls `fit`. Whether a rank that dies is replaced; where `fit` is, is known until `leave`."""
         ...
 
     def leave(self, why: str = "") -> None:
         """That `fit` is over. why: the error that has ended it."""
+        ...
+
+    def kept(self, path: str, step: int) -> None:
+        """An error ends `fit`, entered or not; its newest checkpoint is this one."""
         ...
 
     def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
@@ -114,23 +119,29 @@ host: Host | None = None  # set once, by the bridge
 @contextmanager
 def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]:
     """`fit` runs inside. Whether a rank that dies meanwhile can be replaced."""
-    if host is None or not wanted or not host.enter(trainer, caller):
+    if host is None:
         yield False
         return
+    entered = wanted and host.enter(trainer, caller)
     try:
-        yield True
+        yield entered
     except BaseException as error:
-        host.leave(
-            f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
-        )
+        if (last := trainer.saves.last).path is not None:
+            host.kept(str(last.path), last.step)
+        if not entered:
+            raise
+        why = f"{error.what} {error.numbers}" if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+        host.leave(why)
         raise
-    host.leave()
+    if entered:
+        host.leave()
 
 
 def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
     """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
 
-    Raises `error`, or what was raised on the way: no rank died, or it could not be replaced.
+    Raises `error`, or what was raised on the way: no rank died, or it could not be replaced; and TrainingError, with
+    all ranks at one boundary and the training saved, where a new rank cannot enter the cell.
     """
     assert host is not None
     reached = trainer.step
@@ -138,11 +149,31 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
         world = host.await_world(error, trainer, span)
         try:
             together(trainer, world, reached)
-            return
+            trainer.job.follow_plan()
+            break
         except Exception as another:  # of a further rank that died meanwhile, or for good
             if not host.is_broken(another):
                 raise
             error = another
+    if not host.enterable:
+        raise _ended(trainer, world, span) from None
+
+
+def _ended(trainer: Trainer, world: NewWorld, span: Span) -> TrainingError:
+    """The training is saved, and ends where it stands. Collective, with `save_and_leave` on a new rank."""
+    saved = trainer.saves.save_at_end()
+    return TrainingError(
+        "A rank died in fit where a new one cannot go on with the cell: in a loop, a function, or beside another call.",
+        numbers=f"{world.how}; it was replaced, and the training has ended after step {trainer.step}, {saved}",
+        hint=f"trainer.fit(until={span.goal})   as a statement of its own goes on, and after a death too",
+    )
+
+
+def save_and_leave(trainer: Trainer) -> None:
+    """On a new rank, which cannot enter the cell: take part until the training is saved. Collective."""
+    with suppress(Stopped), trainer.job.running(owner=trainer, joins=True):
+        trainer.saves.save_at_end()
+        raise Stopped("a new rank does not make steps where it cannot enter the cell")
 
 
 def resized(trainer: Trainer, asked: Any, span: Span) -> Span:

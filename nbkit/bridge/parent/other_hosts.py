@@ -1,0 +1,164 @@
+"""A rank is replaced on a cluster of several hosts: the parent of the first host decides, for the ranks of all of them.
+
+Each parent forks and reaps the ranks of its own host. What they say of a training, and how they end, goes to the first
+host's; what that wants done with one of them comes back. Both go through the coordinator, which keeps their order.
+
+    of_rank   started   lost           to the first host's parent
+    start_rank   to_rank   dismiss     from it, to whoever has that rank
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from nbkit.bridge.parent.child_processes import kill_group
+from nbkit.bridge.parent.coordinator import Coordinator
+
+_TO_FIRST = ("of_rank", "started", "lost")
+_FROM_FIRST = ("start_rank", "to_rank", "dismiss")
+
+
+class Parent(Protocol):
+    """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
+
+    coordinator: Coordinator | None
+    ending: bool
+    spec: Any
+    replacer: Any
+
+    @property
+    def children(self) -> dict[int, Any]: ...
+
+    def start_rank(self, rank: int, *, replaces: bool = False) -> None: ...
+
+    def declare_dead(self, death: dict[str, Any]) -> None: ...
+
+
+class RankElsewhere:
+    """A rank of another host, as the first host's parent sees it: what it uses of a Child (see parent.py).
+
+    pid: 0 until its own parent has said that it is started.
+    """
+
+    def __init__(self, rank: int, coordinator: Coordinator) -> None:
+        self.rank, self.pid, self._line = rank, 0, coordinator.link
+        self.seat: Any = None
+        self.dismissed = False
+        self.link = self  # what is sent to a rank
+
+    def send(self, **word: Any) -> None:
+        """Tell the rank."""
+        self._line.send(event="to_rank", rank=self.rank, word=word)
+
+    def start(self) -> None:
+        """Have it started in the place of one that has ended."""
+        self._line.send(event="start_rank", rank=self.rank)
+
+    def dismiss(self) -> None:
+        """Have it ended; nobody mourns it."""
+        self.dismissed = True
+        self._line.send(event="dismiss", rank=self.rank)
+
+
+class OtherHosts:
+    """One per parent. ranks: of the other hosts, at the first host's parent; empty elsewhere and on one host.
+
+    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
+    """
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent, spec = parent, parent.spec
+        self.ranks: dict[int, RankElsewhere] = {}
+        self.undecided: set[int] = set()
+        self._to_start: set[int] = set()
+        self._line = parent.coordinator
+        self.decides = self._line is None or spec.base == 0
+        if self._line is not None and self.decides:
+            line = self._line
+            self.ranks = {n: RankElsewhere(n, line) for n in range(spec.world_size) if n not in spec.ranks}
+
+    # At another host's parent
+
+    def tell(self, event: str, rank: int, **more: Any) -> None:
+        """Tell the first host's parent of a rank of this host."""
+        if self._line is not None and not self.decides:
+            self._line.link.send(event=event, rank=rank, **more)
+
+    def tell_said(self, child: Any, said: dict[str, Any]) -> None:
+        """A rank of this host says where it is in a training."""
+        if self.decides:
+            self.parent.replacer.hear(child, said)
+        else:
+            self.tell("of_rank", child.rank, pid=child.pid, said=said)
+
+    def tell_left(self, child: Any) -> None:
+        """The cell of a rank of another host than the first has ended, and with it a training."""
+        self.tell("of_rank", child.rank, pid=child.pid, said={"event": "seat", "cell": "", "why": ""})
+
+    def tell_lost(self, death: dict[str, Any]) -> None:
+        """A rank of this host has ended: the first host's parent says what becomes of it."""
+        self.undecided.add(death["rank"])
+        self.tell("lost", **death)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether this parent has to stay although none of its ranks may be left."""
+        return bool(self.undecided) and not self.parent.ending and self._line is not None and not self._line.gone
+
+    def go_on(self) -> None:
+        """Start what is to be started, once the rank of that number has been reaped."""
+        for rank in sorted(self._to_start - set(self.parent.children)):
+            self._to_start.discard(rank)
+            if not self.parent.ending:
+                self.parent.start_rank(rank, replaces=True)
+
+    # At the first host's parent
+
+    def begin(self, rank: int) -> None:
+        """Have a rank started, on its own host, in the place of one that has died in a training."""
+        if self._line is None or rank in self.parent.spec.ranks:
+            self.parent.start_rank(rank, replaces=True)
+            return
+        there = self.ranks[rank] = RankElsewhere(rank, self._line)
+        there.start()
+
+    # Both
+
+    def forget(self, rank: int, how: str) -> None:
+        """A rank of another host, or of this one, was declared dead there."""
+        self.undecided.discard(rank)
+        if self.ranks.pop(rank, None):
+            self.parent.replacer.lost(rank, how)
+
+    def hear(self, event: str, message: dict[str, Any]) -> bool:
+        """Whether a message of the coordinator is of this, and done."""
+        rank = message["rank"] if event in (*_TO_FIRST, *_FROM_FIRST) else -1
+        if event in _TO_FIRST and (there := self.ranks.get(rank)) is not None:
+            self._hear_of(there, event, message)
+        elif event in _FROM_FIRST and rank in self.parent.spec.ranks:
+            self._do(event, rank, message)
+        return rank >= 0
+
+    def _hear_of(self, there: RankElsewhere, event: str, message: dict[str, Any]) -> None:
+        if event == "started":
+            there.pid = message["pid"]
+        elif message["pid"] != there.pid:  # of a process whose place has been taken meanwhile
+            return
+        elif event == "of_rank":
+            self.parent.replacer.hear(there, message["said"])
+        else:
+            del self.ranks[there.rank]
+            if not self.parent.ending and not self.parent.replacer.takes(there, message):
+                self.parent.declare_dead(message)
+
+    def _do(self, event: str, rank: int, message: dict[str, Any]) -> None:
+        child = self.parent.children.get(rank)
+        if event == "start_rank":
+            self.undecided.discard(rank)
+            self._to_start.add(rank)
+            self.go_on()
+        elif child is not None and event == "to_rank":
+            child.link.send(**message["word"])
+        elif child is not None:
+            child.dismissed = True
+            kill_group(child.pid)

@@ -1,0 +1,99 @@
+"""A rank of any of two hosts that dies in `fit` is replaced on its own host; a host that is gone ends the training."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ssh_hosts import SshHosts
+from training_cell import NETWORK
+
+from nbkit import Cluster
+from nbkit.errors import RankDied
+
+CELL = "history = trainer.fit(30)\n[record['loss'] for record in history]"
+WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getpid()]"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(on_ssh: Cluster) -> list[float]:
+    on_ssh.run(f"{NETWORK}\nimport os, signal\ndefaults = dict(backup_every=1)\ntrainer = make()")
+    losses: list[float] = on_ssh.run(CELL, timeout=120).values[0]
+    return losses
+
+
+def reach(cluster: Cluster, step: int, rank: int) -> None:
+    """Return when `rank` has made so many steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        told = cluster.connection.client.ask([rank], "status").get(rank, {})
+        if told.get("training") and told["progress"].get("step", 0) >= step:
+            return
+        time.sleep(0.05)
+
+
+def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[dict[int, list[float]], str]:
+    """The losses of a `fit` in which these ranks are killed, on their hosts, and what was printed."""
+    before = cluster.run(WHERE).values
+    other = next(rank for rank in range(4) if rank not in ranks)
+
+    def act() -> None:
+        reach(cluster, 8, other)
+        for rank in ranks:
+            _, host, pid = before[rank]
+            subprocess.run([hosts.bin / "ssh", host, f"kill -{signal.SIGKILL:d} {pid}"], check=True)
+
+    killing = threading.Thread(target=act, daemon=True)
+    killing.start()
+    results = cluster.run(CELL, timeout=240)
+    killing.join()
+    after = cluster.run(WHERE).values
+    assert [(rank, host) for rank, host, _ in after.values()] == [(rank, host) for rank, host, _ in before.values()]
+    assert [rank for rank in range(4) if after[rank][2] != before[rank][2]] == ranks
+    return results.values, "".join(results.output.values())
+
+
+REST = [pytest.param(strategy, ranks, marks=pytest.mark.long) for strategy, ranks in (("ddp", [0]), ("zero3", [0, 3]))]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", [3]), *REST], ids=str)
+def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
+    on_ssh: Cluster, ssh: SshHosts, undisturbed: list[float], strategy: str, ranks: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on_ssh.run(f"trainer = make(strategy={strategy!r})", timeout=120)
+    losses, _ = run_killing(on_ssh, ssh, ranks)
+    for rank in range(4):
+        assert losses[rank] == pytest.approx(undisturbed, abs=1e-10)
+    assert "replaced: 0 steps" in capsys.readouterr().err or strategy == "zero3"
+    assert on_ssh.run("trainer.fit(2)[-1]['step']", timeout=120).values == dict.fromkeys(range(4), 32)
+    assert [row.state for row in on_ssh.status().rows] == ["idle"] * 4
+
+
+def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on(
+    on_ssh: Cluster, ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
+) -> None:
+    """The last test: its ranks are lost. Nobody takes their place, since their host does not answer."""
+    saved = str(ssh.folder / "saved")
+    on_ssh.run(f"trainer = make(strategy='zero3', save_path={saved!r}, save_every=5)", timeout=120)
+    handle = on_ssh.run(CELL, detach=True)
+    reach(on_ssh, 8, 0)
+    ssh.link(2, "down")
+    try:
+        with pytest.raises(RankDied, match=r"Rank 2 died: its host node2 does not answer") as caught:
+            handle.wait(60)
+        assert f"trainer.load({saved!r})" in caught.value.hint
+    finally:
+        ssh.link(2, "up")
+    left = Cluster.start(2, cpu=True, name="left", ttl=600)
+    try:
+        left.run(f"{NETWORK}\ntrainer = make()\ntrainer.load({saved!r})", timeout=120)
+        again = left.run("trainer.fit(until=30)\n[record['loss'] for record in trainer.history]", timeout=120)
+    finally:
+        left.stop()
+    for rank in range(2):
+        assert again.values[rank] == pytest.approx(undisturbed, abs=1e-10)
