@@ -102,8 +102,16 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
         later = stages - stage - 1
         following, longest = longest, [never] * (blocks + 1)
         for start in range(stage, blocks - later):
-            cuts = range(start + 1, blocks - later + 1)
-            longest[start] = min(max(slow[stage] * (at[stop] - at[start]), following[stop]) for stop in cuts)
+            # A later cut makes this stage longer and those behind it shorter: the best is where the two cross.
+            low, high = start + 1, blocks - later
+            while low < high:
+                middle = (low + high) // 2
+                if slow[stage] * (at[middle] - at[start]) >= following[middle]:
+                    high = middle
+                else:
+                    low = middle + 1
+            near = range(max(low - 1, start + 1), low + 1)
+            longest[start] = min(max(slow[stage] * (at[stop] - at[start]), following[stop]) for stop in near)
     return longest[0]
 
 
@@ -115,6 +123,8 @@ def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
     for stage in reversed(range(stages)):
         later = stages - stage - 1
         for start in range(stage, blocks - later):
-            times = [(slow[stage] * (at[stop] - at[start]), stop) for stop in range(start + 1, blocks - later + 1)]
-            rest[stage][start] = min((t**2 + rest[stage + 1][stop] for t, stop in times if t <= limit), default=never)
+            for stop in range(start + 1, blocks - later + 1):
+                if (time := slow[stage] * (at[stop] - at[start])) > limit:
+                    break
+                rest[stage][start] = min(rest[stage][start], time**2 + rest[stage + 1][stop])
     return rest

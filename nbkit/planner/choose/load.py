@@ -17,7 +17,7 @@ from nbkit.planner.job_facts import Facts
 from nbkit.planner.memory import Rest
 from nbkit.planner.peak.activations import Line, Piece
 from nbkit.planner.peak.peak import Weights
-from nbkit.planner.stage_partition import ranks_of_stages
+from nbkit.planner.stage_partition import partition, ranks_of_stages
 from nbkit.planner.step.overlap import Unit
 from nbkit.planner.traffic import Traffic, summed
 from nbkit.strategy import Strategy
@@ -86,6 +86,7 @@ class Known:
         self._kept: dict[tuple[int, ...], Line] = {}
         self._found: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
         self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
+        self._cuts: dict[int, list[int]] = {}
         self._shares: dict[int, tuple[float, ...]] = {}
         self.costs = subject.costs()
 
@@ -110,9 +111,11 @@ class Known:
         ]
 
     def _cut(self, strategy: Strategy) -> list[int]:
-        """Where stages begin, and where the last one ends."""
-        stages, count = len(ranks_of_stages(strategy)), len(self.of(strategy.tp, strategy.cp)[0])
-        return [count * i // stages for i in range(stages + 1)]
+        """Where stages begin, and where the last one ends: as a training divides them, by their costs."""
+        stages = len(ranks_of_stages(strategy))
+        if stages not in self._cuts:
+            self._cuts[stages] = [0, *(stop for _, stop in partition(self.costs, stages))]
+        return self._cuts[stages]
 
     def kept(self, strategy: Strategy) -> Line:
         """What a forward of the first place keeps, less what it hands on."""

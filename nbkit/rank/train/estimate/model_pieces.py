@@ -172,8 +172,9 @@ class ModelPieces:
         return self._traced(1, 1).touched / (tp * cp)
 
     def costs(self) -> tuple[float, ...]:
-        """Of the pieces, of which none is known to be longer than another."""
-        return (1.0,) * len(self._traced(1, 1).pieces)
+        """Multiplications of each piece, as counted: the head is the last one's. Equal where nothing multiplies."""
+        found = self._traced(1, 1).costs
+        return found if any(found) else (1.0,) * len(found)
 
     def facts(self, batch: int) -> Facts:
         """For what is checked of a strategy."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.errors import UsageError
 from nbkit.notebook.planning import planned
+from nbkit.planner.choose.load import Known
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate import model_pieces
@@ -49,6 +50,12 @@ def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
     formula = GPTPieces(CONFIG)
     assert look.flops(1, 1) == formula.flops()
     assert look.flops(2, 1) == formula.flops() / 2
+    # Of each piece too, the head with the last: what its pipeline is cut by.
+    assert look.costs() == pytest.approx([2 * CONFIG.block * cost for cost in formula.costs()])
+    assert look.costs()[-1] > 1.1 * look.costs()[0]
+    for text in ("pp=2", "pp=4", "pp=2 schedule=zbv"):
+        strategy = Strategy.parse(text, 4 if "4" in text else 2)
+        assert Known(look).shares(strategy) == pytest.approx(Known(formula).shares(strategy)), text
     assert 0.5 < look.touched(1, 1) / formula.touched() < 1.5
 
 

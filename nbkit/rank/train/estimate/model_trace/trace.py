@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,13 +45,14 @@ FEW = 2
 class Traced:
     """partial: names of the parameters whose gradients are sums over the tensor or the context axis.
 
-    flops, touched: of a row's forward on this rank; see ForwardWork.
+    flops, touched: of a row's forward on this rank; see ForwardWork. costs: of flops, those of each piece.
     """
 
     pieces: tuple[Piece, ...]
     partial: frozenset[str]
     flops: float
     touched: float
+    costs: tuple[float, ...]
 
 
 def trace(
@@ -87,6 +89,7 @@ def trace(
         frozenset(made.partial),
         (second.work.flops - first.work.flops) / rows,
         (second.work.touched - first.work.touched) / rows,
+        tuple((b - a) / rows for a, b in zip(first.costs, second.costs, strict=True)),
     )
 
 
@@ -118,7 +121,7 @@ class _Run:
         with _without_cache(module):
             self._live = LiveBytes([*params, *module.buffers(), *tensors_in(batch)], counted=False)
             precision = Precision(config.precision, device=torch.device("cpu"), world_size=1)
-            ends, starts, grads = [0], [0], 0
+            ends, starts, grads, worked = [0], [0], 0, [0.0]
             marks: dict[int, tuple[int, int]] = {}
 
             def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -127,6 +130,7 @@ class _Run:
                     return None  # computed again, or called again: part of the piece that is on
                 starts.append(len(self._live.levels))
                 ends.append(self._live.now)
+                worked.append(self.work.flops)
                 given = [t for t in tensors_in((args, kwargs)) if t.requires_grad][:1]
                 self.segments[number - 1].carried = sum(map(_bytes, given))
                 return marked(args, kwargs, lambda: self._mark(marks, number, params))
@@ -144,6 +148,8 @@ class _Run:
                 output = call(module, value)
                 loss = weigh(config.loss(output, target), rows).value
                 del output
+            # What follows the last block, head and loss, belongs to it.
+            self.costs = [b - a for a, b in pairwise([*worked, self.work.flops])]
             turn = len(self._live.levels)
             ends.append(self._live.now)
             starts.append(turn)
