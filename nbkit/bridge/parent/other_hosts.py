@@ -55,7 +55,7 @@ class RankElsewhere:
         self._line.send(event="start_rank", rank=self.rank)
 
     def dismiss(self) -> None:
-        """Have it ended; nobody mourns it."""
+        """Have it ended, without declaring it dead."""
         self.dismissed = True
         self._line.send(event="dismiss", rank=self.rank)
 
