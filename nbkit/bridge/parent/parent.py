@@ -64,7 +64,7 @@ class Child:
     cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
 
     def dismiss(self) -> None:
-        """End it; nobody mourns it."""
+        """End it, without declaring it dead."""
         self.dismissed = True
         kill_group(self.pid)
 
@@ -295,7 +295,7 @@ class Parent:
             log(f"rank {child.rank} (pid {child.pid}) ended: {how}")
             self._close(child)
             if not self.ending and not child.dismissed:
-                self._mourn(child, how)
+                self._tell_dead(child, how)
         self.messengers = [pid for pid in self.messengers if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     def _close(self, child: Child) -> None:
@@ -308,7 +308,7 @@ class Parent:
                 self._heard(child, message)
         child.link.sock.close()
 
-    def _mourn(self, child: Child, how: str) -> None:
+    def _tell_dead(self, child: Child, how: str) -> None:
         """A rank ended that should not have: tell everybody, and release those that wait for it."""
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)

@@ -101,7 +101,7 @@ class Resizer:
                 child.link.send(**word)
 
     def give_up(self, why: str, gone: Child | None = None) -> None:
-        """All go on as they were, as far as they can. gone: the rank that has died; nobody mourns a new one."""
+        """All go on as they were, as far as they can. gone: the rank that has died; of a new one nobody is told."""
         resizing, self.under_way = self.under_way, None
         if resizing is None:
             return
