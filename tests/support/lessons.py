@@ -8,17 +8,24 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import os
 import re
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.headless import Headless, read_notebook
+import pytest
 
-LESSONS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+from nbkit.notebook.headless import Headless, read_notebook, tagged
+from tests.support import slurm_nodes
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
 PACE_SECONDS = 8.0  # before a cell that looks at a training or switches it, as when a person reads what is above it
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -53,11 +60,23 @@ def texts_of(notebook: dict[str, Any]) -> list[str]:
     return ["".join(piece) for piece in (*pieces, *(part for kind, part in shown if kind != "image/png"))]
 
 
+@contextmanager
+def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
+    """The Slurm of two nodes that a lesson with a cell tagged slurm asks for; others need nothing."""
+    if not tagged(notebook, "slurm"):
+        yield
+        return
+    with slurm_nodes.running(ROOT) as nodes, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(slurm_nodes.scontrol_that_knows_hosts(nodes.folder)), prepend=os.pathsep)
+        yield
+
+
 def execute(path: Path) -> None:
     """Run the notebook in an empty folder, and store it with what it has shown."""
     notebook = read_notebook(path)
-    with tempfile.TemporaryDirectory() as folder, Headless(Path(folder), lambda cell, text: None) as kernel:
-        kernel.run(notebook, on_cell=_at_a_readers_pace)
+    with tempfile.TemporaryDirectory() as folder, surroundings(notebook):
+        with Headless(Path(folder), lambda cell, text: None) as kernel:
+            kernel.run(notebook, on_cell=_at_a_readers_pace)
         for cell in code_of(notebook):
             for output in cell["outputs"]:
                 _keep_what_lasts(output, folder)
