@@ -53,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CpuSeconds())
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What failed before it was run again: of the last attempt alone nobody learns why the first one failed."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"failed at first: {report.nodeid}", sep="_")
+        terminalreporter.line(report.longreprtext)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The folders that take long come first, where several workers share the tests."""
     if hasattr(config, "workerinput"):
