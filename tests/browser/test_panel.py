@@ -125,8 +125,10 @@ def panel(page: Any) -> PanelOnPage:
 
 
 def test_a_training_is_switched_through_the_families_by_clicks_while_its_cell_runs(
-    page: Any, panel: PanelOnPage, tmp_path: Path
+    page: Any, panel: PanelOnPage, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if getattr(request.node, "execution_count", 1) > 1 and panel.strategy != "dp=2":
+        panel.apply("dp=2")  # a first run that failed has left the ranks under another strategy
     assert panel.strategy == "dp=2"
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.step > 3, "the panel does not follow the training")
@@ -224,6 +226,7 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.headline.startswith("training"), "it does not train")
     # The steps of the training before count, and so does the step that this one ends with.
+    panel.wait(lambda: " of 1,000," in panel.headline, "it does not say how many steps")
     goal = re.search(r"step [\d,]+ of 1,000,(\d+)", panel.headline)
     assert goal is not None and 0 < int(goal[1]) <= panel.step, panel.headline
     page.reload(idle=False)
