@@ -6,10 +6,10 @@ weights, for thousands of candidates; nbkit.planner.traffic says the same of eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from nbkit.planner.choose.seconds import Load
@@ -84,14 +84,16 @@ class Known:
         self.subject = subject
         self.of = lru_cache(maxsize=None)(lambda tp, cp: (subject.pieces(tp, cp), subject.weights(tp, cp)))
         self._kept: dict[tuple[int, ...], Line] = {}
-        self._found: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
+        self._found: dict[tuple[int, ...], dict[int, tuple[tuple[int, int], ...]]] = {}
         self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
         self._cuts: dict[int, list[int]] = {}
+        self._before: dict[tuple[int, int], list[int]] = {}
         self._shares: dict[int, tuple[float, ...]] = {}
         self.costs = subject.costs()
 
-    def ranges(self, strategy: Strategy) -> list[tuple[tuple[int, int], ...]]:
-        """Blocks of the places of a pipeline: of the first and the last, where most is held."""
+    def ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Blocks of the places of a pipeline where most may be held: of the first, which has most micro-batches under
+        way, of the last, and of those with most blocks and most bytes of parameters."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._found:
             self._found[key] = self._ranges(strategy)
@@ -101,14 +103,17 @@ class Known:
         """Of the first place: as many blocks for each stage."""
         return self.ranges(strategy)[0]
 
-    def _ranges(self, strategy: Strategy) -> list[tuple[tuple[int, int], ...]]:
+    def _ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
         if strategy.pp == 1:
-            return [((0, len(self.of(strategy.tp, strategy.cp)[0])),)]
+            return {0: ((0, len(self.of(strategy.tp, strategy.cp)[0])),)}
         homes, cut = ranks_of_stages(strategy), self._cut(strategy)
-        return [
-            tuple((cut[i], cut[i + 1]) for i, rank in enumerate(homes) if rank == place)
-            for place in (0, strategy.pp - 1)
+        every = [
+            tuple((cut[i], cut[i + 1]) for i, rank in enumerate(homes) if rank == place) for place in range(strategy.pp)
         ]
+        blocks = [sum(stop - start for start, stop in own) for own in every]
+        sizes = [self._size(strategy, own) for own in every]
+        places = (0, strategy.pp - 1, blocks.index(max(blocks)), sizes.index(max(sizes)))
+        return {place: every[place] for place in places}
 
     def _cut(self, strategy: Strategy) -> list[int]:
         """Where stages begin, and where the last one ends: as a training divides them, by their costs."""
@@ -129,16 +134,16 @@ class Known:
         return self._kept[key]
 
     def held(self, strategy: Strategy) -> int:
-        """Bytes of the parameters of the first place, whole along dp."""
-        return sum(weights.total for weights in self._of_first(strategy))
+        """Bytes of the parameters of the place that has most, whole along dp."""
+        return sum(weights.total for weights in self._of_fullest(strategy))
 
     def gathered(self, strategy: Strategy) -> int:
         """The same as zero 3 gathers them."""
-        return sum(weights.gathered for weights in self._of_first(strategy))
+        return sum(weights.gathered for weights in self._of_fullest(strategy))
 
     def gathered_inside(self, strategy: Strategy) -> int:
         """Of those that are in blocks."""
-        return sum(weights.gathered_inside for weights in self._of_first(strategy))
+        return sum(weights.gathered_inside for weights in self._of_fullest(strategy))
 
     def shares(self, strategy: Strategy) -> tuple[float, ...]:
         """Of the computing, that of each stage."""
@@ -163,9 +168,17 @@ class Known:
             )
         return self._units[key]
 
-    def _of_first(self, strategy: Strategy) -> list[Weights]:
-        weights = self.of(strategy.tp, strategy.cp)[1]
-        return [weights[i] for start, stop in self.stages(strategy) for i in range(start, stop)]
+    def _of_fullest(self, strategy: Strategy) -> list[Weights]:
+        places, weights = self.ranges(strategy).values(), self.of(strategy.tp, strategy.cp)[1]
+        fullest = max(places, key=lambda own: self._size(strategy, own))
+        return [weights[i] for start, stop in fullest for i in range(start, stop)]
+
+    def _size(self, strategy: Strategy, own: Iterable[tuple[int, int]]) -> int:
+        """Bytes of the parameters of these blocks."""
+        key = strategy.tp, strategy.cp
+        if key not in self._before:
+            self._before[key] = [0, *accumulate(weights.total for weights in self.of(*key)[1])]
+        return sum(self._before[key][stop] - self._before[key][start] for start, stop in own)
 
 
 def rest_of(known: Known, strategy: Strategy) -> Rest:

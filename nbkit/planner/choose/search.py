@@ -139,11 +139,10 @@ def _least(known: Known, candidate: Candidate, rest: Rest) -> Peak:
 def _peak(known: Known, candidate: Candidate, rest: Rest) -> Peak:
     strategy = candidate.strategy
     pieces, weights = known.of(strategy.tp, strategy.cp)
-    places = dict(zip((0, strategy.pp - 1), known.ranges(strategy), strict=False))
     return max(
         (
             peak(strategy, place, pieces, weights, own, rest, rows=candidate.rows, micros=candidate.micros)
-            for place, own in places.items()
+            for place, own in known.ranges(strategy).items()
         ),
         key=lambda one: one.total,
     )

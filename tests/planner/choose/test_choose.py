@@ -135,6 +135,22 @@ def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
     assert parts.total > 1.1 * even.total
 
 
+class Uneven(GPTPieces):
+    """Its first half computes as three times the second."""
+
+    def costs(self) -> tuple[float, ...]:
+        half = self.config.layers // 2
+        return (3.0,) * half + (1.0,) * half
+
+
+def test_what_a_pipeline_holds_is_looked_at_where_most_of_its_blocks_and_parameters_are() -> None:
+    strategy, known = Strategy.parse("pp=4 microbatches=4", 4), Known(Uneven(SMALL))
+    block, ends = known.of(1, 1)[1][1].total, known.of(1, 1)[1]
+    assert known.stages(strategy) == ((0, 2),)  # of blocks that cost 3: the last place has six of those that cost 1
+    assert known.ranges(strategy)[3] == ((6, 12),)
+    assert known.held(strategy) == 5 * block + ends[-1].total > ends[0].total + block
+
+
 def test_no_step_is_told_to_be_shorter_than_its_bytes_need_to_leave() -> None:
     ddp = next(row for row in plan(SMALL, batch=64, on="4 x 1 A100 net=0.1GB/s").rows if row.strategy == "dp=4")
     best = Rates().links * (1 + Rates().spread)
