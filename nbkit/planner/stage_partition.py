@@ -102,16 +102,11 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
         later = stages - stage - 1
         following, longest = longest, [never] * (blocks + 1)
         for start in range(stage, blocks - later):
-            # A later cut makes this stage longer and those behind it shorter: the best is where the two cross.
-            low, high = start + 1, blocks - later
-            while low < high:
-                middle = (low + high) // 2
-                if slow[stage] * (at[middle] - at[start]) >= following[middle]:
-                    high = middle
-                else:
-                    low = middle + 1
-            near = range(max(low - 1, start + 1), low + 1)
-            longest[start] = min(max(slow[stage] * (at[stop] - at[start]), following[stop]) for stop in near)
+            for stop in range(start + 1, blocks - later + 1):
+                # Each later cut makes this stage longer. What is left behind it need not get faster: no stage is empty.
+                if (time := slow[stage] * (at[stop] - at[start])) >= longest[start]:
+                    break
+                longest[start] = min(longest[start], max(time, following[stop]))
     return longest[0]
 
 

@@ -30,6 +30,7 @@ class Refusing:
 @pytest.fixture
 def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
     monkeypatch.setattr(active_job, "_newest", None)
+    monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.predicted_switch", lambda job, text: {})  # no model
     yield Controls()
     step_boundary.handlers.pop("control")
 

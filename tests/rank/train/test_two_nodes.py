@@ -5,6 +5,7 @@ The nodes are host names that the ranks of one machine give: two ranks on each o
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def trainer(strategy: str) -> nbkit.Trainer:
 
 def on_nodes(world: Any, strategy: str, axis: str) -> dict[str, Any]:
     rank = world.place.rank
-    link_probe.socket.gethostname = lambda: f"node{rank // EACH}"  # type: ignore[attr-defined]
+    socket.gethostname = lambda: f"node{rank // EACH}"  # type: ignore[attr-defined]
     link_probe._known = None  # measured here, not given by the tests
     collectives.set_mode("count")
     job = trainer(strategy)

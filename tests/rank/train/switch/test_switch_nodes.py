@@ -5,6 +5,7 @@ The nodes are host names that the ranks of one machine give: two ranks on each o
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def never_switched(world: Any) -> list[float]:
 
 
 def over_nodes(world: Any) -> dict[str, Any]:
-    link_probe.socket.gethostname = lambda: f"node{world.place.rank // 2}"  # type: ignore[attr-defined]
+    socket.gethostname = lambda: f"node{world.place.rank // 2}"  # type: ignore[attr-defined]
     link_probe._known = None  # measured here, not given by the tests
     job = trainer(strategy=THROUGH[0], log_dir=RUNS)
     job.fit(EACH)
