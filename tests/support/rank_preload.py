@@ -1,4 +1,4 @@
-"""Imported once, by the process that ranks and parents are forked from: everything that each would import anew."""
+"""Imported once, by the process that ranks are forked from: everything that each would import anew."""
 
 import gc
 import importlib
@@ -19,7 +19,6 @@ for _name in (
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "pytest",
-    "nbkit.bridge.engine",
     "nbkit.bridge.training_requests",
     "nbkit.rank.models.pretrained",
     "nbkit.rank.parallel.check_model",
