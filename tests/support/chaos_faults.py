@@ -113,6 +113,8 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
                 raise
     elif run.after > SAVED + 1:
         raise Wrong(f"ended without a checkpoint: {error}")
+    else:
+        bench.end()  # a rank of it may be dead, and nothing has begun another one
     return f"ended: {error.what[:100]}"
 
 
@@ -209,6 +211,7 @@ def _cluster_gone(bench: Bench, run: Run, act: Callable[[Any], None]) -> str:
 
 def kernel_killed(bench: Bench, run: Run) -> str:
     """The notebook's process, while the training is detached: another one attaches, and has the curve."""
+    _ = bench.cluster.entry  # with the curve of one that is left alone, where this run is the first
     bench.end()
     code = (
         "import sys, time\nfrom tests.support.chaos_bench import Bench\nbench = Bench()\nbench.alone = [0.0]\n"

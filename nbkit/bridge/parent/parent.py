@@ -209,7 +209,7 @@ class Parent:
                 self.coordinator.link.send(**message)
         elif event in ("waits", "replaced") and self.resizer.takes(child, message):
             pass
-        elif event in ("seat", "waits", "replaced"):
+        elif event in ("seat", "waits", "replaced", "stands"):
             self.elsewhere.tell_said(child, message)
         elif event in ("interrupt", "end"):
             if other := self.children.get(message["rank"]):

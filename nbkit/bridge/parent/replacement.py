@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nbkit.bridge.parent.child_processes import kill_group
 from nbkit.bridge.parent.parent_log import log
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Replacer:
         self.parent = parent
         self.under_way: Replacement | None = None
         self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
+        self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds that it has waited for others
+        self._hung: dict[tuple[int, int], str] = {}  # those that were ended for it -> how they ended
 
     def hear(self, child: Member, message: dict[str, Any]) -> None:
         """A rank is in a `fit` that can be entered, or is not any more; it waits; the training goes on."""
@@ -103,6 +106,25 @@ class Replacer:
             self.under_way.waits[child.rank] = message
         elif message["event"] == "replaced":
             self._end(message)
+        elif message["event"] == "stands":
+            self._stand[child.rank, child.pid] = message["seconds"]
+            if message["due"]:
+                self._end_hung(message["seconds"])
+
+    def _end_hung(self, seconds: float) -> None:
+        """Some ranks have waited for others for so long: end those that do not wait. None where all do."""
+        members = list(self.parent.members.values())
+        moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
+        in_step = all(child.seat is not None and not child.dismissed for child in members)
+        if self.under_way or not in_step:
+            return
+        for child in moves:
+            self._hung[child.rank, child.pid] = f"it hung, and was ended after {seconds:.0f} s"
+            log(f"rank {child.rank} hangs: the others have waited for {seconds:.0f} s, and it is ended")
+            if child.rank in self.parent.children:
+                kill_group(child.pid)
+            elif self.parent.coordinator is not None:
+                self.parent.coordinator.link.send(event="end", rank=child.rank, cell="")
 
     def leave(self, child: Member, why: str = "") -> None:
         """A rank has left the training; if others wait to go on with it, they wait in vain."""
@@ -119,6 +141,8 @@ class Replacer:
     def takes(self, child: Member, death: dict[str, Any]) -> bool:
         """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""
         parent, replacement = self.parent, self.under_way
+        self._stand.pop((child.rank, child.pid), None)
+        death["how"] = self._hung.pop((child.rank, child.pid), death["how"])
         # One that is being ended, such as a new rank of a resize that was given up, is no part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbkit.bridge.parent.child_processes import kill_group
@@ -118,7 +118,8 @@ class Resizer:
                 child.link.send(do="kept", why=why)
 
     def _begin(self, message: dict[str, Any]) -> None:
-        parent, size, pins = self.parent, message["size"], message["pins"]
+        parent, size = self.parent, message["size"]
+        pins = message["pins"] or [asdict(pin) for pin in parent.spec.pins[:size]]
         resizing = self.under_way = Resizing(size, message["cell"], pins, parent.spec)
         resizing.deadline = time.monotonic() + WAIT_SECONDS
         made = tuple(RankPin(pin["env"], tuple(pin["cores"]), pin["threads"]) for pin in pins)

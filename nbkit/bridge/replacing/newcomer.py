@@ -65,7 +65,7 @@ class Newcomer:
             if handed.span is not None and word["statement"] == NOWHERE:
                 save_and_leave(trainer)
             elif handed.span is not None:
-                trainer.join(handed.span)
+                trainer.join(handed.span if resizes else handed.span.without(trainer, len(newcomers)))
         lacks = ", ".join(name for name in handed.lacks if name not in names)
         remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""
         if handed.span is not None:

@@ -74,6 +74,12 @@ class Survivor:
             watchdog.break_out(f"rank {word['rank']} died")
         self._words.put(word)
 
+    def waits(self, seconds: float, *, due: bool = False) -> None:
+        self.link.send(event="stands", seconds=seconds, due=due)
+
+    def asks(self) -> bool:
+        return self.runner.prompts.open is not None
+
     # In the main thread
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:

@@ -25,7 +25,9 @@ def entry_of(entry: Entry, read: dict[str, Any]) -> Entry:
     """The entry of the cluster as it is now, which is registered."""
     with suppress(ProcessLookupError):
         ranks = tuple(map(Process.of, read["pids"]))
-        labels, reasons = (tuple(pin[key] for pin in read["pins"]) for key in ("label", "why"))
+        pins, labels, reasons = read["pins"], entry.labels[: read["n"]], entry.reasons[: read["n"]]
+        if all("label" in pin for pin in pins):  # planned by a notebook; else every rank has kept its own
+            labels, reasons = (tuple(pin[key] for pin in pins) for key in ("label", "why"))
         entry = replace(entry, n=read["n"], ranks=ranks, labels=labels, reasons=reasons)
         registry.save(entry)
     return entry

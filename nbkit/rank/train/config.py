@@ -142,6 +142,7 @@ class LoopSettings:
     backup_every: int | None
     progress: bool
     on_failure: str
+    hang_timeout: float | None
     on_oom: str | None
     balance: bool
     workers: int

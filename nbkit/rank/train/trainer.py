@@ -38,6 +38,7 @@ from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.progress import ProgressLine
+from nbkit.rank.train.replace.hang_watch import check_hang_timeout
 from nbkit.rank.train.replace.resume_fit import Span, check_policy, resized, seat, span_of
 from nbkit.rank.train.replace.torn_update import mend
 from nbkit.rank.train.resize.plan_resize import Resizing
@@ -75,7 +76,9 @@ class Trainer:
     on CPU ranks); "fused": that of attention is drawn by its kernel (default on GPUs, whose fused kernels take no
     mask). switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the
     first. balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
-    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); or "stop".
+    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); "shrink": go
+    on with the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is
+    ended, and counts as dead.
     on_oom: a step that runs out of memory is taken back (docs/memory.md) and made again with what "fit"s, or as you say
     when it "ask"s (the default in a notebook); "raise": the error ends `fit` (the default elsewhere). backup_every:
     steps between backups of what one rank alone holds, in the host memory of another; default: as many as cost below 5
@@ -125,11 +128,13 @@ class Trainer:
         switches: Given = None,
         balance: bool = False,
         on_failure: str = "replace",
+        hang_timeout: float | None = None,
         on_oom: str | None = None,
         backup_every: int | None = None,
         workers: int = 0,
     ) -> None:
         check_policy(on_failure)
+        check_hang_timeout(hang_timeout)
         check_on_oom(on_oom)
         save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
         save_steps = None if isinstance(save_every, str) or save_every is False else save_every
@@ -166,6 +171,7 @@ class Trainer:
             backup_every=backup_every,
             progress=progress,
             on_failure=on_failure,
+            hang_timeout=hang_timeout,
             on_oom=on_oom,
             balance=balance,
             workers=workers,
@@ -274,7 +280,7 @@ class Trainer:
         span = joined or span_of(self, steps, until)
         if span.goal == self.step and joined is None:
             return Records()
-        with seat(self, sys._getframe(1), wanted=self.loop.on_failure == "replace") as replaceable:
+        with seat(self, sys._getframe(1), wanted=self.loop.on_failure != "stop") as replaceable:
             while True:
                 try:
                     make = self._make_step, self._rebalancing, self._say

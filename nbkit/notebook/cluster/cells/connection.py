@@ -346,7 +346,7 @@ class Connection:
 
     def _greet(self, execution: Execution, rank: int) -> None:
         """Follow a cell on a new rank, once that can be reached."""
-        if execution.done.done() or self.ended:
+        if execution.done.done() or self.ended or rank >= self.entry.n:
             return
         if rank not in self.client.heard:
             self.client.request([rank], "hello")

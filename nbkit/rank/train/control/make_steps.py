@@ -11,7 +11,9 @@ from nbkit.rank.train.control.end_signals import heed_end_signals
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.train.replace.hang_watch import hang_watch
 from nbkit.rank.train.replace.resume_fit import Span, go_on
+from nbkit.rank.train.resize.shrink import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
@@ -39,6 +41,7 @@ def make_steps(
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
         rebalancing.listening() if loop.balance else nullcontext(),
         rescue(trainer, loop.on_oom) as memory,
+        hang_watch(loop.hang_timeout if replaceable else None, job.rank),
     ):
         trainer.saves.begin()
         if not joins:  # else the ranks have begun already
@@ -49,6 +52,8 @@ def make_steps(
         while left:
             goal = trainer.step + left
             try:
+                if span.fewer:
+                    span = shrink(trainer, span, say)
                 with memory.step():
                     make_step()
                     job.at_boundary()
@@ -62,7 +67,7 @@ def make_steps(
                 if not memory.went_back(error):
                     if not replaceable:
                         raise
-                    go_on(trainer, Span(span.first, goal), error)
+                    span = go_on(trainer, Span(span.first, goal, span.fewer), error)
                 else:
                     job.follow_plan()
                 trainer.saves.begin()

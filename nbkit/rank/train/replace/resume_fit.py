@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -21,23 +21,33 @@ from nbkit.records.events import Replaced
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
-POLICIES = ("replace", "stop")
+POLICIES = ("replace", "shrink", "stop")
 
 
 def check_policy(on_failure: str) -> None:
     """Raise TrainingError where there is no such way to go on after a death."""
     if on_failure not in POLICIES:
         raise TrainingError(
-            f"There is no on_failure {on_failure!r}.", numbers="'replace', 'stop'", hint="on_failure='replace'"
+            f"There is no on_failure {on_failure!r}.",
+            numbers=", ".join(map(repr, POLICIES)),
+            hint="on_failure='replace'",
         )
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps of one `fit`: those after `first` finished ones, up to `goal`."""
+    """The steps of one `fit`: those after `first` finished ones, up to `goal`.
+
+    fewer: it goes on with so many ranks less than there are, which have died and were replaced until then.
+    """
 
     first: int
     goal: int
+    fewer: int = 0
+
+    def without(self, trainer: Trainer, dead: int) -> Span:
+        """The span of a training in which `dead` ranks have died and were replaced."""
+        return replace(self, fewer=self.fewer + dead * (trainer.loop.on_failure == "shrink"))
 
 
 def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
@@ -104,6 +114,14 @@ class Host(Protocol):
         which is told what came of it. Raises what leaves no training to go on with."""
         ...
 
+    def waits(self, seconds: float, *, due: bool = False) -> None:
+        """This rank has waited for others for so long; 0: it goes on. due: whom it waits for is ended. Any thread."""
+        ...
+
+    def asks(self) -> bool:
+        """Whether this rank waits for a line that a person types. From any thread."""
+        ...
+
     def is_broken(self, error: BaseException) -> bool:
         """Whether a rank has died since the world was formed, which `error` may come of."""
         ...
@@ -137,8 +155,10 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
         host.leave()
 
 
-def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
+def go_on(trainer: Trainer, span: Span, error: Exception) -> Span:
     """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
+
+    What is returned is the span that goes on.
 
     Raises `error`, or what was raised on the way: no rank died, or it could not be replaced; and TrainingError, with
     all ranks at one boundary and the training saved, where a new rank cannot enter the cell.
@@ -157,6 +177,7 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> None:
             error = another
     if not host.enterable:
         raise _ended(trainer, world, span) from None
+    return span.without(trainer, len(world.newcomers))
 
 
 def _ended(trainer: Trainer, world: NewWorld, span: Span) -> TrainingError:

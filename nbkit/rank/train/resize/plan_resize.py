@@ -21,7 +21,8 @@ _OFFERED = 4  # sizes that fit, beside the one that does not
 class Wanted:
     """ranks: of the world to come. strategy: under which the training goes on there; None where nothing trains.
 
-    pins: of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why.
+    pins: of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why; ()
+    where each rank keeps its own.
     """
 
     ranks: int

@@ -1,0 +1,76 @@
+"""`hang_timeout=`: a rank that all others wait for is ended, so that another process takes its place.
+
+Each rank watches itself from a thread, and says when it has waited for others for so long. A rank that hangs says
+nothing: it may be stopped by the system, or keep the interpreter to itself. Who has started the ranks hears which wait,
+and ends those that do not. Where all wait, the program is at fault, and nobody is ended: `%nbkit why` says who waits
+for what.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nbkit.errors import TrainingError
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.world.activity import activity
+
+_LOOKS = 10  # in the time after which a rank counts as one that waits
+_LEAST_SECONDS = 0.05
+
+
+def check_hang_timeout(hang_timeout: float | None) -> None:
+    """Raise TrainingError for what is no number of seconds."""
+    if hang_timeout is None or (isinstance(hang_timeout, int | float) and hang_timeout > 0):
+        return
+    raise TrainingError(
+        "hang_timeout is a number of seconds, more than 0.",
+        numbers=f"hang_timeout={hang_timeout!r}",
+        hint="hang_timeout=60",
+    )
+
+
+@contextmanager
+def hang_watch(seconds: float | None, rank: int) -> Iterator[None]:
+    """While steps are made inside, the host is told whether this rank waits. seconds: None where nobody asked."""
+    if seconds is None or resume_fit.host is None:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(seconds, rank, over), name="nbkit-hang-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _watch(seconds: float, rank: int, over: threading.Event) -> None:
+    host = resume_fit.host
+    assert host is not None
+    last, since, told = _moved(), time.monotonic(), 0.0
+    while not over.wait(max(seconds / _LOOKS, _LEAST_SECONDS)):
+        if (moved := _moved()) != last:
+            last, since = moved, time.monotonic()
+            if told:
+                told = 0.0
+                host.waits(0.0)
+            continue
+        stood = time.monotonic() - since
+        # Where all wait for each other they say so one after the other: at half of the time, and acted on at the whole.
+        due = seconds / 2 if not told else seconds
+        if told < seconds and stood >= due and (told or host.asks() or activity(rank, {}).waits is not None):
+            told = stood
+            host.waits(stood, due=stood >= seconds)
+    if told:
+        host.waits(0.0)
+
+
+def _moved() -> tuple[int, int]:
+    """Another value when this rank has issued an operation, or made a step."""
+    return delegating_group.num_issued(), step_boundary.progress().get("step", 0)

@@ -1,0 +1,119 @@
+"""`hang_timeout=`: a rank that all others wait for is ended and replaced; where all wait nobody is.
+
+One cluster of three; each compares with a training that was left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_cell import NETWORK
+
+from nbkit import Cluster
+from nbkit.errors import CellError
+
+STEPS = 14
+TIMEOUT = 6.0
+SETUP = f"""{NETWORK}
+import os
+steps = {STEPS}
+
+def hangs(trainer, record):
+    if rank == 1 and record["step"] == at.get("step"):
+        at["how"]()
+
+def asleep():
+    if os.getpid() == at["pid"]:  # a rank that has taken its place goes on
+        time.sleep(10_000)
+
+def alone_in_a_collective():
+    if rank == 1:
+        dist.barrier()
+
+at = {{}}
+defaults = dict(data=rows()[:60], batch_size=12, backup_every=1, callbacks=[pace, hangs], hang_timeout={TIMEOUT})
+"""
+CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
+
+
+@pytest.fixture(scope="module")
+def three(nbkit_home: Path) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        cluster = Cluster.start(3, cpu=True, name="hung", ttl=600)
+    cluster.run(SETUP)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(three: Cluster) -> list[float]:
+    losses: list[float] = three.run(f"trainer = make()\n{CELL}").values[0]
+    assert len(losses) == STEPS
+    return losses
+
+
+def step_of(cluster: Cluster) -> int:
+    told = cluster.connection.client.ask([0], "status").get(0, {})
+    return int(told["progress"].get("step", 0)) if told.get("training") else -1
+
+
+def pids(cluster: Cluster) -> list[int]:
+    return [process.pid for process in cluster.entry.ranks]
+
+
+def test_a_rank_that_sleeps_is_ended_and_replaced(
+    three: Cluster, alone: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = pids(three)
+    three.run(f"at.update(step=6, how=asleep, pid={before[1]}); trainer = make(strategy='zero3')")
+    results = three.run(CELL, timeout=120)
+    for rank in range(3):
+        assert results.values[rank] == pytest.approx(alone, abs=1e-10)
+    assert "Rank 1 died (it hung, and was ended after" in capsys.readouterr().err
+    assert [old == new for old, new in zip(before, pids(three), strict=True)] == [True, False, True]
+
+
+def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster, alone: list[float]) -> None:
+    three.run("at.clear(); trainer = make()")
+    before = pids(three)
+
+    def stop() -> None:
+        while step_of(three) < 4:
+            time.sleep(0.02)
+        os.kill(before[2], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    results = three.run(CELL, timeout=120)
+    thread.join()
+    for rank in range(3):
+        assert results.values[rank] == pytest.approx(alone, abs=1e-10)
+    assert [old == new for old, new in zip(before, pids(three), strict=True)] == [True, True, False]
+
+
+@pytest.mark.parametrize("how", ["alone_in_a_collective", "breakpoint"])
+def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
+    """Rank 1 waits in a collective of its own, the others in that of a step: the program is at fault. Or for a line."""
+    before = pids(three)
+    three.run(f"at.update(step=4, how={how}); trainer = make()")
+    handle = three.run(CELL, detach=True)
+    while step_of(three) < 4 or (how != "breakpoint" and not three.why().verdict.stuck):
+        time.sleep(0.2)
+    time.sleep(1.5 * TIMEOUT)
+    assert pids(three) == before and all(process.is_alive() for process in three.entry.ranks)
+    handle.stop()
+    handle.wait(timeout=60)
+    assert pids(three) == before
+
+
+def test_what_is_no_number_of_seconds_is_refused(three: Cluster) -> None:
+    with pytest.raises(CellError) as refused:
+        three.run("make(hang_timeout=0)")
+    assert "hang_timeout=60" in refused.value.traceback

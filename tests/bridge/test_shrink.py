@@ -1,0 +1,129 @@
+"""`on_failure="shrink"`: ranks die in `fit`, and the training goes on with those that are left.
+
+One cluster of four; each compares with a training that was left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_cell import NETWORK
+
+from nbkit import Cluster
+from nbkit.errors import CellError
+from nbkit.notebook.cluster.cells.results import Results
+
+STEPS = 14
+SETUP = f"""{NETWORK}
+steps = {STEPS}
+defaults = dict(data=rows()[:60], batch_size=12, on_failure="shrink", backup_every=1)
+"""
+CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
+
+
+@pytest.fixture(scope="module")
+def four(nbkit_home: Path) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        cluster = Cluster.start(4, cpu=True, name="shrunk", ttl=600)
+    cluster.run(SETUP)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(four: Cluster) -> list[float]:
+    losses: list[float] = four.run(f"trainer = make()\n{CELL}").values[0]
+    assert len(losses) == STEPS
+    return losses
+
+
+def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
+    """Run CELL, and kill the ranks when the training has made so many steps, as another rank tells."""
+    pids = [cluster.entry.ranks[rank].pid for rank in ranks]
+    other = next(rank for rank in range(4) if rank not in ranks)
+
+    def act() -> None:
+        while True:
+            told = cluster.connection.client.ask([other], "status").get(other, {})
+            if told.get("training") and told["progress"].get("step", 0) >= step:
+                break
+            time.sleep(0.02)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    results: Results = cluster.run(CELL, timeout=120)
+    thread.join()
+    return results
+
+
+def check_whole(cluster: Cluster, n: int) -> None:
+    """Every rank runs cells and is in the world, and the notebook knows the processes that are there."""
+    results = cluster.run(
+        "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), world_size)"
+    )
+    assert sorted(results.values) == list(range(n))
+    for rank, (total, pid, world_size) in results.values.items():
+        assert (total, world_size) == (n, n)
+        assert pid == cluster.entry.ranks[rank].pid
+    rows = cluster.status().rows
+    assert [row.state for row in rows] == ["idle"] * n
+    assert len(cluster.entry.labels) == n and all(cluster.entry.labels)
+
+
+def test_a_training_goes_on_with_the_ranks_that_are_left(
+    four: Cluster, alone: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    four.run("trainer = make(strategy='zero3')")
+    results = run_killing(four, [1])  # a new process has its number, and rank 3 leaves
+    assert sorted(results.values) == [0, 1, 2]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+    said = capsys.readouterr().err
+    assert "4 → 3 ranks after step" in said and "dp=3 zero=3" in said
+    check_whole(four, 3)
+
+
+def test_the_last_rank_dies_and_is_gone(four: Cluster, alone: list[float]) -> None:
+    four.run("trainer = make()")
+    results = run_killing(four, [2])
+    assert sorted(results.values) == [0, 1]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+    assert four.run("trainer.history[-1]['strategy'], trainer.history[0]['strategy']").values[1] == ("dp=2", "dp=3")
+    check_whole(four, 2)
+
+
+def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_why(
+    four: Cluster, alone: list[float]
+) -> None:
+    four.resize(4)
+    four.run("trainer = make(strategy='tp=2', progress=True)")
+    results = run_killing(four, [3])
+    for rank in range(4):
+        assert results.values[rank] == pytest.approx(alone, abs=1e-10)
+    assert "goes on with 4 ranks. The training cannot go on with 3 ranks." in results.output[0]
+    check_whole(four, 4)
+
+
+def test_two_that_die_at_once_leave_two(four: Cluster, alone: list[float]) -> None:
+    four.run("trainer = make()")
+    results = run_killing(four, [0, 3])
+    assert sorted(results.values) == [0, 1]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+    check_whole(four, 2)
+
+
+def test_another_policy_is_refused_with_those_that_there_are(four: Cluster) -> None:
+    with pytest.raises(CellError) as refused:
+        four.run("make(on_failure='grow')")
+    assert "'replace', 'shrink', 'stop'" in refused.value.traceback
