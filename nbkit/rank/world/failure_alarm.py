@@ -41,7 +41,7 @@ class Alarm:
         assert here is not None
         self.world, self.heard = here, False
         self._name, self._over = f"{here.key}/alarm/{name}", threading.Event()
-        self._thread: threading.Thread | None = None
+        self._waking = threading.Lock()
 
     @staticmethod
     def possible() -> bool:
@@ -52,14 +52,13 @@ class Alarm:
     def begin(self) -> None:
         """Listen."""
         if self.world.place.world_size > 1:
-            self._thread = threading.Thread(target=self._listen, name="nbkit-alarm", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._listen, name="nbkit-alarm", daemon=True).start()
 
     def end(self) -> None:
-        """Do not listen any more. Harmless twice."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Do not listen any more: nobody is woken after this. Harmless twice."""
+        # The thread itself is not waited for: it tries for minutes to reach a store whose rank has died.
+        with self._waking:
+            self._over.set()
 
     def check(self) -> None:
         """Raises Heard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
@@ -117,8 +116,10 @@ class Alarm:
             store = PrefixStore(self._name, own.clone())
             while not self._over.wait(_LOOK_SECONDS):
                 if store.check([_RUNG]):
-                    self.heard = True
-                    watchdog.wake("another rank has failed")
+                    with self._waking:
+                        if not self._over.is_set():
+                            self.heard = True
+                            watchdog.wake("another rank has failed")
                     return
         except Exception:
             return  # the store is gone, and rank 0 with it: that is told in other ways

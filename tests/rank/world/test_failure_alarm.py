@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -80,6 +82,35 @@ def alone(world: Any) -> list[Any]:
 
 def test_a_world_of_one_has_nobody_to_tell() -> None:
     assert run_ranks(alone, 1) == [[["me"], False, False, None]]
+
+
+SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def unreachable(world: Any) -> bool:
+    """The store that the ranks tell each other through has ended with the rank that held it."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        own = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+        server.kill()
+    whole, world._store = world._store, own
+    alarm = Alarm("a")
+    alarm.begin()
+    ending = threading.Thread(target=alarm.end, daemon=True)
+    ending.start()
+    ending.join(10.0)
+    world._store = whole
+    return not ending.is_alive()
+
+
+def test_an_alarm_ends_although_its_store_cannot_be_reached_any_more() -> None:
+    assert run_ranks(unreachable, 2) == [True, True]
 
 
 def left(world: Any) -> str:
