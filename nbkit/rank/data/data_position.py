@@ -14,7 +14,8 @@ class Feed:
     """position, go_to: where in the data it stands, carried when ranks become one again. fits: refuses a strategy that
     cannot cut the batch, and returns the arithmetic of one that can. recut: the strategy has changed.
     remakes: who makes the steps asks `proof.settled` in each, and can make one again. after: finished steps -> where a
-    training stands in the data that has made them all on it; None where nobody knows."""
+    training stands in the data that has made them all on it; None where nobody knows. where: see
+    Stream.where; collective."""
 
     position: Callable[[], Any] = lambda: None
     go_to: Callable[[Any], None] = lambda position: None
@@ -22,3 +23,4 @@ class Feed:
     recut: Callable[[], None] = lambda: None
     remakes: bool = False
     after: Callable[[int], Any] = lambda step: None
+    where: Callable[[], Any] = lambda: None

@@ -56,7 +56,7 @@ class Sample:
 def sample_of(data: Any, collate: Collate) -> Sample | None:
     """Rows from all over map-style `data`, or the first of data that comes in shards; None where it gives none."""
     if (shards := data_shards(data)) is not None and not hasattr(data, "__getitem__"):
-        first = shards.first_samples(_OF_SHARD)[0]
+        first = shards.first_samples(_OF_SHARD).samples
         return Sample(collate(first), first, collate) if first else None
     began, step = time.perf_counter(), max(len(data) // _ROWS, 1)
     samples: list[Any] = []

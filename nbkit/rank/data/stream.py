@@ -75,6 +75,17 @@ class Stream(ABC):
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""
 
+    def where(self) -> Any:
+        """What a checkpoint holds beside the position: where reading stands by the data's own state; None: nowhere.
+
+        Collective.
+        """
+        return None
+
+    def resume(self, epoch: int, offset: int, where: Any) -> None:
+        """As `seek`, by what `where` has given there; warns of what is read again. Collective with the next batch."""
+        self.seek(epoch, offset)
+
     def after(self, step: int) -> dict[str, int]:
         """Where `step` batches end, from the first sample on. Of a stream whose length nobody knows: in epoch 0."""
         return {"epoch": 0, "offset": step * self.batch_size}

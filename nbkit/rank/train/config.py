@@ -209,7 +209,7 @@ def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None
     with suppress(Exception), alike():
         if not is_map_style(data):
             shards = data_shards(data)
-            return None if shards is None else collate(shards.first_samples(2)[0])
+            return None if shards is None else collate(shards.first_samples(2).samples)
         if not len(data):
             return None
         return collate([data[i] for i in range(min(2, len(data)))])

@@ -220,8 +220,8 @@ class Trainer:
         if self.job.rank == 0 and self.loop.progress:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
-        stream = self._stream
-        self.job.feed = Feed(self._position, self._go_to, self._cut_for, self._recut, stream.goes_back, stream.after)
+        stream, moves = self._stream, (self._position, self._go_to, self._cut_for, self._recut)
+        self.job.feed = Feed(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
         note(self)
 
     @property
@@ -353,7 +353,7 @@ class Trainer:
         # Everything that can refuse, before anything is changed.
         saved, before = self.job.opened(path), self.step
         position = saved.about["position"]
-        self._stream.seek(position["epoch"], position["offset"])
+        self._stream.resume(position["epoch"], position["offset"], saved.about.get("data"))
         self.job.load(saved)
         self._stream.seed = self.job.seed
         self._go_to(position)

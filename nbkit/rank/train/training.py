@@ -21,6 +21,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.checkpoint.json_values import writable
 from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
@@ -276,7 +277,7 @@ class Training:
         if self.run_dir is not None:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
         self.unite()
-        about = {"history": list(self.ledger.records), "seed": self.seed}
+        about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def opened(self, path: str | Path) -> checkpoint.Saved:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.data_state import Mark, Opened
 
 _PARTS = 16
 """Of data that asks for its part and does not say into how many it can be split: degrees of dp mostly divide it."""
@@ -39,15 +40,15 @@ class DataShards:
     by_method: bool
     counted: bool
 
-    def samples(self, shard: int, epoch: int) -> Iterator[Any]:
-        """Of one shard, from its beginning. To be read inside `reading` of the same shard."""
+    def opened(self, shard: int, epoch: int, mark: Mark | None = None) -> Opened:
+        """One shard, from its beginning or from the mark on. To be read inside `reading` of the same shard."""
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)
         else:
             part = self.copied()
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-        return iter(part)
+        return Opened.at(part, mark)
 
     def copied(self) -> Any:
         """Data may remember in itself where it stands, and is iterated several times at once here.
@@ -63,11 +64,12 @@ class DataShards:
                 hint="def __copy__(self): ...   in its class; or num_shards = 1, and every rank reads all of it",
             ) from error
 
-    def first_samples(self, count: int) -> tuple[list[Any], bool]:
-        """(the first samples of the first shard, read anew; whether the data takes the part that it is told)."""
+    def first_samples(self, count: int) -> FirstSamples:
+        """The first samples of the first shard, read anew."""
         with self.reading(0) as part:
-            samples = list(islice(self.samples(0, 0), count))
-        return samples, self.by_method or part.asked
+            opened = self.opened(0, 0)
+            samples = list(islice(opened.samples, count))
+        return FirstSamples(samples, self.by_method or part.asked, opened.has_state)
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[_Part]:
@@ -79,6 +81,15 @@ class DataShards:
                 yield part
         finally:
             torch_worker._worker_info = outer
+
+
+@dataclass(frozen=True)
+class FirstSamples:
+    """takes_part: the data takes the part that it is told. has_state: it says where it stands in it."""
+
+    samples: list[Any]
+    takes_part: bool
+    has_state: bool
 
 
 class _Part:

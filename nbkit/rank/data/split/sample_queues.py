@@ -11,8 +11,9 @@ import io
 import pickle
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,24 +21,49 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.data_state import COMPARED, Mark, checksum
 from nbkit.rank.data.split.shard_reader import Course, ShardReader
-from nbkit.rank.data.workers import Loader
+from nbkit.rank.data.workers import Collate, Loader
 
 _AHEAD = 2  # chunks of each reader that a worker reads ahead
 
 
 @dataclass
 class Queue:
-    """first: the number of samples[0] among the reader's. end: how many it has in all, once that is known."""
+    """first: the number of samples[0] among the reader's. end: how many it has in all, once that is known.
+
+    marks: where its reading stood, the newest that is not beyond `first`, and those behind.
+    """
 
     first: int
     samples: deque[Any] = field(default_factory=deque)
     end: int | None = None
+    marks: deque[Mark] = field(default_factory=deque)
 
     @property
     def read(self) -> int:
         """How many of the reader's samples have been read."""
         return self.first + len(self.samples)
+
+    def add(self, samples: Sequence[Any], end: int | None, mark: Mark | None) -> None:
+        """What has been read. mark: where reading stands behind them."""
+        self.samples += samples
+        self.end = end
+        if mark is not None:
+            self.marks.append(mark)
+
+    def mark(self, collate: Collate) -> Mark | None:
+        """From where the next sample is read soonest; None where nobody can say."""
+        if not self.marks or self.marks[0].index > self.first:
+            return None
+        checks = tuple(checksum(collate, sample) for sample in islice(self.samples, COMPARED))
+        return replace(self.marks[0], first=self.first, checks=checks)
+
+    def follows(self, mark: Mark, collate: Collate) -> bool:
+        """Whether the samples that have been read are those of which the mark has checksums."""
+        at = mark.first - self.first
+        here = list(islice(self.samples, at, at + len(mark.checks))) if at >= 0 else []
+        return all(checksum(collate, sample) == check for sample, check in zip(here, mark.checks, strict=False))
 
     def take(self, index: int) -> Any:
         """Sample `index`; it and those before it are let go of."""
@@ -45,21 +71,41 @@ class Queue:
             self.samples.popleft()
             self.first += 1
         self.first += 1
+        while len(self.marks) > 1 and self.marks[1].index <= self.first:
+            self.marks.popleft()
         return self.samples.popleft()
 
 
 class SampleQueues:
-    """Queues of the readers in `starts`, from the samples that it gives on. chunk: samples that are read at a time."""
+    """Queues of the readers in `starts`, from the samples that it gives on. chunk: samples that are read at a time.
 
-    def __init__(self, course: Course, starts: Mapping[int, int], *, workers: int, chunk: int) -> None:
+    marks: reader -> where its reading begins, if not at its first sample. ended: reader -> how many samples it has, of
+    those that have given all.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        starts: Mapping[int, int],
+        *,
+        workers: int,
+        chunk: int,
+        marks: Mapping[int, Mark],
+        ended: Mapping[int, int],
+    ) -> None:
         self.course, self.chunk = course, max(chunk, 1)
-        self.queues = {reader: Queue(start) for reader, start in starts.items()}
-        self._here = {} if workers else {reader: ShardReader(course, reader) for reader in starts}
+        self.queues = {
+            reader: Queue(ended.get(reader, start), end=ended.get(reader)) for reader, start in starts.items()
+        }
+        for reader, mark in marks.items():
+            self.queues[reader].marks.append(mark)
+        numbers = sorted(starts.keys() - ended.keys())
+        self._here = {} if workers else {reader: ShardReader(course, reader, marks.get(reader)) for reader in numbers}
         self._from: dict[int, Iterator[Any]] = {}
-        numbers = sorted(starts)
         for worker in range(min(workers, len(numbers))):
             own = numbers[worker::workers]
-            batches = iter(_loader(_Chunks(course, {number: starts[number] for number in own}, self.chunk), len(own)))
+            chunks = _Chunks(course, {number: starts[number] for number in own}, self.chunk, marks)
+            batches = iter(_loader(chunks, len(own)))
             self._from.update(dict.fromkeys(own, batches))
 
     def fill(self, reader: int, until: int) -> None:
@@ -72,17 +118,19 @@ class SampleQueues:
             here, wanted = self._here[reader], until - queue.read
             _skip(here, queue.first)
             samples = here.read(wanted)
-            queue.samples += samples
-            if len(samples) < wanted:
-                queue.end = here.index
+            queue.add(samples, here.index if len(samples) < wanted else None, here.mark())
 
     def _hear(self, chunks: Iterator[Any]) -> None:
         packed = next(chunks)
         if isinstance(packed, TrainingError):
             raise packed
-        reader, end, samples = pickle.loads(packed)
-        self.queues[reader].samples += samples
-        self.queues[reader].end = end
+        reader, *read = pickle.loads(packed)
+        self.queues[reader].add(*read)
+
+    def marks(self, collate: Collate) -> dict[int, Mark]:
+        """Reader -> from where its next sample is read soonest, of those that say it."""
+        found = {reader: queue.mark(collate) for reader, queue in self.queues.items()}
+        return {reader: mark for reader, mark in found.items() if mark is not None}
 
     def close(self) -> None:
         """End the workers."""
@@ -90,13 +138,13 @@ class SampleQueues:
 
 
 class _Chunks(IterableDataset[bytes | TrainingError]):
-    """In a worker: (reader, its end, samples) of each reader in turn, packed."""
+    """In a worker: (reader, samples, its end, its mark) of each reader in turn, packed."""
 
-    def __init__(self, course: Course, starts: Mapping[int, int], chunk: int) -> None:
-        self.course, self.starts, self.chunk = course, starts, chunk
+    def __init__(self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, Mark]) -> None:
+        self.course, self.starts, self.chunk, self.marks = course, starts, chunk, marks
 
     def __iter__(self) -> Iterator[bytes | TrainingError]:
-        readers = {number: ShardReader(self.course, number) for number in self.starts}
+        readers = {number: ShardReader(self.course, number, self.marks.get(number)) for number in self.starts}
         try:
             for number, reader in readers.items():
                 _skip(reader, self.starts[number])
@@ -106,7 +154,7 @@ class _Chunks(IterableDataset[bytes | TrainingError]):
                     ended = len(samples) < self.chunk
                     if ended:
                         del readers[number]
-                    yield _packed((number, reader.index if ended else None, samples))
+                    yield _packed((number, samples, reader.index if ended else None, reader.mark()))
         except TrainingError as error:
             yield error
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-
 from nbkit.errors import TrainingError
 from nbkit.rank.data import data_rng
+from nbkit.rank.data.data_state import Mark, Opened, draw_from, draws_now, same_draws
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.data.split.data_shards import DataShards
-from nbkit.rank.rng.seeding import ITERATED, Drawn, mixed
+from nbkit.rank.rng.seeding import ITERATED, mixed
 
 
 @dataclass(frozen=True)
@@ -31,34 +29,48 @@ class Course:
 
 
 class ShardReader:
-    """Reads the samples of reader `number` in their order. index: which one comes next."""
+    """Reads the samples of reader `number` in their order. index: which one comes next.
 
-    def __init__(self, course: Course, number: int) -> None:
-        self.course, self.number, self.index = course, number, 0
-        self.left = iter(course.of(number))
-        self._shard = -1
-        self._samples: Iterator[Any] | None = None
-        self._drawn: tuple[torch.Tensor, Drawn] | None = None
+    mark: where it begins instead, in the same epoch.
+    """
+
+    def __init__(self, course: Course, number: int, mark: Mark | None = None) -> None:
+        self.course, self.number = course, number
+        self.index = 0 if mark is None else mark.index
+        self.left = iter([shard for shard in course.of(number) if mark is None or shard > mark.shard])
+        self._shard = -1 if mark is None else mark.shard
+        self._from = mark
+        self._opened: Opened | None = None
+        with undrawn():
+            data_rng.seed_host(mixed(course.seed, course.epoch, ITERATED), number, 0)
+            self._seeded = self._drawn = draws_now()
+        if mark is not None and mark.drawn is not None:
+            self._drawn = mark.drawn
+
+    def mark(self) -> Mark | None:
+        """Where it stands; None between shards, and of data that does not say it."""
+        if self._opened is None or not self._opened.has_state:
+            return None
+        data, iterator = self._opened.states()
+        drawn = None if same_draws(self._seeded, self._drawn) else self._drawn
+        return Mark(self.index, self._shard, data, iterator, drawn)
 
     def read(self, count: int) -> list[Any]:
         """The next `count` samples; fewer where they end. Raises TrainingError, which names shard and sample."""
         found: list[Any] = []
         with undrawn():
-            if self._drawn is None:
-                data_rng.seed_host(mixed(self.course.seed, self.course.epoch, ITERATED), self.number, 0)
-            else:
-                torch.set_rng_state(self._drawn[0])
-                self._drawn[1].restore()
+            draw_from(self._drawn)
             while len(found) < count:
-                if self._samples is None and (shard := next(self.left, None)) is None:
-                    break
-                elif self._samples is None:
-                    self._shard = shard  # type: ignore[assignment]
+                if self._opened is None and self._from is None:
+                    if (shard := next(self.left, None)) is None:
+                        break
+                    self._shard = shard
                 try:
                     with self.course.shards.reading(self._shard):
-                        if self._samples is None:
-                            self._samples = self.course.shards.samples(self._shard, self.course.epoch)
-                        some = list(islice(self._samples, count - len(found)))
+                        if self._opened is None:
+                            mark, self._from = self._from, None
+                            self._opened = self.course.shards.opened(self._shard, self.course.epoch, mark)
+                        some = list(islice(self._opened.samples, count - len(found)))
                 except Exception as error:
                     raise TrainingError(
                         f"Shard {self._shard} of the data could not be read: {type(error).__name__}: {error}",
@@ -68,7 +80,7 @@ class ShardReader:
                     ) from error
                 found += some
                 if len(found) < count:
-                    self._samples = None
-            self._drawn = torch.get_rng_state(), Drawn.so_far()
+                    self._opened = None
+            self._drawn = draws_now()
         self.index += len(found)
         return found

@@ -19,6 +19,7 @@ from nbkit.device_speeds import rows_by_speed
 from nbkit.errors import TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard, bounds
+from nbkit.rank.data.data_state import NO_STATE, READ_AGAIN, Mark, read, written
 from nbkit.rank.data.split.data_shards import DataShards, refuse_unasked
 from nbkit.rank.data.split.round_robin import MOST_READERS, RoundRobin, Row, share_out
 from nbkit.rank.data.split.sample_queues import SampleQueues
@@ -45,12 +46,17 @@ class SplitStream(Stream):
     _found: dict[int, int] = field(default_factory=dict, init=False)
     _compares: bool = field(default=True, init=False)
     _queues: SampleQueues | None = field(default=None, init=False)
+    _marks: dict[int, Mark] = field(default_factory=dict, init=False)
+    _begun: dict[int, Mark] = field(default_factory=dict, init=False)
+    _proven: bool = field(default=True, init=False)
+    _trusts: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.readers = min(self.shards.number, MOST_READERS)
         if not self.shards.by_method:
             self.shards.copied()
-        self.takes_part = True  # where nothing can be read, that is said where it is read to train
+        # Where nothing can be read, that is said where it is read to train.
+        self.takes_part, self.has_state = True, False
         self._compare()
 
     def _compare(self) -> None:
@@ -60,8 +66,9 @@ class SplitStream(Stream):
         """
 
         def read() -> Any:
-            samples, self.takes_part = self.shards.first_samples(2)
-            return self.collate(samples)
+            found = self.shards.first_samples(2)
+            self.takes_part, self.has_state = found.takes_part, found.has_state
+            return self.collate(found.samples)
 
         found = self.gather(data_rng.content(read))
         self._drawn_anew, self._world_size = 0 in found, len(found)
@@ -104,9 +111,8 @@ class SplitStream(Stream):
 
     def close(self) -> None:
         """End the workers; `next` starts others."""
-        if self._queues is not None and self.workers:
-            self._queues.close()
-            self._queues = None
+        if self.workers:
+            self._drop()
 
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`: samples before it are read and passed over, by who reads them.
@@ -116,6 +122,35 @@ class SplitStream(Stream):
         if epoch != self.epoch:
             self._forget()
         self.epoch, self.offset, self._compares = epoch, offset, True
+
+    def where(self) -> Any:
+        """The ends that are known, and a mark of each reader that has one. Collective where the data has states."""
+        if not self.has_state:
+            return None
+        self._share_marks()
+        marks = [[reader, written(mark)] for reader, mark in sorted(self._marks.items())]
+        return {"shards": self.shards.number, "ends": [list(each) for each in self._ends.items()], "marks": marks}
+
+    def resume(self, epoch: int, offset: int, where: Any) -> None:
+        """As `seek`. where: of data in as many shards, else it is read again."""
+        self._forget()
+        self.seek(epoch, offset)
+        if self.has_state and isinstance(where, dict) and where.get("shards") == self.shards.number:
+            self._ends = dict(where["ends"])
+            marks = {reader: read(mark) for reader, mark in where["marks"]}
+            self._marks = {reader: mark for reader, mark in marks.items() if mark is not None}
+        if not offset or self._marks:
+            return
+        why = "the checkpoint has no state of such data" if self.has_state else NO_STATE
+        warnings.warn(READ_AGAIN.format(offset=offset, epoch=epoch, why=why), stacklevel=4)
+
+    def _share_marks(self) -> None:
+        """Have the marks of all readers. Collective."""
+        self._note_marks()
+        if self._world_size > 1:
+            for epoch, marks in self.gather((self.epoch, self._marks)):
+                here = {reader: mark for reader, mark in marks.items() if epoch == self.epoch}
+                self._marks |= {r: m for r, m in here.items() if r not in self._marks or m.index > self._marks[r].index}
 
     def next(self, draws: Draws | None = None) -> Shard:
         """This rank's rows of the next global batch."""
@@ -156,6 +191,8 @@ class SplitStream(Stream):
 
     def _rows(self) -> list[Row]:
         """Those of the next batch, the same on every rank."""
+        if self._compares and self.has_state:
+            self._share_marks()
         known = self._read_ahead()
         while self._compares and self.ranks > 1:
             everyone = self.gather((self.epoch, known))
@@ -179,9 +216,21 @@ class SplitStream(Stream):
             rows = self._order.rows(self.offset, max(read, self.readers))
             own = [(number, row) for number, row in enumerate(rows) if row[0] % self.ranks == self.rank]
             queues = self._open([row for _, row in own])
-            for number, (reader, index) in own:
-                if number < read:
-                    queues.fill(reader, index + 1)
+            try:
+                for number, (reader, index) in own:
+                    if number < read:
+                        queues.fill(reader, index + 1)
+            except TrainingError:
+                if self._proven:
+                    raise
+                self._read_anew()
+                continue
+            if not self._proven and not all(
+                queues.queues[reader].follows(mark, self.collate) for reader, mark in self._begun.items()
+            ):
+                self._read_anew()
+                continue
+            self._proven = True
             ends = {reader: queue.end for reader, queue in queues.queues.items() if queue.end is not None}
             self._found = self._ends | ends
             if self.ranks > 1 or self._found == self._ends:
@@ -199,9 +248,20 @@ class SplitStream(Stream):
             self._drop()
         if self._queues is None:
             course = Course(self.shards, self.readers, self.epoch, self.seed)
-            chunk = -(-self.batch_size // self.readers)
-            self._queues = SampleQueues(course, starts | first, workers=self.workers, chunk=chunk)
+            chunk, at = -(-self.batch_size // self.readers), starts | first
+            marks = {reader: mark for reader, mark in self._marks.items() if mark.index <= at.get(reader, -1)}
+            marks = marks if self._trusts else {}
+            self._begun, self._proven = marks, not marks
+            ended = {reader: end for reader, end in self._ends.items() if reader in starts and reader not in first}
+            self._queues = SampleQueues(course, at, workers=self.workers, chunk=chunk, marks=marks, ended=ended)
         return self._queues
+
+    def _read_anew(self) -> None:
+        """The data does not go on where its states say: what they lead to is read from its beginning."""
+        why = "behind its own load_state_dict() it gives other samples"
+        warnings.warn(READ_AGAIN.format(offset=self.offset, epoch=self.epoch, why=why), stacklevel=4)
+        self._close_queues()
+        self._marks, self._proven, self._trusts = {}, True, False
 
     def _most(self, total: int) -> list[int]:
         """Rows of each rank."""
@@ -221,11 +281,19 @@ class SplitStream(Stream):
         assert self._queues is not None
         return self._queues.queues[row[0]].take(row[1])
 
+    def _note_marks(self) -> None:
+        if self._queues is not None and self.has_state and self._trusts:
+            self._marks |= self._queues.marks(self.collate)
+
     def _drop(self) -> None:
+        self._note_marks()
+        self._close_queues()
+
+    def _close_queues(self) -> None:
         if self._queues is not None:
             self._queues.close()
         self._queues = None
 
     def _forget(self) -> None:
-        self._drop()
-        self._ends, self._found = {}, {}
+        self._close_queues()
+        self._ends, self._found, self._marks = {}, {}, {}

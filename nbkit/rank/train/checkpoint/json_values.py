@@ -25,6 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 """Every dtype that a checkpoint may hold, by its name."""
 
+MOST_CHARACTERS = 16 << 20
+"""Of what somebody else's data says of itself."""
+
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _MOST_DIMS = 64
 
@@ -45,6 +48,14 @@ def viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
 def encoded(value: Any) -> str:
     """`value` as one line of JSON. Numbers of numpy become Python's, arrays tensors. Raises TypeError for the rest."""
     return json.dumps(_tagged(value), separators=(",", ":"))
+
+
+def writable(value: Any) -> Any:
+    """`value`, which is not nbkit's own, if a checkpoint can hold it: plain values, at most MOST_CHARACTERS."""
+    try:
+        return value if len(encoded(value)) <= MOST_CHARACTERS else None
+    except TypeError:
+        return None
 
 
 def decoded(text: str | bytes) -> Any:
