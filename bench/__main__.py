@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a few rounds of each: does it run, not what is it")
     parser.add_argument("--rounds", type=int, help="this many rounds of each")
     parser.add_argument("--ranks", type=int, nargs="+", help="only these of the cluster sizes of `cells`")
+    parser.add_argument("--steps", type=int, help="of `long_run`: until so many steps are made, such as 1000000; hours")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
     parser.add_argument("--join", nargs="+", type=Path, metavar="A.json", help="write these into OUT; measure nothing")
     parser.add_argument("--docs", action="store_true", help="write the table of docs/measured.md; measure nothing")
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> int:
         isolation.bring_up_loopback()
     elif (status := isolation.enter(arguments)) is not None:
         return status
-    full = not (asked.names or asked.quick or asked.rounds or asked.ranks)
+    full = not (asked.names or asked.quick or asked.rounds or asked.ranks or asked.steps)
     return _measure(asked, asked.out or (RESULTS if full else None))
 
 
@@ -104,6 +105,7 @@ def _measure(asked: argparse.Namespace, out: Path | None) -> int:
                 quick=asked.quick,
                 rounds=asked.rounds,
                 ranks=tuple(asked.ranks) if asked.ranks else None,
+                steps=asked.steps,
             )
             try:
                 rows += importlib.import_module(f"bench.{_group(name)}.{name}").run(settings)

@@ -15,7 +15,8 @@ QUICK_ROUNDS = 5
 class Settings:
     """folder: scratch of this run. isolated: nothing that runs here can reach a process outside.
 
-    rounds: instead of each benchmark's own number. ranks: only these cluster sizes.
+    rounds: instead of each benchmark's own number. ranks: only these cluster sizes. steps: of `long_run`, in
+    the place of minutes.
     """
 
     folder: Path
@@ -23,6 +24,7 @@ class Settings:
     quick: bool = False
     rounds: int | None = None
     ranks: tuple[int, ...] | None = None
+    steps: int | None = None
 
     def count(self, full: int) -> int:
         """Rounds to measure, where a full run takes `full`."""

@@ -1,14 +1,17 @@
 """Memory of a long training's processes: steps of a tiny model, as fast as they go, on two ranks, with records, output
 and a dashboard in a real kernel. What the kernel, the ranks, their parent and the controller take in the end, beside
-what they took after a third of the steps: what grows with every step shows there, long before a million of them.
+what they took after a third of the steps: what grows with every step shows there.
 
-The history on the ranks keeps a hundredth of what it keeps elsewhere, so that it is full before the measuring begins.
+For some minutes, with a history on the ranks that keeps a hundredth of what it keeps elsewhere, so that it is full
+before the measuring begins. With `--steps 1000000` until so many steps are made, hours, with the history as it is.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,7 @@ from bench.settings import Settings
 from bench.table import Row, absolute
 
 SECONDS, QUICK_SECONDS, EVERY_S = 170.0, 20.0, 1.0
+FEWEST, STUCK_S = 9, 180.0  # samples; seconds without a step, after which it is an error
 FLAT = 1.05
 
 _START = """
@@ -26,9 +30,11 @@ import nbkit
 cluster = nbkit.Cluster.start(2, cpu=True, name="long-run")
 pids = cluster.run("import os; (os.getpid(), os.getppid())").values
 """
-_TRAIN = """
+_SHORT_HISTORY = """
 from nbkit.rank.train.step import history
 history.KEPT = 100
+"""
+_TRAIN = """
 x = [(torch.randn(4), torch.randn(4)) for _ in range(64)]
 def note(trainer, record):
     if rank == 0 and record["step"] % 50 == 0:
@@ -45,9 +51,10 @@ trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(4, 4), loss=torch.nn.funct
 def run(settings: Settings) -> list[Row]:
     """A row for each kind of process."""
     seconds = QUICK_SECONDS if settings.quick or settings.rounds else SECONDS
+    enough = _Enough(seconds=0.0 if settings.steps else seconds, steps=settings.steps or 0)
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
-    train = "import os\n" + _TRAIN.format(folder=str(folder))
+    train = "import os\n" + ("" if settings.steps else _SHORT_HISTORY) + _TRAIN.format(folder=str(folder))
     with Kernel(folder / "kernel") as kernel:
         try:
             kernel.run(_START)
@@ -58,13 +65,14 @@ def run(settings: Settings) -> list[Row]:
             ranks = [psutil.Process(pid) for _, (pid, _) in pids]
             others = [each for each in psutil.process_iter() if _is_controller(each, kernel.pid)]
             kinds = {"kernel": [psutil.Process(kernel.pid)], "ranks": ranks, "parent": [parent], "controller": others}
-            steps, seen = _sampled(kinds, folder / "step", seconds)
+            steps, seen = _sampled(kinds, folder / "step", enough)
         finally:
             kernel.run("cluster.stop()", may_fail=True)
-    third, rows = len(steps) // 3, []
+    first, last = (bisect_left(steps, steps[-1] * share / 3) for share in (1, 2))
+    rows = []
     for kind, memory in seen.items():
-        grown = max(one[-1] / one[third] for one in memory)
-        added = max(one[-1] - one[-third] for one in memory) / 1e6
+        grown = max(one[-1] / one[first] for one in memory)
+        added = max(one[-1] - one[last] for one in memory) / 1e6
         what = f"memory of a long training, {kind}: after {steps[-1]:,.0f} steps / after a third of them"
         later = f"{max(one[-1] for one in memory) / 1e6:.0f} MB, {added:+.2f} MB in the last third"
         rows.append(absolute(what, [grown], FLAT, "x", peer=later))
@@ -79,22 +87,39 @@ def _is_controller(process: psutil.Process, kernel: int) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class _Enough:
+    """Samples are taken until so many seconds behind the first step, and until so many steps."""
+
+    seconds: float
+    steps: int
+
+
 def _sampled(
-    kinds: dict[str, list[psutil.Process]], step: Path, seconds: float
+    kinds: dict[str, list[psutil.Process]], step: Path, enough: _Enough
 ) -> tuple[list[float], dict[str, list[list[float]]]]:
-    """Steps, and the bytes of each process of each kind, sampled until so many seconds after the first step."""
+    """Steps, and the bytes of each process of each kind. Raises NoStep where none is made for a while."""
     steps: list[float] = []
     seen: dict[str, list[list[float]]] = {
         kind: [[] for _ in processes] for kind, processes in kinds.items() if processes
     }
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline or len(steps) < 9:
+    began = newest = time.monotonic()
+    while time.monotonic() < began + enough.seconds or len(steps) < FEWEST or steps[-1] < enough.steps:
         time.sleep(EVERY_S)
-        if not step.exists():
-            deadline += EVERY_S * (not steps)
-            continue
-        steps.append(float(step.read_text()))
-        for kind, memory in seen.items():
-            for process, values in zip(kinds[kind], memory, strict=True):
-                values.append(float(process.memory_info().rss))
+        now = float(step.read_text()) if step.exists() else 0.0
+        if now > (steps[-1] if steps else 0.0):
+            newest = time.monotonic()
+        elif time.monotonic() > newest + STUCK_S:
+            raise NoStep(f"no step behind step {now:.0f} in {STUCK_S:.0f} s")
+        if not steps:
+            began = time.monotonic()
+        if now:
+            steps.append(now)
+            for kind, memory in seen.items():
+                for process, values in zip(kinds[kind], memory, strict=True):
+                    values.append(float(process.memory_info().rss))
     return steps, seen
+
+
+class NoStep(Exception):
+    """The training does not go on."""
