@@ -8,6 +8,7 @@ a replica as fast as the slowest of its ranks is for its stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -15,7 +16,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 
 from nbkit.errors import StrategyError
-from nbkit.mesh import Mesh
+from nbkit.mesh import AXES, Mesh
 
 
 def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
@@ -36,10 +37,27 @@ def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
                     f"The ranks of a group along {axis} compute equal parts of each layer, and wait for the slowest.",
                     numbers=f"ranks {', '.join(map(str, group))} have speeds {', '.join(map(str, own))}: "
                     f"{len(own)} x {slowest} of {sum(own)}, so that {1 - len(own) * slowest / sum(own):.0%} is lost",
-                    hint=f"{axis} between ranks of one speed, and dp or pp between others",
+                    hint=_alike_together(speeds, mesh) or f"ddp speeds={shown}",
                 )
     factor = gcd(*speeds)
     return () if len(set(speeds)) == 1 else tuple(speed // factor for speed in speeds)
+
+
+def _alike_together(speeds: Sequence[int], mesh: Mesh) -> str:
+    """`places=` that put ranks of one speed into each group along tp and cp; "" where there are none."""
+    size = mesh.tp * mesh.cp
+    ranks = sorted(range(mesh.size), key=lambda rank: (-speeds[rank], rank))
+    units = sorted(sorted(ranks[start : start + size]) for start in range(0, mesh.size, size))
+    if any(len({speeds[rank] for rank in unit}) > 1 for unit in units) or mesh.places or mesh.order != AXES:
+        return ""
+    places = [0] * mesh.size
+    for place, rank in enumerate(rank for unit in units for rank in unit):
+        places[rank] = place
+    try:
+        replace(mesh, places=tuple(places))
+    except StrategyError:
+        return ""
+    return "places=" + ":".join(map(str, places))
 
 
 def of_stages(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:

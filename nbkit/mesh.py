@@ -2,12 +2,16 @@
 
 Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. Another
 axis may be the slowest instead, and cross nodes in place of pp: a strategy's `order=` says so, or it is chosen, so that
-fewer bytes move: see nbkit.planner.reshard.placement.
+fewer bytes move: see nbkit.planner.reshard.placement. Which rank stands where in this order can be said too: ranks of
+unequal speed suit unequal stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from nbkit.errors import StrategyError
 
@@ -22,17 +26,41 @@ def with_slowest(axis: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the four axes; a degree of 1 means that nothing is split along it. order: from slowest to fastest."""
+    """Degrees of the four axes; a degree of 1 means that nothing is split along it. order: from slowest to fastest.
+
+    places: of each rank, its number in the grid, counted along that order; () for its own. Ranks ascend along dp, cp
+    and tp: so process groups number them.
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
     order: tuple[str, ...] = AXES
+    places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if wrong := [f"{axis}={self.degree(axis)}" for axis in AXES if self.degree(axis) < 1]:
             raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
+        if self.places:
+            self._check_places()
+
+    def _check_places(self) -> None:
+        shown = ":".join(map(str, self.places))
+        if sorted(self.places) != list(range(self.size)):
+            raise StrategyError(
+                "places= has the number of each rank in the mesh, each once.",
+                numbers=f"places={shown} for {self.size} ranks, numbers 0 to {self.size - 1}",
+                hint="places=" + ":".join(map(str, range(self.size))),
+            )
+        for axis in ("dp", "cp", "tp"):
+            for group in self.groups(axis):
+                if any(later < earlier for earlier, later in pairwise(group)):
+                    raise StrategyError(
+                        f"Ranks along {axis} stand in ascending order, in which process groups number them.",
+                        numbers=f"places={shown} has ranks {', '.join(map(str, group))} along {axis}",
+                        hint="places=" + ":".join(map(str, range(self.size))),
+                    )
 
     @property
     def size(self) -> int:
@@ -54,17 +82,26 @@ class Mesh:
 
     def index(self, rank: int) -> dict[str, int]:
         """The place of `rank` along each axis."""
-        return {axis: rank // self.stride(axis) % self.degree(axis) for axis in AXES}
+        place = self._place(rank)
+        return {axis: place // self.stride(axis) % self.degree(axis) for axis in AXES}
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axis` alone, in order; `rank` is among them."""
         stride = self.stride(axis)
-        first = rank - self.index(rank)[axis] * stride
-        return tuple(first + i * stride for i in range(self.degree(axis)))
+        first = self._place(rank) - self.index(rank)[axis] * stride
+        return tuple(self._ranks[first + i * stride] for i in range(self.degree(axis)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Every group along `axis`, by its first rank; together they hold each rank once."""
         return sorted({self.ranks(axis, rank) for rank in range(self.size)})
+
+    def _place(self, rank: int) -> int:
+        return self.places[rank] if self.places else rank
+
+    @cached_property
+    def _ranks(self) -> Sequence[int]:
+        """At each place, the rank."""
+        return sorted(range(self.size), key=self.places.__getitem__) if self.places else range(self.size)
 
     def shard_groups(self, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """(sharding groups of `shard` neighbours along dp, groups of those who hold the same shard)."""

@@ -8,6 +8,7 @@ One spelling everywhere (magic, panel, Python, logs): an optional preset, then k
     zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
     schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
     order=                                   the axis that crosses nodes: its neighbours are farthest apart in rank
+    places=                                  of each rank, its number in the mesh, as 1:0, where it is not its own
     speeds=                                  of the ranks, as 2:1:1:1, where they are unequal: rows and stages follow
     bucket= compress= sync_every=            of the gradients of dp: see nbkit.levers
 """
@@ -33,7 +34,7 @@ from nbkit.tensor_layout import bounds
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
-_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "order", "speeds", *LEVERS)
+_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "order", "places", "speeds", *LEVERS)
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -46,10 +47,10 @@ class Strategy:
     schedule, microbatches: of a pipeline replica; None when pp is 1.
     speeds: of each rank, where they are unequal: see nbkit.device_speeds. levers: of the data axis: see nbkit.levers.
     order: the axis that is the slowest of the mesh, and so crosses nodes; "" where nobody says. slowest: as chosen
-    where `order` leaves it free; no part of the spelling.
+    where `order` leaves it free; no part of the spelling. places: of each rank, its number in the mesh; () for its own.
     `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
     that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, schedule and microbatches,
-    order, speeds, levers.
+    order, places, speeds, levers.
     """
 
     dp: int = 1
@@ -64,6 +65,7 @@ class Strategy:
     levers: Levers = field(default=NONE, kw_only=True)
     order: str = field(default="", kw_only=True)
     slowest: str = field(default="", kw_only=True)
+    places: tuple[int, ...] = field(default=(), kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +155,9 @@ class Strategy:
             slowest = ""
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "slowest", slowest)
+        if self.places and self.mesh and self.places == tuple(range(len(self.places))):
+            yield "places= has no effect: each rank is at its own"
+            object.__setattr__(self, "places", ())
 
     @classmethod
     def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
@@ -168,7 +173,7 @@ class Strategy:
         given = {
             key: _number(key, settings[key])
             for key in _KEYS
-            if key in settings and key not in ("schedule", "order", "speeds", *LEVERS)
+            if key in settings and key not in ("schedule", "order", "places", "speeds", *LEVERS)
         }
         degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
@@ -190,9 +195,15 @@ class Strategy:
             shard = _hybrid_shard(dp, shard, neighbours)
         schedule, microbatches = settings.get("schedule"), given.get("microbatches")
         speeds = tuple(_number("speeds", speed) for speed in settings.get("speeds", "").split(":") if speed)
-        levers = Levers.parse(settings)
-        order = settings.get("order", "")
-        found = cls(dp, tp, pp, cp, zero, shard, schedule, microbatches, speeds=speeds, levers=levers, order=order)
+        places = tuple(_number("places", place) for place in settings.get("places", "").split(":") if place)
+        levers, order = Levers.parse(settings), settings.get("order", "")
+        found = cls(
+            *(dp, tp, pp, cp, zero, shard, schedule, microbatches),
+            speeds=speeds,
+            levers=levers,
+            order=order,
+            places=places,
+        )
         object.__setattr__(found, "without_effect", (*found.without_effect, *levers.without_effect(settings)))
         return found
 
@@ -215,12 +226,17 @@ class Strategy:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest)
+        return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest, self.places)
 
     @property
     def composed(self) -> Strategy:
         """The same techniques with the ranks in the usual order: which rank is where changes no step."""
-        return replace(self, order="", slowest="")
+        if not self.speeds:
+            return replace(self, order="", slowest="", places=())
+        at = [self.mesh.index(rank) for rank in range(self.mesh.size)]
+        usual = sorted(range(self.mesh.size), key=lambda rank: [at[rank][axis] for axis in AXES])
+        speeds = tuple(self.speeds[rank] for rank in usual)
+        return replace(self, order="", slowest="", places=(), speeds=speeds)
 
     @property
     def summed_axis(self) -> str:
@@ -259,14 +275,15 @@ class Strategy:
         if self.pp > 1:
             words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [f"order={self.order}"] * bool(self.order)
+        words += ["places=" + ":".join(map(str, self.places))] * bool(self.places)
         words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
         words += [str(self.levers)] * (self.levers != NONE)
         return " ".join(words)
 
 
 @lru_cache(maxsize=256)  # a step asks a dozen times
-def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str) -> Mesh:
-    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest))
+def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, ...]) -> Mesh:
+    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest), places=places)
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
@@ -309,7 +326,7 @@ def _vocabulary() -> str:
 
 
 def _number(key: str, value: str) -> int:
-    least = 0 if key == "zero" else 1
+    least = 0 if key in ("zero", "places") else 1
     if not (value.isascii() and value.isdecimal()) or int(value) < least:
         what = "a degree" if key in _DEGREES else f"a value of {key}"
         raise StrategyError(

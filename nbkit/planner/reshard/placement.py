@@ -28,7 +28,7 @@ def orders(strategy: Strategy, *, one_node: bool | None = None) -> list[Strategy
 
     one_node: whether all ranks are on one; None: where that is not known.
     """
-    free = not strategy.speeds and not strategy.order  # which rank is fast is not free
+    free = not (strategy.speeds or strategy.order or strategy.places)  # which rank is fast is not free
     others = ("tp", "dp") if one_node is None else ("tp",) if one_node else ("dp",)
     slowest = ("", *others) if free else ("",)
     return list(dict.fromkeys(replace(strategy, slowest=axis) for axis in slowest))

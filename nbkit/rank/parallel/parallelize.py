@@ -62,7 +62,9 @@ class Cut:
         axes, edges, pipeline = self.connections.axes, self.connections.edges, None
         if self.schedule is not None:
             group, index = axes.group("pp"), axes.index("pp")
-            pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split)
+            line = axes.mesh.ranks("pp", axes.rank)
+            peers = [sorted(line).index(rank) for rank in line]  # a group numbers its ranks in ascending order
+            pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split, peers=peers)
         keep = pipeline is not None
         plan = self.gathers or GatherPlan()
         data = data_axis(

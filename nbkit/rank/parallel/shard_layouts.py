@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from nbkit.device_speeds import of_stages
 from nbkit.planner.stage_partition import stage_ranges
 from nbkit.rank.parallel.model_facts import need_facts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
@@ -89,11 +90,8 @@ class ShardLayouts:
         chain: Chain | None = self.options.chain
         if strategy.pp == 1 or chain is None:
             return []
-        key = (
-            strategy.pp,
-            strategy.schedule,
-            strategy.speeds and (strategy.dp, strategy.tp, strategy.cp, *strategy.speeds),
-        )
+        speeds = of_stages(strategy.speeds, strategy.mesh) if strategy.speeds else ()
+        key = (strategy.pp, strategy.schedule, speeds)
         if key not in self._ranks_of:
             self._ranks_of[key] = self._staged(strategy, chain)
         return self._ranks_of[key]

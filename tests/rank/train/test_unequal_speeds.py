@@ -67,7 +67,13 @@ def test_a_strategy_says_its_speeds_and_refuses_those_that_do_not_fit() -> None:
     assert "equally fast" in Strategy.parse("ddp speeds=3:3", 2).without_effect[0]
     with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
         Strategy.parse("tp speeds=2:1", 2)
-    assert "dp or pp" in raised.value.hint
+    assert raised.value.hint == "ddp speeds=2:1" and Strategy.parse(raised.value.hint, 2)
+    # Where groups of one speed can be made, the hint says how.
+    with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
+        Strategy.parse("dp=2 tp=2 speeds=2:1:2:1", 4)
+    apart = Strategy.parse(f"dp=2 tp=2 speeds=2:1:2:1 {raised.value.hint}", 4)
+    assert apart.mesh.groups("tp") == [(0, 2), (1, 3)] and list(apart.rows(9)) == [(0, 6), (6, 9)]
+    assert apart.composed.speeds == (2, 2, 1, 1)
     assert list(Strategy.parse("tp=2 speeds=2:2:1:1", 4).rows(9)) == [(0, 6), (6, 9)]
     for text in ("ddp speeds=2:1:1", "ddp speeds=2", "ddp speeds=0:1", "ddp speeds=fast"):
         with pytest.raises(StrategyError):
@@ -79,6 +85,23 @@ def deep(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(6, 3))
 
 
+class Late(nn.Module):
+    """Most of the work is in the last block, whatever the machine is busy with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 512)
+        self.out = nn.Linear(512, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        time.sleep(0.01)
+        return self.out(torch.tanh(self.layer(x)))
+
+
+def steep() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), Late(), nn.Linear(6, 3))
+
+
 def losses(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     balanced = {"data": Balanced(points(52), cost=[1.0 + i % 7 for i in range(52)])}
@@ -88,6 +111,7 @@ def losses(world: Any) -> dict[str, Any]:
         "zero3 speeds=3:1": {"microbatch_size": 2},
         "zero1 speeds=1:9": {},
         "pp speeds=3:1": {},
+        "pp speeds=3:1 places=1:0": {},
     }
     for strategy, changed in cases.items():
         if world.place.world_size == 1 and strategy != "ddp":
@@ -104,6 +128,19 @@ def losses(world: Any) -> dict[str, Any]:
         trainer.switch("ddp speeds=1:3")
     trainer.fit(2)
     found["switched"] = [record["loss"] for record in trainer.history]
+    trainer = quiet(strategy="ddp", model=steep, loss=weighted_loss)
+    trainer.fit(2)
+    for text in ("pp", "pp speeds=1:4", "pp speeds=4:1", "ddp") if world.place.world_size > 1 else ():
+        trainer.switch(text)
+        trainer.fit(1)
+    if world.place.world_size == 1:
+        trainer.fit(4)
+    texts = [record["strategy"] for record in trainer.history]
+    held = [sum(p.numel() for p in trainer.model.parameters() if p is not None)]
+    if world.place.world_size > 1:
+        trainer.switch(texts[3])
+        held += [sum(p.numel() for p in trainer.model.parameters() if p is not None)]
+    found["placed"] = [record["loss"] for record in trainer.history], texts, held
     return found
 
 
@@ -113,13 +150,25 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
     found = run_ranks(losses, 2, timeout=120)
 
     for rank, one in enumerate(found):
-        for strategy in ("ddp", "ddp speeds=3:1", "zero3 speeds=3:1", "zero1 speeds=1:9", "pp speeds=3:1"):
+        for strategy in (
+            "ddp",
+            "ddp speeds=3:1",
+            "zero3 speeds=3:1",
+            "zero1 speeds=1:9",
+            "pp speeds=3:1",
+            "pp speeds=3:1 places=1:0",
+        ):
             assert one[strategy][0] == pytest.approx(alone["ddp"][0], rel=1e-5), strategy
         assert one["ddp speeds=3:1"][1] == (18, 6)[rank]
         assert one["ddp speeds=3:1"][2] == "global 8 = 6 + 2 rows by speed, micro 2 at most"
         # Six equal layers of 42 parameters, and a head: three quarters of them, or nearly.
         assert (one["pp speeds=3:1"][3] >= 4 * 42) == (rank == 0)
         assert one["switched"] == pytest.approx(alone["switched"], rel=1e-5)
+        assert one["placed"][0] == pytest.approx(alone["placed"][0], rel=1e-5)
+        # The model's cost is in its last block: the faster rank takes it, whichever it is.
+        texts, (all_of_it, here) = one["placed"][1:]
+        assert "places" not in texts[2] + texts[3] and texts[4].endswith("places=1:0 speeds=4:1")
+        assert (here > all_of_it / 2) == (rank == 1)
 
 
 def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class Pipeline:
     """A rank of a pipeline. group: of its pp axis, None when it is alone. rank: the place in it.
 
     edges: `edge_groups(...)`, which NCCL needs. split: False makes I a whole backward and W nothing, in the order of
-    the same schedule; right for stages with activation checkpoints, which would be recomputed for each weight.
+    the same schedule; right for stages with activation checkpoints, which would be recomputed for each weight. peers:
+    of each place along the pipeline, its rank in `group`; () for the same.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Pipeline:
         *,
         edges: Edges | None = None,
         split: bool = True,
+        peers: Sequence[int] = (),
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
-        self._channels = Channels(group, device, edges)
+        self._channels = Channels(group, device, edges, peers)
         # Only NCCL has edges: there the device's stream waits for the loss's reduction, launched after the last
         # operation, before it updates.
         self._barrier = Barrier(group) if group is not None and not edges else None

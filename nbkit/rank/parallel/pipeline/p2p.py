@@ -79,7 +79,14 @@ class Channels:
     `abandon` after an error.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, edges: Edges | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        edges: Edges | None = None,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """peers: see Pipeline."""
         # A group of other kinds, as of ranks that are threads, sends by no wire.
         if isinstance(group, DelegatingGroup) and not edges and accelerator().holds(device):
             raise StrategyError(
@@ -88,7 +95,7 @@ class Channels:
                 hint="a strategy without pp, or a GPU for each rank",
             )
         self.device, self.edges = device, edges or {}
-        self._ends = _ends(group, self.edges) if group is not None else {}
+        self._ends = _ends(group, self.edges, peers) if group is not None else {}
         self._left_over: list[_Posted | _Sent] = []
         self._forget()
 
@@ -234,13 +241,17 @@ class Channels:
         self._outbox[peer] = [sent for sent in waiting if sent.used_at > made_at]
 
 
-def _ends(group: dist.ProcessGroup, edges: Edges) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
-    """For each direction and peer of `group`, the group to use and the peer's rank in it."""
+def _ends(
+    group: dist.ProcessGroup, edges: Edges, peers: Sequence[int]
+) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
+    """For each direction and peer of the pipeline, the group to use and the peer's rank in it."""
+    peers = peers or range(group.size())
     if not edges:
-        return {(direction, peer): (group, peer) for peer in range(group.size()) for direction in ("to", "from")}
+        return {(direction, peer): (group, at) for peer, at in enumerate(peers) for direction in ("to", "from")}
     members, me = dist.get_process_group_ranks(group), dist.get_rank()
     ends = {}
-    for peer, other in enumerate(members):
+    for peer, at in enumerate(peers):
+        other = members[at]
         for direction, edge in (("to", (me, other)), ("from", (other, me))):
             own = edges.get(edge, group)
             ends[direction, peer] = own, dist.get_group_rank(own, other) if other != me else peer

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from nbkit.planner.device_placement import best_places
 from nbkit.planner.load_balance import best_speeds, computing_seconds
 from nbkit.planner.stage_partition import place
 from nbkit.rank.telemetry.phases import Step, clock
@@ -58,17 +59,22 @@ class Rebalancing:
         """
         options = job.builder.options
         blocks = len(options.chain) if options.chain is not None else 1
-        found = self.due(job.strategy, batch, options.costs or (1.0,) * blocks)
+        link = job.builder.link
+        movable = link is None or len(set(link.node_of)) == 1
+        found = self.due(job.strategy, batch, options.costs or (1.0,) * blocks, movable=movable)
         if found is not None:
             strategy, gain = found
             job.switch(str(strategy))
             speeds = ":".join(map(str, strategy.speeds)) or "equal"
+            speeds += " places=" * bool(strategy.places) + ":".join(map(str, strategy.places))
             job.ledger.emit(Rebalanced(job.step, speeds=speeds, gain=gain))
 
-    def due(self, strategy: Strategy, batch: int, costs: Sequence[float]) -> tuple[Strategy, float] | None:
+    def due(
+        self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
+    ) -> tuple[Strategy, float] | None:
         """A better strategy, and the part of the computing seconds that it saves; None where there is none. Collective.
 
-        batch: rows of a global batch. costs: of each block, where there is a pipeline.
+        batch: rows of a global batch. costs: of each block, where there is a pipeline. movable: see `better`.
         """
         seconds = torch.zeros(strategy.mesh.size, dtype=torch.float64, device=self._device)
         seconds[dist.get_rank() if dist.is_initialized() else 0] = self._own
@@ -79,7 +85,7 @@ class Rebalancing:
             self._strategy, self._measured = strategy, []
             return None
         self._measured = [*self._measured[-1:], tuple(seconds.tolist())]
-        found = [better(strategy, batch, costs, measured) for measured in self._measured]
+        found = [better(strategy, batch, costs, measured, movable=movable) for measured in self._measured]
         return found[-1] if len(found) == 2 and all(found) else None
 
 
@@ -87,9 +93,12 @@ _COMPUTING = ("forward", "backward")
 
 
 def better(
-    strategy: Strategy, batch: int, costs: Sequence[float], seconds: Sequence[float]
+    strategy: Strategy, batch: int, costs: Sequence[float], seconds: Sequence[float], *, movable: bool = True
 ) -> tuple[Strategy, float] | None:
-    """`strategy` with the speeds= that suit `seconds` of each rank's computing, and what that saves; None if little."""
+    """`strategy` with the speeds= that suit `seconds` of each rank's computing, and what that saves; None if little.
+
+    movable: whether a stage may go to another device, which `places=` of the strategy then says.
+    """
     work, mesh = _work(strategy, batch, costs), strategy.mesh
     if not all(second > 0 for second, own in zip(seconds, work, strict=True) if own):
         return None
@@ -109,6 +118,13 @@ def better(
     now = computing_seconds(strategy, batch, costs, speeds)
     new = replace(strategy, speeds=best_speeds(strategy, batch, costs, speeds))
     then = computing_seconds(new, batch, costs, speeds)
+    if movable and not strategy.order:
+        # Another device for a stage moves all that the stage holds, so it has to be worth it beside other stages alone.
+        measured = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
+        other = best_places(replace(strategy, speeds=measured), batch, tuple(costs))
+        other = replace(other, speeds=best_speeds(other, batch, costs, speeds))
+        took = computing_seconds(other, batch, costs, speeds)
+        new, then = (other, took) if took < (1 - _WORTH) * then else (new, then)
     return (new, 1 - then / now) if then < (1 - _WORTH) * now else None
 
 

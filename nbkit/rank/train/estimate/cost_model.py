@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from nbkit.errors import NbkitError
+from nbkit.planner.device_placement import best_places
 from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, held
 from nbkit.planner.link_speed import between_nodes
@@ -79,7 +80,7 @@ class CostModel:
     def ordered(self, strategy: Strategy) -> Strategy:
         """`strategy` with the axis across nodes for which the links take least, where `order=` leaves it free."""
         found = orders(strategy, one_node=not self._several_nodes)
-        return min(found, key=self._link_seconds) if self._several_nodes else strategy
+        return min(found, key=self._link_seconds) if self._several_nodes else self._by_speed(strategy)
 
     def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
         """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/reshard/placement.py.
@@ -89,10 +90,20 @@ class CostModel:
         if str(strategy) == str(now):
             return now
         return placed(
-            strategy,
+            self._by_speed(strategy),
             lambda order: (self._link_seconds(order), self.census.flow(now, order).total),
             one_node=not self._several_nodes,
         )
+
+    def _by_speed(self, strategy: Strategy) -> Strategy:
+        """`strategy` with the stages that suit the speeds of its devices, where `places=` and `order=` leave them free.
+
+        On one node: over several, which neighbours are on one counts for more.
+        """
+        batch, chain = getattr(self.fits(strategy), "total", None), self.options.chain
+        if not strategy.speeds or strategy.places or strategy.order or self._several_nodes or not batch or not chain:
+            return strategy
+        return best_places(strategy, batch, tuple(self.options.costs or (1.0,) * len(chain)))
 
     def _link_seconds(self, order: Strategy) -> float:
         """Of what the busiest rank sends in a step; 0 where it makes no difference, or is unknown: of the links of

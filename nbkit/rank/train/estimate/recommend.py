@@ -6,7 +6,7 @@ they were found, and the links'. Rank 0 decides, and all ranks do the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,15 +66,18 @@ def recommend(builder: Builder) -> Recommended:
 
 
 def ordered(builder: Builder, strategy: Strategy) -> Strategy:
-    """`strategy` with its ranks in the order that the measured links suggest, on several nodes. Collective there."""
+    """`strategy` with its ranks in the order that the measured links suggest, on several nodes; on one with the stages
+    that suit the speeds of its devices. Collective where there is a choice."""
     link = builder.link
-    if link is None or len(set(link.node_of)) == 1 or min(strategy.dp, strategy.pp) == 1 or strategy.order:
+    nodes = len(set(link.node_of)) if link is not None else 1
+    free = strategy.pp > 1 and (bool(strategy.speeds) if nodes == 1 else strategy.dp > 1)
+    if link is None or not free or strategy.order:
         return strategy
-    told = [strategy.slowest]
+    told = [strategy]
     if builder.rank == 0 and (batch := _batch(builder)):
-        told = [_cost_model(builder, batch).ordered(strategy).slowest]
+        told = [_cost_model(builder, batch).ordered(strategy)]
     dist.broadcast_object_list(told, src=0, device=builder.device)
-    return replace(strategy, slowest=told[0])
+    return told[0]
 
 
 def _batch(builder: Builder) -> int:

@@ -75,7 +75,7 @@ def scaled(now: Strategy, ranks: int) -> Strategy:
         return Strategy.parse(f"tp={now.tp} pp={now.pp} cp={now.cp}", ranks)  # which says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
     # What was measured of other ranks says nothing of these.
-    return replace(now, dp=rest, shard=shard, speeds=())
+    return replace(now, dp=rest, shard=shard, speeds=(), places=())
 
 
 def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:

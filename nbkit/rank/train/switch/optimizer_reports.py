@@ -75,6 +75,7 @@ def gather(
     Raises StrategyError, on every rank, for what cannot be split, and SwitchError when a rank failed to look.
     """
     own: tuple[Any, ...] = ()
+    asked = new
     failure: Exception | None = None
     try:
         new = cost_model().placed(new, now=sharded_model.strategy)
@@ -83,7 +84,7 @@ def gather(
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
             crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
-            (new.slowest, builder.groups_made(new)),
+            ((new.slowest, new.places), builder.groups_made(new)),
         )
     except StrategyError:
         raise
@@ -93,7 +94,7 @@ def gather(
     changes, runs, lacking, groups = zip(*everyone, strict=True)
     builder.follow(changes)
     if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
-        new = replace(new, slowest="")
+        new = replace(asked, slowest="")
     return Gathered(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
 
