@@ -27,9 +27,17 @@ from nbkit.rank.parallel.check_findings import findings, warn_of_coupled, warn_o
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.module.meta_module import homes, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
-from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows, parts_rows
+from nbkit.rank.parallel.options import (
+    Options,
+    need_chain,
+    need_gathers,
+    need_positionwise,
+    need_rows,
+    need_whole_gradients,
+    parts_rows,
+)
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
@@ -142,6 +150,7 @@ def check(
         why,
         tp_plan=tp_plan,
         experts=experts_in(module),
+        hooked=hooked_gradient(module),
         proof=proof,
         gathers=gathers,
         positionwise=positionwise,
@@ -158,7 +167,7 @@ def check(
             for note in gathers.notes
         ]
     run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
-    for needed in (need_rows, *run_too):
+    for needed in (need_whole_gradients, need_rows, *run_too):
         try:
             needed(options, chosen)
         except StrategyError as error:
@@ -184,7 +193,7 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
         misfit = [Finding(True, error.what, error.numbers, error.hint)]
     if isinstance(strategy, Strategy):
         return strategy, misfit
-    degrees = dict(word.split("=") for word in strategy.split() if "=" in word)
+    degrees = dict(word.split("=", 1) for word in strategy.split() if "=" in word)
     size = 1
     for axis in ("dp", "tp", "pp", "cp"):
         size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1

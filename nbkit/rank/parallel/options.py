@@ -38,15 +38,15 @@ class Coupled:
 class Options:
     """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
 
-    tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass.
-    experts: the first mixture of experts, "" without one. coupled: what couples the rows of a batch, None where nothing
-    was found. counted: the loss weighs the targets that count, None where it weighs rows. draws: what the model
-    draws itself, None where nothing was found. cut: a rank cuts its rows into several forwards, whatever the
-    strategy. compile: blocks are compiled where that is sound. hidden: (positions, width) of what goes from block
-    to block, None where it is not one tensor of that kind. proof: of the ways to split the model over a tensor
-    axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what running the model on
-    parts of the positions has shown; None when nothing could be run to find out. looked: the facts that were looked
-    for (see model_facts.py), None where all were, or nothing can be run.
+    tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. experts:
+    the first mixture of experts, "" without one. hooked: the first parameter with a hook on its gradient. coupled: what
+    couples the rows of a batch, None where nothing was found. counted: the loss weighs the targets that count, None
+    where it weighs rows. draws: what the model draws itself, None where nothing was found. cut: a rank cuts its rows
+    into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden: (positions,
+    width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the ways to split
+    the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
+    running the model on parts of the positions has shown; None when nothing could be run to find out. looked: the facts
+    that were looked for (see model_facts.py), None where all were, or nothing can be run.
     """
 
     chain: Chain | None = None
@@ -55,6 +55,7 @@ class Options:
     tp_plan: Mapping[str, str] | None = None
     recompute: bool = False
     experts: str = ""
+    hooked: str = ""
     coupled: Coupled | None = None
     counted: Counted | None = None
     draws: DrawPlan | None = None
@@ -105,6 +106,16 @@ def need_rows(options: Options, strategy: Strategy) -> None:
         cut = f"{strategy} with microbatch_size=" if options.cut and strategy.mesh.size == 1 else str(strategy)
         raise StrategyError(
             f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
+        )
+
+
+def need_whole_gradients(options: Options, strategy: Strategy) -> None:
+    """Raises StrategyError where hooks on gradients would be called with parts of them, or not at all."""
+    if options.hooked and (strategy.mesh.size > 1 or options.cut):
+        raise StrategyError(
+            f"The gradient of {options.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
+            numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
+            hint="without the hook; under 'ddp' and nbkit.prepare, change p.grad behind job.backward(batch)",
         )
 
 

@@ -15,7 +15,14 @@ from nbkit.device_speeds import of_stages
 from nbkit.planner.stage_partition import stage_ranges
 from nbkit.rank.parallel.model_facts import need_facts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
-from nbkit.rank.parallel.options import Options, need_chain, need_gathers, need_positionwise, need_rows
+from nbkit.rank.parallel.options import (
+    Options,
+    need_chain,
+    need_gathers,
+    need_positionwise,
+    need_rows,
+    need_whole_gradients,
+)
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.schedules import Schedule
@@ -75,6 +82,7 @@ class ShardLayouts:
     def check(self, strategy: Strategy) -> None:
         """Raises StrategyError for what cannot be split, with the reason, and for what was not tried. Takes no time."""
         need_facts(self.options, strategy)
+        need_whole_gradients(self.options, strategy)
         need_rows(self.options, strategy)
         need_chain(self.options, strategy)
         need_gathers(self.options, strategy)

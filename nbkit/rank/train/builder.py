@@ -29,7 +29,7 @@ from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.model_facts import facts_for, find_facts, find_later, lacking, told
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.meta_module import hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
@@ -363,6 +363,7 @@ class Builder:
             tp_plan=config.tp_plan,
             recompute=config.recompute,
             experts=experts_in(self.skeleton),
+            hooked=hooked_gradient(self.module),
             cut=config.microbatch_size is not None,
             compile=config.compile,
         )

@@ -57,6 +57,16 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     return skeleton
 
 
+def hooked_gradient(module: nn.Module) -> str:
+    """Name of the first parameter whose gradient somebody's hook changes or looks at, which no copy takes along; ""
+    without one. Those of a job are not meant."""
+    for name, p in module.named_parameters():
+        hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("nbkit.") for hook in hooks):
+            return name
+    return ""
+
+
 def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """name -> every (module, attribute) that holds this parameter; a tied one goes by its first name."""
     first: dict[int, str] = {}

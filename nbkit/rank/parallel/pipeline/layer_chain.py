@@ -285,7 +285,8 @@ def _with_recomputation(module: nn.Module, chain: Chain, call: Callable[[], Any]
     """`chain`, with how the model's own checkpointing calls its blocks again in the backward pass.
 
     A stage can do the same for a block by itself. Its first block has other inputs than its caller remembers, so that
-    it cannot for several in one segment, nor where autograd does not see what goes in.
+    it cannot for several in one segment, nor where autograd does not see what goes in: such a block runs without
+    gradients first, as one that is never trained does, but that is not called again.
     """
     again: list[str] = []
     hidden: list[str] = []
@@ -300,10 +301,10 @@ def _with_recomputation(module: nn.Module, chain: Chain, call: Callable[[], Any]
     with watched(module, enter, names=[name for name in chain.blocks if name]):
         results = [t for t in tensors_in(call()) if t.requires_grad]
         forward = False
-        if results and not hidden:
+        if results:
             run_backward(results)
-    if hidden:
-        return replace(chain, recomputes=True, unrepeated=(hidden[0], "by reentrant checkpointing"))
+    if reentrant := [name for name in hidden if name in again]:
+        return replace(chain, recomputes=True, unrepeated=(reentrant[0], "by reentrant checkpointing"))
     together = [a for a, b in pairwise(again) if chain.blocks.index(a) < chain.blocks.index(b)]
     return replace(
         chain,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from nbkit.rank.parallel.proof.memory import Memory, memory_of, written_by
 from nbkit.rank.rng.seeding import generators_kept
+from nbkit.rank.watching_mode import WatchingMode
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Buffers, gradients, modes, what is frozen and random generators are afterwards as before.
+    """Parameters, buffers, gradients, modes, what is frozen and random generators are afterwards as before.
 
     Meanwhile HF models keep no cache, and attention is plain.
     """
@@ -24,7 +27,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
-    with generators_kept([p.device for p, _, _ in params]), plain_attention():
+    with generators_kept([p.device for p, _, _ in params]), plain_attention(), _weights_kept(module):
         for config in configs.values():
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:
@@ -46,6 +49,40 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for part, name, buffer, value in buffers:
                     part._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def _weights_kept(module: nn.Module) -> Iterator[None]:
+    """A forward may move weights itself, as the average of a teacher: in place, or by `p.data = ...`."""
+    held = [(p, p.detach()) for p in module.parameters()]
+    writes = _CopiesBeforeWrites([data for _, data in held])
+    try:
+        with writes:
+            yield
+    finally:
+        for p, data in held:
+            memory = memory_of(data)
+            if memory_of(p.detach()) != memory:
+                p.data = data
+            if (before := writes.copies.get(memory)) is not None:
+                data.untyped_storage().copy_(before)
+
+
+class _CopiesBeforeWrites(WatchingMode):
+    """Copies the memory of some tensors when it is first written to; what nobody writes to costs no memory."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._watched = {memory_of(tensor) for tensor in tensors}
+        self.copies: dict[Memory, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for tensor in written_by(func, args, kwargs or {}):
+                memory = memory_of(tensor)
+                if memory in self._watched and memory not in self.copies:
+                    self.copies[memory] = tensor.untyped_storage().clone()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -47,6 +47,21 @@ def updates_off(
                 yield f"update of {name!r} {off:.3g} off, of {moved:.3g}"
 
 
+def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> Iterator[str]:
+    """In the buffers that the forward passes changed: a statistic of a micro-batch, say, is not that of the batch.
+
+    What a rank holds in another shape is a part of it, and shows in the gradients alone.
+    """
+    for name, held in ((name, buffer) for rank in ranks for name, buffer in rank.buffers.items()):
+        true = whole.buffers.get(name)
+        if true is None or true.shape != held.shape:
+            continue
+        # Masks hold what is not finite.
+        away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
+        if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
+            yield f"buffer {name!r} {off:.3g} off, of {_largest(true):.3g}"
+
+
 def _scale(expected: Tensor | None, norm: float) -> float:
     return max(_largest(_dense(expected)) if expected is not None else 0.0, _LEAST * norm)
 

@@ -26,7 +26,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
-from nbkit.rank.parallel.whole_step.compare_steps import differences, updates_off
+from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
 from nbkit.strategy import Strategy, divisors
@@ -218,7 +218,7 @@ def _compared(
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
     # A wrong gradient is told as such, not as what becomes of it.
-    found = found or list(updates_off(whole, ranks, before, tolerance))
+    found = found or [*updates_off(whole, ranks, before, tolerance), *buffers_off(whole, ranks, tolerance)]
     if not found:
         return None
     return StrategyError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,15 @@ class Stepped:
     """What a step computed. norm: of the gradients, which are clipped to half of it.
 
     gradients: by name, what a rank holds of each; None where it has none. weights: by name, what it computes with
-    after the update. unmade: why there was no update.
+    after the update. buffers: those that a checkpoint holds, as the forward passes left them. unmade: why there was no
+    update.
     """
 
     loss: float
     norm: float
     gradients: Mapping[str, tuple[Tensor | None, Layout]]
     weights: Mapping[str, tuple[Tensor, Layout]]
+    buffers: Mapping[str, Tensor]
     unmade: str = ""
 
 
@@ -68,6 +70,7 @@ class _Rank:
     norm: float
     gradients: dict[str, tuple[Tensor | None, Layout]]
     weights: dict[str, tuple[Tensor, Layout]]
+    buffers: dict[str, Tensor]
 
 
 def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
@@ -93,7 +96,13 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     whole = {name: Layout.whole(p.shape) for name, p in params.items()}
     gradients = {name: (p.grad, whole[name]) for name, p in params.items()}
     weights = {} if unmade else {name: (p.detach(), whole[name]) for name, p in params.items()}
-    return Stepped(float(mean.detach()), norm, gradients, weights, unmade)
+    return Stepped(float(mean.detach()), norm, gradients, weights, _buffers(model), unmade)
+
+
+def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Those that a checkpoint takes. kept: names of those that it takes from this rank, which holds others too."""
+    held = dict(module.named_buffers())
+    return {name: held[name].detach() for name in watched(module) if kept is None or name in kept}
 
 
 def steps_of_ranks(
@@ -162,6 +171,7 @@ def steps_of_ranks(
         if updated:
             batch.optimizer(held, False).step()
             data.after_step()
-        return _Rank(total, weight, float(norm), gradients, dict(data.weights) if updated else {})
+        weights = dict(data.weights) if updated else {}
+        return _Rank(total, weight, float(norm), gradients, weights, _buffers(module, rank_layouts.buffers[rank]))
 
-    return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights) for r in ranks.run(of_rank)]
+    return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights, r.buffers) for r in ranks.run(of_rank)]

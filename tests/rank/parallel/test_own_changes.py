@@ -1,0 +1,164 @@
+"""What a model changes by itself, in forward or backward: trained as on one process, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.train.trainer import Trainer
+
+ROWS, WIDTH, STEPS = 8, 8, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Taught(nn.Module):
+    """A student beside a teacher that runs without gradients. follows: its weights do the student's at each forward."""
+
+    def __init__(self, follows: bool = True) -> None:
+        super().__init__()
+        self.follows = follows
+        self.student = nn.Sequential(Block(), Block())
+        self.teacher = nn.Sequential(Block(), Block()).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True) if self.follows else ()
+            for own, theirs in pairs:
+                own.mul_(0.5).add_(theirs, alpha=0.5)
+            wanted = self.teacher(x.flip(-1))
+        return self.student(x), wanted
+
+
+class Counting(Block):
+    """Keeps a running size of what it gives; nothing reads it."""
+
+    size: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(WIDTH))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.size = 0.9 * self.size + 0.1 * y.detach().abs().mean((0, 1))
+        return y
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.randn(ROWS * STEPS, 4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [(row, row.roll(1)) for row in drawn]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    values, targets = zip(*rows()[:ROWS], strict=True)
+    return torch.stack(values), torch.stack(targets)
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    student, teacher = output
+    return F.mse_loss(student, target) + F.mse_loss(student, teacher)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def trained(world: Any, make: Callable[[], nn.Module], strategies: list[str]) -> list[dict[str, Tensor]]:
+    found = []
+    for strategy in strategies:
+        trainer = Trainer(
+            model=lambda: built(make),
+            loss=loss,
+            optimizer=sgd,
+            data=rows(),
+            batch_size=ROWS,
+            shuffle=False,
+            strategy=strategy,
+            log_dir=None,
+            progress=False,
+        )
+        trainer.fit(STEPS)
+        found.append({name: tensor.clone() for name, tensor in trainer.full_state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "strategies"), [(Taught, ["ddp", "zero2", "tp"]), (partial(Taught, follows=False), ["pp", "zero3"])]
+)
+def test_a_teacher_trains_as_on_one_process(make: Callable[[], nn.Module], strategies: list[str]) -> None:
+    model, data = built(make), rows()
+    optimizer = sgd(model)
+    for first in range(0, len(data), ROWS):
+        values, targets = (torch.stack(part) for part in zip(*data[first : first + ROWS], strict=True))
+        loss(model(values), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for states in run_ranks(trained, 2, make, strategies):
+        for state in states:
+            for name, tensor in model.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_data() -> None:
+    model = built(Taught)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    memory = [p.data_ptr() for p in model.parameters()]
+
+    with unchanged(model):
+        model(batch()[0])
+        for p in model.teacher.parameters():
+            p.data = p.data * 2
+    assert nbkit.check(model, "ddp", batch(), 2, loss=loss).ok
+
+    assert [p.data_ptr() for p in model.parameters()] == memory
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_buffers_that_parts_of_a_batch_leave_otherwise_are_refused_by_name() -> None:
+    model = built(lambda: nn.Sequential(Counting(), Counting()))
+    for strategy in ("pp", "dp=1 tp=2"):
+        said = nbkit.check(model, strategy, batch(), 2, loss=F.mse_loss)
+        assert said.ok == (strategy != "pp"), str(said)
+        assert ("buffer '0.size'" in str(said)) == (strategy == "pp")
+
+
+def halved(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool) -> None:
+    model = built(lambda: nn.Sequential(Block(), Block()))
+    weight: Any = model[1].up.weight  # type: ignore[index]
+    handle = weight.register_post_accumulate_grad_hook(halved) if late else weight.register_hook(torch.sign)
+    for strategy in ("ddp", "zero1", "tp", "pp"):
+        said = nbkit.check(model, strategy, batch(), 2, loss=F.mse_loss)
+        assert not said.ok and "'1.up.weight' has a hook" in str(said), str(said)
+    assert nbkit.check(model, "ddp", batch(), 1, loss=F.mse_loss).ok
+    handle.remove()
+    assert nbkit.check(model, "ddp", batch(), 2, loss=F.mse_loss).ok
