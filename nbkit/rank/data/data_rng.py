@@ -23,13 +23,13 @@ _SEED = "seed what makes or splits the data, without the rank: torch.manual_seed
 def seed(of_job: int, step: int, rank: int) -> None:
     """Seed all that reading one step's data may draw from, for one rank. of_job: the job's own seed."""
     seed_step(of_job, step, rank)
-    _seed_others(mixed(of_job, step, rank))
+    seed_others(mixed(of_job, step, rank))
 
 
 def seed_host(of_job: int, step: int, rank: int) -> None:
     """The same in a process that reads for the rank and has no GPU: it draws what the rank would have drawn."""
     torch.default_generator.manual_seed(mixed(of_job, step, rank))
-    _seed_others(mixed(of_job, step, rank))
+    seed_others(mixed(of_job, step, rank))
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def alike() -> Iterator[None]:
     """Inside, torch on the CPU, numpy and Python draw the same on every rank; after it they go on as before."""
     with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        _seed_others(0)
+        seed_others(0)
         yield
 
 
@@ -93,7 +93,8 @@ class Compared:
         return f"{which} other data than rank 0: the first or the last sample differs."
 
 
-def _seed_others(value: int) -> None:
+def seed_others(value: int) -> None:
+    """Seed the generators of Python and numpy, from which models draw too."""
     random.seed(value)
     if (numpy_random := _numpy()) is not None:
         numpy_random.seed(value & 0xFFFFFFFF)

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.data.data_rng import seed_others
+from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_advice import advice
 from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone
@@ -96,7 +97,7 @@ def examine(
     draws, few = (draws, None) if look is None else (look.draws, look.short)
     short = None if few is None else Sample(few)
     # Whatever is wrong with model, data or loss is said, in full, where they train.
-    with suppress(Exception), unchanged(module), _uncompiled():
+    with suppress(Exception), undrawn(), unchanged(module), _uncompiled():
         for training, moved in _WAYS if whole else _WAYS[-1:]:
             with suppress(Exception), ExitStack() as around:
                 around.enter_context(kept(module, training=training))
@@ -254,6 +255,7 @@ class _Look:
         for cut in cuts:
             together = cut[0] + cut[1]
             batch, places = self._part(together), range(len(together))
+            seed_others(1)  # as the trial does
             others, drawn = OtherGenerators(), list[str]()
             with Draws(drawn):
                 whole = self.trial.measure(batch, places)

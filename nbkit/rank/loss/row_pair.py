@@ -102,12 +102,17 @@ def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
     """The largest relative difference of a parameter's gradient from the sum of the parts'."""
     if not whole or any(len(part) != len(whole) for part in parts):
         return 0.0
-    summed = [torch.stack([grad.double() for grad in grads]).sum(0) for grads in zip(*parts, strict=True)]
-    norms = [max(float(grad.double().norm()), float(other.norm())) for grad, other in zip(whole, summed, strict=True)]
+    summed = [torch.stack([_doubled(grad) for grad in grads]).sum(0) for grads in zip(*parts, strict=True)]
+    norms = [max(float(_doubled(grad).norm()), float(other.norm())) for grad, other in zip(whole, summed, strict=True)]
     # Gradients that are zero but for noise, as that of a key's bias, are measured by the others.
     floor = 1e-3 * sqrt(sum(norm**2 for norm in norms))
-    away = [float((grad.double() - other).norm()) for grad, other in zip(whole, summed, strict=True)]
+    away = [float((_doubled(grad) - other).norm()) for grad, other in zip(whole, summed, strict=True)]
     found = max(
         (far / max(norm, floor) for far, norm in zip(away, norms, strict=True) if max(norm, floor)), default=0.0
     )
     return found if isfinite(found) else 0.0
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    """In float64; a complex one as its two parts."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import pair
+from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
@@ -98,6 +99,7 @@ class RowTrial:
         """
         value, target = pair(part, self.inputs)
         set_seed(seed)
+        seed_others(seed)
         targets = counting(self.counting, self.counted, part, len(rows), of)
         with coarsest() as seen, _keyed(self.module, rows, self.draws), torch.enable_grad():
             with targets.inside() if targets is not None else nullcontext():

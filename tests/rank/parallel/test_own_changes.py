@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -162,3 +163,43 @@ def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool
     assert nbkit.check(model, "ddp", batch(), 1, loss=F.mse_loss).ok
     handle.remove()
     assert nbkit.check(model, "ddp", batch(), 2, loss=F.mse_loss).ok
+
+
+class Skipping(nn.Module):
+    """Leaves out blocks by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if random.random() < 0.5 else x
+        return x
+
+
+def test_draws_of_python_are_named_and_not_taken_for_rows_that_depend_on_each_other() -> None:
+    drawn = random.getstate()
+    for _ in range(4):  # with unequal draws two looks in three would differ
+        said = nbkit.check(built(Skipping), "zero2", batch(), 2, loss=F.mse_loss)
+        assert said.ok and "Python's random in the model" in str(said), str(said)
+    assert random.getstate() == drawn
+
+
+class Filter(nn.Module):
+    """A weight for each frequency of the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex128))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.weight, n=x.shape[1], dim=1)
+        return x + self.out(torch.tanh(kept))
+
+
+def test_the_norm_of_complex_gradients_counts_both_parts() -> None:
+    for strategy in ("ddp", "zero1", "pp"):
+        said = nbkit.check(built(lambda: nn.Sequential(Filter(), Filter())), strategy, batch(), 2, loss=F.mse_loss)
+        assert said.ok, str(said)

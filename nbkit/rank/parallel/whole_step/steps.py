@@ -86,7 +86,8 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
         draws.release()
     params = dict(model.named_parameters())
     grads = [p.grad for p in params.values() if p.grad is not None]
-    norm, unmade = float(torch.stack([grad.double().norm() for grad in grads]).norm()), ""
+    sizes = [(grad.abs() if grad.is_complex() else grad).double().norm() for grad in grads]
+    norm, unmade = float(torch.stack(sizes).norm()), ""
     for grad in grads:
         grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
     try:
