@@ -175,7 +175,11 @@ class LabPage:
         """As the menu does it, and wait until the new one is idle."""
         kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
         self._request(f"api/kernels/{kernel}/restart", "POST", 60).close()
-        self.wait_for_idle(restarted=True)
+        try:
+            self.wait_for_idle(20, restarted=True)
+        except TimeoutError:
+            self.page.reload()  # page and server can both miss the new kernel's first words: a new connection asks
+            self.wait_for_idle(restarted=True)
 
     def end_kernels(self) -> None:
         """Shut down all kernels that the server has."""
@@ -199,7 +203,7 @@ class LabPage:
                 self.page.wait_for_timeout(300)
                 return
             self.page.wait_for_timeout(100)
-        raise TimeoutError(f"the kernel of {self.path} is not idle")
+        raise TimeoutError(f"the kernel of {self.path} is not idle: {kernels}")
 
     def ask(self, what: str) -> Any:
         """What the server's API answers."""
