@@ -238,6 +238,7 @@ def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> Non
         if row["ok"]:  # as wide as figures get
             row |= {
                 "step_s": 0.0676,
+                "predicted_step_s": 0.0687,
                 "moved_bytes": 10_230_000,
                 "step_bytes": 10_230_000,
                 "switch_s": 0.0755,
@@ -251,6 +252,7 @@ def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> Non
     drawing, rows = (page.locator(name).bounding_box() for name in (".job", ".rows"))
     assert rows["x"] >= drawing["x"] + drawing["width"]
     assert page.eval_on_selector(".rows", "rows => rows.scrollWidth <= rows.clientWidth")
+    assert page.locator("td", has_text="67.6 ms").first.inner_text().split("\n") == ["67.6 ms", "≈ 68.7 ms"]
     page.close()
 
 

@@ -42,7 +42,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
                 "held": held_by(one, len(BLOCKS)) if fits else {},
                 "step_bytes": 250_000 * place if fits else None,
                 "step_s": {"dp=4": 0.04, "dp=4 zero=3": 0.05, "tp=4": 0.03}.get(str(one)),
-                "predicted_step_s": {"pp=4 schedule=1f1b microbatches=8": 0.02}.get(str(one)),
+                "predicted_step_s": {"pp=4 schedule=1f1b microbatches=8": 0.02, "tp=4": 0.031}.get(str(one)),
                 "switch_s": 0.5 if fits else None,
                 "arithmetic": f"global 16 = micro {16 // one.dp} x accum 1 x dp {one.dp}" if fits else "",
             }

@@ -105,6 +105,8 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["tp=4"]["payback"] == "50 steps"
     assert by_name["dp=4 zero=1"]["step"] == "unknown"
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["step"] == "≈ 20 ms"
+    steps = [(by_name[name]["step"], by_name[name]["foretold"]) for name in ("tp=4", "dp=4 zero=3")]
+    assert steps == [("30 ms", "≈ 31 ms"), ("50 ms", "")]
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["payback"] == "25 steps"
 
 

@@ -129,7 +129,7 @@ def text_of(state: State) -> str:
     refused = [row for row in job["rows"] if not row["ok"]]
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
-    lines += [f"  {', '.join(room)}; steps with ≈ are predicted, the others measured"] if room else []
+    lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, the fastest that fits by what is measured and predicted")
     lines += [f"  {job['levers']}"] if job["levers"] else []
@@ -188,15 +188,19 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
         "step": _step(row) if row["ok"] else "",
+        "foretold": _foretold(row) if row["ok"] and row["step_s"] is not None else "",
         "payback": "" if current else _payback(row["switch_s"], step, step_now),
     }
 
 
 def _step(row: Mapping[str, Any]) -> str:
     """Measured as it is, predicted with a sign that says so."""
-    if row["step_s"] is None and row["predicted_step_s"] is not None:
-        return f"≈ {seconds(row['predicted_step_s'])}"
-    return seconds(row["step_s"])
+    return seconds(row["step_s"]) if row["step_s"] is not None else _foretold(row) or seconds(None)
+
+
+def _foretold(row: Mapping[str, Any]) -> str:
+    predicted = row["predicted_step_s"]
+    return f"≈ {seconds(predicted)}" if predicted is not None else ""
 
 
 def _sends(row: Mapping[str, Any]) -> str:
@@ -248,8 +252,18 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "peak", "step", "sends", "moved", "pause", "payback")
-    heads = ("strategy", "memory per rank", "at the peak", "step", "sent in a step", "to move", "pause", "pays back in")
+    columns = ("strategy", "memory", "peak", "step", "foretold", "sends", "moved", "pause", "payback")
+    heads = (
+        "strategy",
+        "memory per rank",
+        "at the peak",
+        "step",
+        "",
+        "sent in a step",
+        "to move",
+        "pause",
+        "pays back in",
+    )
     table = text_table(heads, [[row[key] for key in columns] for row in rows])
     marks = ["  ", *("* " if row["current"] else "→ " if row["recommended"] else "  " for row in rows)]
     return [mark + line for mark, line in zip(marks, table.splitlines(), strict=True)]

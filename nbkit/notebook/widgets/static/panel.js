@@ -10,7 +10,7 @@ const TITLES = {
   "strategy": "",
   "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
   "peak": "of the fullest rank within a step, activations counted",
-  "step": "seconds of a step: measured where it has run in this job, ≈ predicted",
+  "step": "seconds of a step: measured where it has run in this job; ≈ predicted from the steps of the strategy in force",
   "sends": "bytes that the busiest rank sends in a step, by the formulas; on several nodes also what all ranks send between them",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
@@ -313,12 +313,12 @@ function render({ model, el }) {
     element.setAttribute("aria-disabled", !open(row));
     const first = make("td", "", row.label);
     first.title = row.ok && row.proof ? `${row.strategy}: ${row.proof}` : row.strategy;
+    if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
     if (row.recommended) {
       const mark = make("span", "recommended", "recommended");
       mark.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";
       first.append(mark);
     }
-    if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
     element.append(first);
     if (row.ok) {
       const memory = make("td", "memory");
@@ -336,6 +336,7 @@ function render({ model, el }) {
         const known = row[name] !== "unknown";
         const cell = make("td", known ? "" : "dim", known ? row[name] : "?");
         if (!known) cell.title = name === "peak" ? UNTOLD : UNKNOWN;
+        if (name === "step" && row.foretold) cell.append(make("small", "foretold", row.foretold));
         element.append(cell);
       }
     } else {

@@ -35,8 +35,9 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
     is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas;
     between_bytes: what all ranks send to other nodes. step_s is
-    measured, where the strategy has run in this job, else predicted_step_s is predicted where that can be; switch_s is
-    predicted; so is peak_bytes, of the fullest rank with activations. Each is None where nothing is known. "untried":
+    measured, where the strategy has run in this job; predicted_step_s, of all others than the one in force, is what
+    the steps of that one foretell; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
+    Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
     what is known of one that is.
     "recommended": the strategy to choose, "" where nothing tells. "levers": where plain data parallelism waits for its
@@ -137,7 +138,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         switch_s=predicted_pause(job, seen.census, strategy, flow),
     )
     found["peak_bytes"] = _at_the_peak(job, seen, strategy)
-    if found["step_s"] is None:
+    if strategy != job.strategy or found["step_s"] is None:
         found["predicted_step_s"] = predicted_step(job, seen, strategy)
     return found
 

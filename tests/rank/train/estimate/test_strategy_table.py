@@ -53,17 +53,22 @@ def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     job.builder._know(recompute=True)
     job.forget_estimates()
     found.append({"plain": seconds_before_a_step(job.cost_model(), job.builder, Strategy(dp=2), 8)})
+    job.ledger.records += [{"strategy": "dp=2 zero=1", "seconds": 0.25}] * 3
+    found.append({row["strategy"]: (row["step_s"], row["predicted_step_s"]) for row in table(job)["options"]})
     return found
 
 
-def test_levers_are_in_the_table_where_they_would_save_a_twentieth() -> None:
-    slow, quick, again = run_ranks(tables, 2, (1e6, 1e12), timeout=120)[0]
+def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_run() -> None:
+    slow, quick, again, rows = run_ranks(tables, 2, (1e6, 1e12), timeout=120)[0]
     assert set(quick) == {"plain"}
     assert again["plain"] == pytest.approx(4 / 3 * quick["plain"], rel=1e-2)  # blocks are computed once more
     assert slow["strategy"] == "dp=2" and slow["step_s"] == pytest.approx(slow["plain"])
     each = slow["each"]
     assert {"compress=bf16", "compress=int8", "sync_every=8"} <= set(each)
     assert slow["step_s"] > each["compress=bf16"] > each["compress=int8"] > each["sync_every=8"]
+    measured, predicted = rows["dp=2 zero=1"]  # what has run is foretold all the same
+    assert measured == 0.25 and predicted == pytest.approx(again["plain"], rel=0.1)
+    assert rows["dp=2 zero=2"][0] is None and rows["dp=2 zero=2"][1] is not None
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
