@@ -235,7 +235,11 @@ class Answer:
 
 
 def begin(cluster: Cluster) -> int:
-    """Define what the cells use; returns the number of the cell that does."""
+    """Define what the cells use; returns the number of the cell that does.
+
+    In a new generation: collectives that other cells have issued before would count in what is said of the hang.
+    """
+    cluster.connection.generation.spoil("a hang is planted")
     handle = cluster.run(PRELUDE, detach=True)
     handle.wait(timeout=60)
     return number_of(cluster)
