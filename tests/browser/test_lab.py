@@ -137,5 +137,9 @@ def test_the_page_had_no_error_of_its_own(page: Any) -> None:
 
 
 def step_of(page: Any) -> int:
-    """The step that the detached cell's line shows."""
-    return int(re.findall(r"step (\d+)/", page.output(NUMBER["detached"]))[-1])
+    """The step that the detached cell's line shows; while the line is being replaced, it shows none."""
+    deadline = time.monotonic() + 30
+    while not (steps := re.findall(r"step (\d+)/", page.output(NUMBER["detached"]))):
+        assert time.monotonic() < deadline, "the line shows no step"
+        page.page.wait_for_timeout(100)
+    return int(steps[-1])
