@@ -7,20 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from forked_parents import forked_parents_of_programs
 
 from nbkit.notebook.cluster import registry
 
-PLANTED = """
+MAIN = """
 import sys
 from nbkit.commands import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+PLANTED = """
 from nbkit.notebook.selftest import trial
 
 trial.SETUP += "\\nif rank == 1: small_job.LR *= 2"
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -29,12 +34,20 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **told, "HOME": str(folder), "NBKIT_HOME": str(folder / "clusters")}
 
 
-def start(folder: Path, *options: str, planted: bool = False) -> subprocess.Popen[str]:
-    how = ["-c", PLANTED] if planted else ["-m", "nbkit"]
+def start(folder: Path, *options: str, first: str = "") -> subprocess.Popen[str]:
+    """first: source that it runs before."""
+    how = ["-c", first + MAIN] if first else ["-m", "nbkit"]
     command = [sys.executable, *how, "selftest", "--cpu", "-n", "2", *options]
     return subprocess.Popen(
         command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+@pytest.fixture
+def forked() -> Iterator[str]:
+    """Source with which the parents of its clusters are forked: see forked_parents.py."""
+    with forked_parents_of_programs() as source:
+        yield source
 
 
 def ended(selftest: subprocess.Popen[str]) -> tuple[int, str]:
@@ -54,10 +67,10 @@ def test_what_is_right_is_ok(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers_may_read_and_the_rest_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     items = [word for item in ("ddp", "bandwidth", "hsdp") for word in ("--only", item)]
-    status, said = ended(start(tmp_path, *items, planted=True))
+    status, said = ended(start(tmp_path, *items, first=forked + PLANTED))
     report = (tmp_path / "nbkit-selftest.md").read_text()
 
     assert status == 1, said
@@ -72,10 +85,10 @@ def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers
 
 
 def test_stopped_half_way_it_leaves_a_report_and_nothing_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
-    selftest = start(tmp_path, "--only", "switch")
+    selftest = start(tmp_path, "--only", "switch", first=forked)
     deadline = time.monotonic() + 120
     while not (entries := [entry for entry in registry.entries() if entry.ranks]):
         assert selftest.poll() is None

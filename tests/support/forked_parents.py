@@ -12,6 +12,7 @@ import os
 import socketserver
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,20 +25,28 @@ import ranks
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
 
-# Run by each kernel as it starts. It asks the process of the tests, because to fork from one's own takes an import too.
-# nbkit is imported by a cell all the same, as at a user's.
+# For processes that are not the tests' own: they ask that one, because to fork from one's own takes an import too.
+_ASK = """
+def start(launcher):
+    import json, os, socket
+
+    environment = {{**os.environ, **launcher.get_env()}}
+    with socket.socket(socket.AF_UNIX) as asking, asking.makefile("rw") as lines:
+        asking.connect({address!r})
+        how = [launcher.args, environment, launcher.work_dir, launcher.output_file]
+        print(json.dumps(how), file=lines, flush=True)
+        launcher.pid = int(lines.readline())
+"""
+_PROGRAM = """{ask}
+from nbkit.notebook.cluster.launch.launch import ParentLauncher
+
+ParentLauncher.start = start
+"""
+# Run by each kernel as it starts. nbkit is imported by a cell all the same, as at a user's.
 _STARTUP = """
 def prepare():
-    import json, os, socket, sys
-
-    def start(launcher):
-        environment = {{**os.environ, **launcher.get_env()}}
-        with socket.socket(socket.AF_UNIX) as asking, asking.makefile("rw") as lines:
-            asking.connect({address!r})
-            how = [launcher.args, environment, launcher.work_dir, launcher.output_file]
-            print(json.dumps(how), file=lines, flush=True)
-            launcher.pid = int(lines.readline())
-
+    import sys
+    {ask}
     def before_a_cell(*_):
         if "nbkit" in sys.modules:
             from nbkit.notebook.cluster.launch.launch import ParentLauncher
@@ -67,16 +76,30 @@ _AS_EVER = ParentLauncher.start
 @contextmanager
 def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
     """Clusters that are started meanwhile by kernels whose IPYTHONDIR this is."""
+    with _served() as ask:
+        startup = ipython_dir / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        (startup / "00-forked-parents.py").write_text(_STARTUP.format(ask=textwrap.indent(ask, "    ")))
+        yield
+
+
+@contextmanager
+def forked_parents_of_programs() -> Iterator[str]:
+    """Clusters that are started meanwhile by a program that runs this source first."""
+    with _served() as ask:
+        yield _PROGRAM.format(ask=ask)
+
+
+@contextmanager
+def _served() -> Iterator[str]:
+    """The source of a function that starts the parent of a launcher by asking this process."""
     ranks._forking()  # here, because it changes the environment for a moment
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = os.path.join(folder, "parents")
-        startup = ipython_dir / "profile_default" / "startup"
-        startup.mkdir(parents=True)
-        (startup / "00-forked-parents.py").write_text(_STARTUP.format(address=address))
         with socketserver.UnixStreamServer(address, _Asked) as server:
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             try:
-                yield
+                yield _ASK.format(address=address)
             finally:
                 server.shutdown()
 
