@@ -7,15 +7,14 @@ of it: make machines. Where Slurm or sshd cannot be had, the tests say why they 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import slurm_nodes
 import ssh_hosts
-from clusters import home_of_clusters
+from clusters import assert_gone, home_of_clusters
 from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
 
@@ -38,14 +37,6 @@ def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
         pytest.skip(why)
     with slurm_nodes.running(ROOT) as nodes:
         yield nodes
-
-
-def assert_gone(what: Callable[[], Sequence[object]]) -> None:
-    """A host whose link was down notices a while later that its cluster has ended."""
-    deadline = time.monotonic() + 40
-    while what() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert list(what()) == []
 
 
 @pytest.fixture(scope="module")

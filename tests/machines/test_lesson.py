@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from clusters import assert_gone
 from slurm_nodes import SlurmNodes, scontrol_that_knows_hosts
 
 from nbkit.notebook.cluster import registry
@@ -51,4 +52,4 @@ def test_the_lesson_goes_from_this_machine_to_two_nodes_and_into_a_job(
         (cell,) = tagged(notebook, tag)
         assert re.search(words, shown_by(cell)), (tag, shown_by(cell))
     assert registry.entries() == []
-    assert slurm.jobs() == []
+    assert_gone(slurm.jobs)

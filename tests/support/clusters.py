@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,3 +28,11 @@ def end_clusters(home: Path) -> None:
     """End every cluster that lives in this folder."""
     with home_of_clusters(home):
         pass
+
+
+def assert_gone(what: Callable[[], Sequence[object]]) -> None:
+    """What is being ended takes a while: a job under Slurm, a host whose link was down."""
+    deadline = time.monotonic() + 40
+    while what() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert list(what()) == []
