@@ -168,6 +168,17 @@ def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
 
 
+def test_a_row_is_chosen_though_news_redraw_the_table_before_the_mouse_is_let_go(page: Any) -> None:
+    page.locator("tr[data-strategy='tp=4']").hover()
+    page.mouse.down()
+    page.evaluate("model.set('job', { ...model.get('job') })")
+    page.mouse.up()
+
+    assert page.locator("tr[aria-selected='true']").get_attribute("data-strategy") == "tp=4"
+    page.keyboard.press("Enter")
+    assert focused(page) == "Apply"
+
+
 def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> None:
     page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
     page.clock.install()

@@ -310,6 +310,7 @@ function render({ model, el }) {
     const element = make("tr", row.current ? "now" : row.ok ? "" : "no");
     element.dataset.strategy = row.strategy;
     element.setAttribute("role", "option");
+    element.tabIndex = -1; // or the row that had the focus could not get it back
     element.setAttribute("aria-disabled", !open(row));
     const first = make("td", "", row.label);
     first.title = row.ok && row.proof ? `${row.strategy}: ${row.proof}` : row.strategy;
@@ -344,7 +345,8 @@ function render({ model, el }) {
       why.colSpan = Object.keys(TITLES).length - 1;
       element.append(why);
     }
-    element.addEventListener("click", () => choose(row.strategy));
+    // At once: news can redraw the table before the button of the mouse is let go, and there is no click then.
+    for (const kind of ["mousedown", "click"]) element.addEventListener(kind, () => choose(row.strategy));
     return element;
   }
 
