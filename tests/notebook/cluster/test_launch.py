@@ -103,6 +103,7 @@ def test_attaching_to_nothing_names_what_runs(nbkit_home: Path) -> None:
         Cluster.attach("nobody")
 
 
+@pytest.mark.usefixtures("forked")
 def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)  # nbkit.bridge worker"])
     cluster = Cluster.start(2, cpu=True, name="half")
@@ -116,6 +117,7 @@ def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
         done = registry.clean()
         assert done
         assert done[0].startswith("half: ended")
+        assert entry.left() == []
         assert processes_of(nbkit_home) == []
         assert followers(entry.controller.pid, entry.folder) == []
         assert bystander.poll() is None
