@@ -1,6 +1,8 @@
 """Engines that answer cells at once and hold neither torch nor a world: what is left is the control plane.
 
-python -m bench.rigs.light_engine FOLDER NAME N      forks N engines of the cluster whose controller runs there
+python -m bench.rigs.light_engine FOLDER NAME N CONTROLLER      forks N engines of the cluster whose files are there
+
+CONTROLLER: the process of its controller, which ends with the engines when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -9,17 +11,23 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 from ipyparallel.engine.app import IPEngine
+from jupyter_client.session import Session
 
 from nbkit.wire.cells import CellRecord, CellRequest
 
 
-def main(folder: Path, name: str, n: int) -> None:
-    """Fork the engines and reap them; they end with this process."""
+def main(folder: Path, name: str, n: int, controller: int) -> None:
+    """Fork the engines and reap them. When standard input ends, since the benchmark has, all of it ends."""
+    threading.Thread(target=_end_with_input, args=(psutil.Process(controller),), daemon=True).start()
     engine_file = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
     while not engine_file.exists() or not engine_file.stat().st_size:
         time.sleep(0.01)
@@ -31,6 +39,15 @@ def main(folder: Path, name: str, n: int) -> None:
             pass
 
 
+def _end_with_input(controller: psutil.Process) -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock the forked engines would take over
+        pass
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*controller.children(recursive=True), controller):
+            process.kill()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _engine(rank: int, engine_file: Path) -> None:
     calls = types.ModuleType("nbkit.bridge.calls")  # the real one imports torch
     calls.run_cell = lambda request: _answer(rank, request)  # type: ignore[attr-defined]
@@ -39,8 +56,16 @@ def _engine(rank: int, engine_file: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Session.send = _quiet(Session.send)  # type: ignore[method-assign]
     IPEngine.launch_instance([f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", "--log-level=40"])
     os._exit(0)
+
+
+def _quiet(send: Callable[..., Any]) -> Callable[..., Any]:
+    """As on a rank, where nbkit's calls publish neither busy nor idle."""
+    return lambda session, stream, kind, *rest, **options: (
+        None if kind == "status" else send(session, stream, kind, *rest, **options)
+    )
 
 
 def _answer(rank: int, request: CellRequest) -> CellRecord:
@@ -48,4 +73,4 @@ def _answer(rank: int, request: CellRequest) -> CellRecord:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

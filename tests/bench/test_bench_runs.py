@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,17 @@ def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) 
         "CPU of the busiest controller process",
     ]
     assert all(value > 0 for row in rows for value in row["samples"]["s"])
+
+
+def test_light_engines_and_their_controller_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    controller = subprocess.Popen(["sleep", "600"])
+    command = [sys.executable, "-m", "bench.rigs.light_engine", str(tmp_path), "light2", "2", str(controller.pid)]
+    engines = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
+    assert engines.stdin is not None
+
+    engines.stdin.close()  # as the system does when the benchmark has ended
+
+    assert engines.wait(60) == controller.wait(60) == -signal.SIGKILL
 
 
 def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are() -> None:

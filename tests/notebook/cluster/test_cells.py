@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -301,6 +302,40 @@ def test_an_interrupt_that_user_code_swallows_is_repeated(two: Cluster) -> None:
     time.sleep(0.3)
     handle.stop()
     assert handle.status in ("ok", "interrupted")
+
+
+def test_a_cell_costs_the_notebook_none_of_ipyparallels_records_of_each_call(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.run("0")  # forms the world again, if a test has broken it
+    client, looked, woken = two.connection.client.ipp, list[str](), list[object]()
+    monkeypatch.setattr("ipyparallel.util._parse_date", looked.append)
+    send = type(client)._send_calls
+    monkeypatch.setattr(type(client), "_send_calls", lambda *args: (woken.append(args), send(*args)))
+
+    assert two.run("rank").values == {0: 0, 1: 1}
+
+    assert len(woken) == 1, "the client's thread is woken once for all ranks"
+    assert not looked, "times in replies are not parsed"
+    assert client._calls == {} and not client.history and not client.outstanding
+
+
+def test_the_number_of_ranks_is_not_read_for_each_record_of_a_cell(
+    four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, take, taken = list[int](), four.connection._take_record, list[int]()
+
+    def counted(*record: Any) -> None:
+        before = len(read)
+        take(*record)
+        taken.append(len(read) - before)
+
+    monkeypatch.setattr(four.connection, "read_size", lambda: read.append(1))
+    monkeypatch.setattr(four.connection, "_take_record", counted)
+
+    four.run("rank")
+
+    assert taken == [0, 0, 0, 1]
 
 
 @pytest.fixture(scope="module")

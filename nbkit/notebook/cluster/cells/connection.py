@@ -274,11 +274,17 @@ class Connection:
             self._on_record(execution, record)
 
     def _on_record(self, execution: Execution, record: CellRecord) -> None:
-        self.read_size()
         try:
-            execution.on_record(record)
+            self._take_record(execution, record)
         except Exception as error:
             execution.on_fault("the record", record.rank, error, over=True)
+
+    def _take_record(self, execution: Execution, record: CellRecord) -> None:
+        # The cell ends with its last record, and shows what failed: a rank that has left does neither. That is written
+        # in a file, which is not read a thousand times for a thousand ranks.
+        if record.status != "ok" or execution.is_last(record.rank):
+            self.read_size()
+        execution.on_record(record)
 
     def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
         """Handle a message of a widget on a rank. One without a number is in no log of the rank and is not fetched."""
@@ -374,8 +380,7 @@ class Connection:
             lost = partial(execution.guard, "the answer", rank, execution.on_lost, rank, error)
             self.client.soon(self.client.later, 3 * DEATH_NEWS_SECONDS, lost)
         elif isinstance(record, CellRecord):
-            self.read_size()  # a rank that has left is waited for by nobody
-            execution.on_record(record)
+            self._take_record(execution, record)
             if execution.arrived.get(rank, record.outputs) < record.outputs:
                 self.client.later(LATE_SECONDS, execution.guard, "late output", rank, self._fetch_late, execution, rank)
         elif "died while running" not in str(record):  # a message about the death follows

@@ -353,6 +353,11 @@ class Execution:
         """The ranks that have neither ended the cell nor died."""
         return [rank for rank in self.request.ranks if rank not in self.records and rank not in self.deaths]
 
+    def is_last(self, rank: int) -> bool:
+        """Whether every other rank has ended the cell or died; said without a look at all of them."""
+        ended = self.records.keys() | self.deaths.keys() if self.deaths else self.records
+        return len(ended) + (rank not in ended) >= len(self.request.ranks)
+
     def describe(self, *, age: bool = True) -> str:
         """`cell 7 (trainer.fit(500) …, ranks 0-3, 12 s)`; age: with the seconds, which go on."""
         short, ranks = first_line(self.request.source), self.request.ranks
