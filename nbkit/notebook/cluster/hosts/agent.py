@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,16 +39,17 @@ def main() -> None:
     payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
     index = int(payload.get("index", _index_here()))
     host = node_name()
-    link = _connect(host, payload)
+    link, ahead = _connect(host, payload)
     try:
         check_platform()
-        pinning = pins_on(read_machine(), payload["counts"][index], cpu=payload["cpu"])
+        machine = read_machine()
+        pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
         link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=error.hint)
         sys.exit(str(error))
     address = link.sock.getsockname()[0]
-    link.send(event="joined", index=index, host=host, **_facts(pinning))
+    link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
     answer = link.receive()
     if not answer or answer[0]["event"] != "go":
         sys.exit("the start was given up")
@@ -76,15 +78,16 @@ def _index_here() -> str:
     return number
 
 
-def _connect(host: str, payload: dict[str, Any]) -> SignedLink:
+def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
+    """The line to the coordinator, and by how many seconds this host's clock is ahead of the one there."""
     place = (payload["address"], payload["port"])
     try:
         sock = socket.create_connection(place, _CONNECT_SECONDS)
     except OSError as error:
         sys.exit(f"{host} cannot reach the notebook's host at {place[0]}, port {place[1]}: {error}")
     sock.settimeout(None)
-    nonce = sock.makefile("r", buffering=1).readline()
-    return SignedLink(sock, key_of(payload["secret"], nonce.strip()), opened=True)
+    nonce, _, clock = sock.makefile("r", buffering=1).readline().strip().partition(" ")
+    return SignedLink(sock, key_of(payload["secret"], nonce), opened=True), time.time() - float(clock or "nan")
 
 
 def _facts(pinning: Pinning) -> dict[str, Any]:

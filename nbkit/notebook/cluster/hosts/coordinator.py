@@ -29,7 +29,7 @@ from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
-from nbkit.notebook.cluster.hosts.versions import check_versions
+from nbkit.notebook.cluster.hosts.versions import check_versions, notes_on
 from nbkit.wire import cluster_end
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
@@ -131,7 +131,7 @@ class Coordinator:
         sock, _ = self.listener.accept()
         nonce = secrets.token_hex(16)
         try:
-            sock.sendall(nonce.encode() + b"\n")
+            sock.sendall(f"{nonce} {time.time()}\n".encode())
         except OSError:
             return
         self.selector.register(
@@ -187,6 +187,7 @@ class Coordinator:
         """All hosts are there: let them fork their ranks, if they fit together."""
         facts = [self.hosts[index].facts for index in range(len(self.hosts))]
         check_versions({one["host"]: one["versions"] for one in facts})
+        differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
         devices = {one["host"]: one["device"] for one in facts}
         if len(set(devices.values())) > 1:
             raise ClusterError(
@@ -204,7 +205,7 @@ class Coordinator:
                 "forked",
                 labels=tuple(f"{one['host']}: {label}" for one in facts for label in one["labels"]),
                 reasons=tuple(f"{one['host']}, {why}" for one in facts for why in one["reasons"]),
-                notes=tuple(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
+                notes=(*(f"{one['host']}: {note}" for one in facts for note in one["notes"]), *differ),
                 backend=backend,
             )
         )
