@@ -23,11 +23,12 @@ from nbkit.bridge.ending import Ending
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
+from nbkit.bridge.programs.launchers import run_launched_in_place
+from nbkit.bridge.programs.spawned_children import warn_of_cells
 from nbkit.bridge.replacing.newcomer import Newcomer
 from nbkit.bridge.replacing.survivor import Survivor
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
-from nbkit.bridge.spawned_children import warn_of_cells
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming
@@ -69,6 +70,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         capture.install(self.kernel.session)
         draw_as_text()
         warn_of_cells()
+        run_launched_in_place()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)
         self.ending = Ending(self.runner, Path(self.spec.folder), self.loop)

@@ -8,6 +8,7 @@ import torchmetrics
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--losses", required=True)
+parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
 
 
@@ -42,7 +43,9 @@ data = [(torch.randn(8), torch.tensor(i % 3)) for i in range(48)]
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 module = Module()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, num_sanity_val_steps=0, **quiet)
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=2, strategy=args.strategy, max_epochs=2, num_sanity_val_steps=0, **quiet
+)
 trainer.fit(module, loader, torch.utils.data.DataLoader(data, batch_size=4))
 if trainer.is_global_zero:
     with open(args.losses, "w") as file:

@@ -46,6 +46,7 @@ class World:
         self.place = place
         self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
         self.dirty = ""
+        self.environment: dict[str, str] = {}  # what a world formed without torchrun has set of it
         self._store: Store | None = None
         self._num_formed = 0  # default groups formed in this generation; the same on all ranks
 
@@ -184,16 +185,17 @@ class World:
         install()
         init_process_group.guard(self)
         place = self.place
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.world_size),
-            LOCAL_RANK=str(place.local_rank),
-            LOCAL_WORLD_SIZE=str(place.local_world_size),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
+        self.environment = {
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             # A store of the user's own with env:// then joins ours as a client; it could not bind the port.
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        os.environ.update(self.environment)
         if os.environ.setdefault("TORCHELASTIC_RUN_ID", _RUN_ID) == _RUN_ID:
             os.environ.update(place.roles())
         keep_local(address)
