@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import largest
-from nbkit.rank.models.key_value_cache import KeyValueCache, first_argument, why_no_cache
+from nbkit.rank.models.key_value_cache import KeyValueCache, cache_argument, first_argument, why_no_cache
 from nbkit.rank.parallel.context.context_parallel import together
 from nbkit.rank.parallel.pipeline.p2p_groups import meet_all
 from nbkit.rank.parallel.proof.compare import gap
@@ -204,6 +204,7 @@ class _Generation:
         self.longest = _longest(model.module)
         self.input = inputs[0] if inputs is not None else first_argument(model.module) if cached else None
         self.cached = cached
+        self.cache_argument = cache_argument(model.module) if cached else ""
         self.lengths = [len(row) for row in rows]
         self.texts = [self._texts(rows, numbers) for numbers in self._together()]
         self.known = 0
@@ -260,7 +261,7 @@ class _Generation:
         value: Any = ids if self.input is None else {self.input: ids}
         if cache is not None:
             cache.seen = texts.ids.shape[1] - ids.shape[1]
-            value |= {"past_key_values": cache, "use_cache": True}
+            value |= {self.cache_argument: cache, "use_cache": True}
         if not self.model.gives_output and self.known + len(self.coming) == number:
             # Awaited as soon as it is on its way: the ranks between may have to hand it on.
             self._broadcast(torch.empty(len(texts.ids), 1, dtype=torch.long, device=self.device))

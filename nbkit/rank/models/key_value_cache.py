@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
+# transformers 5.24 and later, and before: the argument that a cache is given as.
+_NAMES = ("cache", "past_key_values")
+
 
 class KeyValueCache:
-    """What a model of `transformers` takes as past_key_values, on a rank that holds some of its layers and heads.
+    """What a model of `transformers` takes as its cache, on a rank that holds some of its layers and heads.
 
     Layers say what they have as ever; how many positions there are is said from outside, since a rank may not hold
     the layer that a model asks for it. Every layer keeps all positions: a model whose window slides masks the others.
@@ -71,11 +74,11 @@ def why_no_cache(module: nn.Module) -> str:
         module = of_peft.get_base_model()
     kinds = type(module).__mro__
     if not any(kind.__module__.startswith("transformers.models.") for kind in kinds):
-        return "it is no model of transformers, which take past_key_values="
+        return "it is no model of transformers, which take cache="
     taken = inspect.signature(type(module).forward).parameters
     config: Any = getattr(module, "config", None)
-    if "past_key_values" not in taken or "use_cache" not in taken:
-        return "its forward takes no past_key_values="
+    if not any(name in taken for name in _NAMES) or "use_cache" not in taken:
+        return "its forward takes no cache="
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder and a decoder"
     layers = set(getattr(config, "layer_types", None) or ())
@@ -87,3 +90,11 @@ def why_no_cache(module: nn.Module) -> str:
 def first_argument(module: nn.Module) -> str:
     """The name under which `module` takes its input."""
     return next(iter(inspect.signature(module.forward).parameters))
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which `module`, one that `why_no_cache` has nothing against, takes its cache."""
+    of_peft: Any = module
+    base = of_peft.get_base_model() if hasattr(module, "get_base_model") else module
+    taken = inspect.signature(type(base).forward).parameters
+    return next(name for name in _NAMES if name in taken)

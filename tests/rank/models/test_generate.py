@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.models.generate import Sampling
-from nbkit.rank.models.key_value_cache import KeyValueCache
+from nbkit.rank.models.key_value_cache import KeyValueCache, cache_argument
 from nbkit.rank.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -176,7 +176,7 @@ def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
         expected = model(ids, use_cache=False).logits
         for start, stop in ((0, 6), (6, 7), (7, 10)):
             cache.seen = start
-            found = model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits
+            found = model(ids[:, start:stop], use_cache=True, **{cache_argument(model): cache}).logits
             assert (found - expected[:, start:stop]).abs().max() < 1e-12
 
 
