@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_SUMMED = 1 << 16
+"""A CPU adds squares to float32 sums in order: of 38 M elements the norm is 0.3 % off, of this many 2e-7. A GPU sums
+blocks as small as these by itself."""
+
 
 @torch.no_grad()
 def grad_norm(
@@ -30,11 +34,18 @@ def grad_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), grads in alike.items():
         # Of bfloat16, the norm would be rounded to bfloat16.
-        norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        norms = torch._foreach_norm(_pieces(grads, device), 2, dtype=torch.promote_types(dtype, torch.float32))
         total += torch.stack(norms).to(torch.float64).square().sum() / copies
     if (dist.get_world_size(group) if world_size is None else world_size) > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def _pieces(grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Of at most `_SUMMED` elements each, where they are summed one after the other."""
+    if device.type != "cpu":
+        return grads
+    return [piece for grad in grads for piece in grad.reshape(-1).split(_SUMMED)]
 
 
 @torch.no_grad()
