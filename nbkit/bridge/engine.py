@@ -35,6 +35,7 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
+from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.link import Link
 
 
@@ -157,6 +158,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, r
             "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
             "--IPEngine.timeout=60",
             "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
+            f"--Session.digest_history_size={SIGNATURES_KEPT}",
             "--log-level=30",
         ]
     )

@@ -186,6 +186,8 @@ class Runner:
             return None, error
         finally:
             shell.execution_count, shell.displayhook.exec_result = outer
+            # IPython keeps what every cell has shown, pictures too, for notebooks that it would write.
+            getattr(shell.history_manager, "outputs", {}).clear()
 
     def _execute(self, request: CellRequest) -> Any:
         shell = self.shell

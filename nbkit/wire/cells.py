@@ -14,6 +14,10 @@ PromptKind = Literal["breakpoint", "post-mortem"]
 COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Messages between a widget and the pages that show it."""
 
+SIGNATURES_KEPT = 1000
+"""How many signatures of messages each process remembers, so as to refuse a message that comes twice. Connections are
+encrypted, so nobody else can send one again; 65,536, as many as Jupyter keeps, are 8 MB in each process."""
+
 LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
 
 

@@ -24,7 +24,7 @@ import ipyparallel
 from ipyparallel import serialize
 
 from nbkit.errors import ClusterError
-from nbkit.wire.cells import COMM_TYPES
+from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
 from nbkit.wire.rank_functions import Remote
 
 HELLO_SECONDS = 0.3
@@ -38,6 +38,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
         self.listener: Listener | None = None
         self._calls: dict[str, tuple[str, Future[Any]]] = {}  # id of the message -> its engine, what it answers
         super().__init__(client_file, timeout=timeout)
+        self.session.digest_history_size = SIGNATURES_KEPT
 
     def _dispatch_iopub(self, frames: list[Any]) -> None:
         try:

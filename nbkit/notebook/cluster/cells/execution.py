@@ -19,6 +19,7 @@ from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_of
 from nbkit.notebook.cluster.output.display import Outbox, Screen
 from nbkit.notebook.cluster.output.handler_failure import fault
+from nbkit.notebook.cluster.output.kept_text import KeptText
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the message that says what happened to the peer
 TWIN_SECONDS = 0.3  # a failure waits this long for equal ones: ranks that share cores fail one after the other
-KEEP_OUTPUT = 1 << 20  # characters per rank in Results.output; the file on disk has all
 
 
 class Execution:
@@ -72,8 +72,7 @@ class Execution:
         self.asked: set[int] = set()
         self.unanswered = ""  # why nobody could type a line
         self.arrived = dict.fromkeys(request.ranks, 0)
-        self.text: dict[int, list[str]] = {rank: [] for rank in request.ranks}
-        self.kept = dict.fromkeys(request.ranks, 0)
+        self.text = {rank: KeptText() for rank in request.ranks}
         self.sent = time.time()
         self.ended = 0.0
         self.reason = ""  # why the notebook ended it: "stopped", "stopped after 3 s (--timeout)"
@@ -92,7 +91,7 @@ class Execution:
         if seq >= 0:
             self.arrived[rank] = seq + 1
         if kind == "stream":
-            self._keep(rank, content["text"])
+            self.text[rank].add(content["text"])
             if self.tabs is not None:
                 self.tabs.feed(rank, content["text"])
             else:
@@ -158,7 +157,7 @@ class Execution:
             for of in (self.arrived, self.records, self.deaths):
                 of.pop(rank, None)  # type: ignore[attr-defined]
         for rank in newcomers:
-            self.arrived[rank], self.kept[rank], self.text[rank] = 0, 0, self.text.get(rank, [])
+            self.arrived[rank], self.text[rank] = 0, self.text.get(rank, KeptText())
         self.followed |= {*newcomers}
         self.lines.ranks = self.request.ranks
         self._maybe_close()
@@ -212,11 +211,6 @@ class Execution:
     def _on_unshown(self, kind: str, error: Exception) -> None:
         """Keep the error of a screen for the end: it stops no rank, for its notebook may be about to close."""
         self.unshown = self.unshown or fault(self.request, f"a message for the screen ({kind})", None, error)
-
-    def _keep(self, rank: int, text: str) -> None:
-        if self.kept[rank] < KEEP_OUTPUT:
-            self.text[rank].append(text)
-            self.kept[rank] += len(text)
 
     def _show_ready(self) -> None:
         now = time.monotonic()
@@ -342,7 +336,7 @@ class Execution:
         """The results that have arrived so far."""
         return Results(
             values={rank: value_of(record) for rank, record in sorted(self.records.items())},
-            output={rank: "".join(parts) for rank, parts in self.text.items()},
+            output={rank: str(text) for rank, text in self.text.items()},
             seconds={rank: record.seconds for rank, record in sorted(self.records.items())},
             status=status,
             generation=max((record.generation for record in self.records.values()), default=0),

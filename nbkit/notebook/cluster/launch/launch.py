@@ -28,6 +28,7 @@ from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.processes import Process, followers
 
 START_SECONDS = 180.0
@@ -183,10 +184,12 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     address: of this host, where other hosts reach it. What passes is signed, and encrypted on one host too: everybody
     there may subscribe to what the controller publishes, the output of cells.
     """
-    config = "from nbkit.notebook.cluster.launch.heartbeat import slow_down\n\nslow_down()\n"
+    config = "from nbkit.notebook.cluster.launch import heartbeat, hub_records\n\n"
+    config += "heartbeat.slow_down()\nhub_records.bound()\n"
     # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
     key = secrets.token_hex(32).encode()
     config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
+    config += f"c.Session.digest_history_size = {SIGNATURES_KEPT}\n"
     path = folder / "profile" / "ipcontroller_config.py"
     path.touch(mode=0o600)
     path.write_text(config)
