@@ -10,13 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
 
 from nbkit import Cluster
 from nbkit.errors import ClusterError, RankDied, UsageError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest, SlurmRequest
 
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 
@@ -82,3 +84,37 @@ def test_a_batch_system_tells_its_hosts_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     assert nodes_of_job({"PBS_NODEFILE": str(tmp_path / "nodes")}) == (("n1", 2), ("n2", 2))
     assert nodes_of_job({}) == ()
+
+
+# As MPICH's and Intel's mpirun, and srun --mpi=pmi2, set them, and as Open MPI's does.
+OF_A_PROCESS = {"PMI_RANK": "1", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "MPI_LOCALRANKID": "1"}
+
+
+def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "logs").mkdir()
+    command = AgentsCommand(tmp_path, "env.log")
+    command.run(["env"], "{}")
+    deadline = time.monotonic() + 30
+    while not command.has_ended() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    seen = {line.partition("=")[0] for line in (tmp_path / "logs/env.log").read_text().splitlines()}
+    assert {"NBKIT_AGENT", "OMPI_MCA_btl", "PATH"} <= seen
+    assert not seen & set(OF_A_PROCESS)
+
+
+@pytest.mark.long
+def test_a_notebook_that_mpirun_started_can_start_a_cluster_over_slurm(
+    slurm: SlurmNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in OF_A_PROCESS.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster.start(name="inside", on=SlurmRequest(2, nodes=2, cpu=True), ttl=60)
+    try:
+        ran = cluster.run(f"import os\nseen = torch.ones(1); dist.all_reduce(seen)\nrank, seen.item(), {OF_MPI}")
+        assert ran.values == {0: (0, 2.0, []), 1: (1, 2.0, [])}
+    finally:
+        cluster.stop()

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from nbkit.notebook.cluster.hosts.launchers.mpi_variables import without_mpi
 from nbkit.notebook.cluster.hosts.start_request import last_lines
 
 
@@ -22,7 +23,7 @@ class AgentsCommand:
         with open(self._path, "ab") as log:
             self._command = subprocess.Popen(
                 words,
-                env={**os.environ, "NBKIT_AGENT": payload},
+                env={**without_mpi(os.environ), "NBKIT_AGENT": payload},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.launchers.mpi_variables import without_mpi
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
@@ -138,7 +139,7 @@ class SlurmJob:
         done = subprocess.run(
             ["sbatch", "--parsable", *self._words(), *self.request.options],
             input=self._script(),
-            env={**os.environ, "NBKIT_AGENT": payload},  # arguments would be there for everybody to read
+            env={**without_mpi(os.environ), "NBKIT_AGENT": payload},  # arguments would be there for everybody to read
             capture_output=True,
             text=True,
             check=False,
