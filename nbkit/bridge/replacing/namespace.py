@@ -8,14 +8,15 @@ the new rank does not get.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nbkit.rank.train.replace.pickle_by_value import dumps
 
 LIMIT_BYTES = 1 << 20  # of one value
-_OF_THE_TRAINER = ("", "model", "optimizer")
+_OF_THE_TRAINER = ("", "job", "model", "optimizer")
 _OF_THE_RANK = ("rank", "local_rank", "device")  # every rank has its own, though one alone differs from nobody
 
 
@@ -28,12 +29,23 @@ class Names:
     others: tuple[str, ...]
 
 
-def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> Names:
-    """The names that the user has given. hidden: those of the shell itself."""
-    parts, foreign = dict[int, str](), set[int]()
-    if trainer is not None:
-        parts = {id(getattr(trainer, name) if name else trainer): name for name in _OF_THE_TRAINER}
-        foreign = {*parts, id(trainer.job)}
+def parts_of(trainer: Any) -> dict[str, Any]:
+    """What a new rank has of its own, by the Trainer's attribute; "" for the Trainer, or the OwnLoop."""
+    return {} if trainer is None else {name: getattr(trainer, name) if name else trainer for name in _OF_THE_TRAINER}
+
+
+def names_of(
+    namespace: Mapping[str, Any],
+    hidden: Mapping[str, Any],
+    trainer: Any,
+    *,
+    linked: bool = False,
+    large: Collection[str] = (),
+) -> Names:
+    """The names that the user has given. hidden: those of the shell itself. linked: the new rank has a Trainer by now,
+    and what refers to one, or to its model or optimizer, can be given to it. large: names whose values may be large."""
+    parts = {id(part): name for name, part in parts_of(trainer).items()}
+    within: dict[str, Any] = {"parts": parts} if linked else {"foreign": parts}
     digests, bound, others = dict[str, str](), dict[str, str](), list[str]()
     for name, value in list(namespace.items()):
         if name.startswith("_") or name in _OF_THE_RANK or (name in hidden and hidden[name] is value):
@@ -42,7 +54,8 @@ def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: A
             bound[name] = parts[id(value)]
             continue
         try:
-            digests[name] = hashlib.sha256(dumps(value, classes=True, foreign=foreign, limit=LIMIT_BYTES)).hexdigest()
+            limit = sys.maxsize if name in large else LIMIT_BYTES
+            digests[name] = hashlib.sha256(dumps(value, classes=True, limit=limit, **within)).hexdigest()
         except Exception:  # whatever a value raises when it is pickled
             others.append(name)
     return Names(digests, bound, tuple(others))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from nbkit.bridge import calls
+from nbkit.bridge.replacing.handing import broadcast, gathered
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
-from nbkit.bridge.replacing.survivor import FORM_SECONDS, broadcast, gathered
+from nbkit.bridge.replacing.survivor import FORM_SECONDS, Handed
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
@@ -41,7 +42,7 @@ class Newcomer:
 
         Raises what ends this process: another rank has died meanwhile, or the state of the training is lost.
         """
-        place, newcomers = calls.place, tuple(word["newcomers"])
+        place, newcomers, statement = calls.place, tuple(word["newcomers"]), word["statement"]
         assert place is not None
         stages.mark("everyone waits")
         World.join(
@@ -54,7 +55,7 @@ class Newcomer:
         )
         stages.mark("world formed")
         gathered(None)
-        handed = broadcast(None, min(set(range(place.world_size)) - set(newcomers)))
+        handed: Handed = broadcast(None, min(set(range(place.world_size)) - set(newcomers)))
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns
         names.update(loads(handed.names))
@@ -62,11 +63,13 @@ class Newcomer:
             resizes = "size" in word
             trainer = joined(newcomers) if resizes else together(None, NewWorld(newcomers, word["how"], word["since"]))
             names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
-            if handed.span is not None and word["statement"] == NOWHERE:
+            if getattr(trainer, "ends", ""):
+                statement = NOWHERE
+            if handed.span is not None and statement == NOWHERE:
                 save_and_leave(trainer)
             elif handed.span is not None:
                 trainer.join(handed.span if resizes else handed.span.without(trainer, len(newcomers)))
         lacks = ", ".join(name for name in handed.lacks if name not in names)
         remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""
         if handed.span is not None:
-            self.runner.run(handed.request, enters=Entering(word["statement"]), remark=remark)
+            self.runner.run(handed.request, enters=Entering(statement), remark=remark)

@@ -13,16 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbkit.bridge import calls
 from nbkit.bridge.replacing.form_resized import Left, form_resized
-from nbkit.bridge.replacing.namespace import Names, equal_names, names_of
+from nbkit.bridge.replacing.handing import broadcast, gathered
+from nbkit.bridge.replacing.namespace import equal_names, names_of
+from nbkit.bridge.replacing.own_loops import OwnLoops
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
-from nbkit.rank.device import accelerator
+from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
@@ -64,6 +64,7 @@ class Survivor:
         self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._broken = False  # a rank has died, and the world was not formed since
         self.enterable = False
+        self.loops = OwnLoops(runner, self._seat)
 
     # From the link's thread
 
@@ -84,15 +85,26 @@ class Survivor:
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
         running, names = self.runner.running, self.runner.shell.user_ns
-        if len(running) != 1 or threading.current_thread() is not threading.main_thread():
+        if not running or threading.current_thread() is not threading.main_thread():
             return False
-        request = running[0].request
-        if calls.place is None or not len(request.ranks) == calls.place.world_size > 1:
-            return False
-        statement = None
+        request, statement = running[0].request, None
         if caller.f_locals is names and self.runner.own.is_cell(caller):
             source = self.runner.shell.transform_cell(request.source)
             statement = statement_of(source, caller, lambda name: names.get(name) is trainer)
+        return self._seat(statement)
+
+    def loop(self, job: Any, loader: Any) -> OwnLoop | None:
+        return self.loops.loop_of(job, loader)
+
+    def _seat(self, statement: int | None) -> bool:
+        """Say where a new rank can enter the cell; None: it takes part until the training is saved. False: no rank is
+        replaced in this cell."""
+        running = self.runner.running
+        if len(running) != 1 or calls.place is None:
+            return False
+        request = running[0].request
+        if not len(request.ranks) == calls.place.world_size > 1:
+            return False
         while not self._words.empty():
             self._words.get()  # of an earlier training
         self._broken, self.enterable = False, statement is not None
@@ -115,7 +127,10 @@ class Survivor:
         return self._broken
 
     def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
-        return recover(trainer, newcomers)
+        found = recover(trainer, newcomers)
+        if isinstance(found, OwnLoop):
+            self.loops.level(found, newcomers, new=trainer is None)
+        return found
 
     def tell(self, said: str) -> None:
         self.link.send(event="replaced", said=said)
@@ -218,19 +233,3 @@ class Survivor:
             request, dtype = self.runner.running[0].request, torch.get_default_dtype()
             handed = Handed(request, trainer is not None, span, dtype, names, bound, tuple(sorted(lacks)))
         broadcast(handed, giver)
-
-
-def gathered(names: Names | None) -> list[Names | None]:
-    """The names of all ranks; None of the new ones. Collective."""
-    assert calls.place is not None
-    device = accelerator().device(calls.place.device)
-    return all_gather_objects(names, world_size=calls.place.world_size, device=device)
-
-
-def broadcast(handed: Handed | None, giver: int) -> Handed:
-    """What the giver hands to all. Collective."""
-    assert calls.place is not None
-    told = [handed]
-    dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))
-    assert told[0] is not None
-    return told[0]

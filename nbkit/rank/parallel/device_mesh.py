@@ -58,10 +58,22 @@ def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
     for key in own:
         if not all(key in left for left in everyone):
             continue
-        group = _made.pop(key)
-        if isinstance(group, DelegatingGroup):
-            dist.destroy_process_group(group)
-            group.drop(Broken(f"Process group {group.label} was closed: no strategy uses it any more."))
+        _close(_made.pop(key))
+
+
+def close_all() -> None:
+    """Close all groups: other processes sit in the places of some ranks, and have none of them. Not collective.
+
+    Those that no such process was in would be formed again whenever another rank dies, for nobody.
+    """
+    for key in sorted(_made):
+        _close(_made.pop(key))
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    if isinstance(group, DelegatingGroup) and group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
+        group.drop(Broken(f"Process group {group.label} was closed: no strategy uses it any more."))
 
 
 def groups_made() -> int:

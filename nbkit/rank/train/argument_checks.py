@@ -86,6 +86,17 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         )
 
 
+def check_own_loop(on_failure: str, backup_every: int | None) -> None:
+    """Raises TrainingError for what there is not in a loop of the user's own."""
+    check_counts(backup_every=backup_every or None)
+    if on_failure not in ("replace", "stop"):
+        raise TrainingError(
+            f"There is no on_failure {on_failure!r} in a loop of your own.",
+            numbers="'replace', 'stop'",
+            hint="on_failure='replace'",
+        )
+
+
 def check_loader(loader: Any) -> None:
     """Raises TrainingError for a loader that has cut the data for the ranks already."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.distributed.DistributedSampler):

@@ -164,6 +164,36 @@ class LoopSettings:
         )
 
 
+OWN_LOOP = LoopSettings(
+    data=None,
+    batch_size=1,
+    shuffle=False,
+    drop_last=False,
+    collate=list,
+    clip_norm=None,
+    lr_schedule=None,
+    eval_data=None,
+    eval_every=None,
+    save_steps=None,
+    save_seconds=None,
+    save_path=None,
+    saves_if_detached=False,
+    keep=None,
+    snapshot_every=None,
+    name=None,
+    callbacks=(),
+    log_every=1,
+    backup_every=None,
+    progress=False,
+    on_failure="replace",
+    hang_timeout=None,
+    on_oom="raise",
+    balance=False,
+    workers=0,
+)
+"""Of a loop that its user makes over `job.batches`."""
+
+
 def warn_without_effect(
     data: Any,
     shuffle: bool | None,

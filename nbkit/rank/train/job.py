@@ -12,7 +12,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
-from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
@@ -60,6 +62,8 @@ def prepare(
     log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
     switches: Given = None,
+    on_failure: str = "replace",
+    backup_every: int | None = None,
 ) -> Job:
     """A job for people who have a loop; collective: every rank calls it.
 
@@ -67,20 +71,26 @@ def prepare(
     module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the names of
     what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16". microbatch_size:
     rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines and context
-    parallelism need it, and tensor parallelism for all but well-known classes. All else: see Trainer.
+    parallelism need it, and tensor parallelism for all but well-known classes. on_failure: "replace" a rank that dies
+    in a loop over `batches`, where that can be done (docs/clusters.md), or "stop". All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
     config = TrainConfig(
         loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
     )
+    argument_checks.check_own_loop(on_failure, backup_every)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
+    job.own_loop = replace(OWN_LOOP, on_failure=on_failure, backup_every=backup_every)
     job.plan.check(job.parsed, job.feed.fits)
     job.record(log_dir, name=name)
     return job
 
 
 class Job(Switchable):
-    """A training that a loop drives, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step."""
+    """A training that a loop drives, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
+
+    own_loop: what holds for a loop over `batches`.
+    """
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: Given = None
@@ -116,6 +126,8 @@ class Job(Switchable):
         super().start(sharded_model, inner)
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+        self.own_loop = OWN_LOOP
+        self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
@@ -169,20 +181,42 @@ class Job(Switchable):
 
     def _steps(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         """What the loader gives, seeded for each step; the time it takes is the loader's."""
-        with self.running():
-            with phase("data"):
-                self.seed_data(own=False)
-                batches = iter(loader)
-            end = object()
+        host = resume_fit.host
+        own = self._own = None if host is None else host.loop(self, loader)
+        around = self.running if own is None else own.running if own.enterable else own.running_once
+        loop = own if own is not None and own.enterable else None
+        with around():
+            number, end = 0, object()
+            batches = None
             while True:
                 with phase("data"):
+                    # Where the loop is run again after a death, they are drawn as they were.
+                    known = loop is not None and number < len(loop.reads)
+                    data_rng.seed(self.seed, loop.reads[number].step if loop and known else self.step, SHARED)
+                    batches = iter(loader) if batches is None else batches
                     batch = next(batches, end)
+                    again = loop is not None and loop.again(number, batch, over=batch is end)
                 if batch is end:
                     return
                 yield batch
-                self.at_boundary()
-                with phase("data"):
-                    self.seed_data(own=False)
+                number += 1
+                if again:
+                    continue
+                if loop is not None:
+                    loop.boundary()  # before what may wait for a rank that has died
+                acts = self.ledger.acts
+                with self._in_order():
+                    self.at_boundary()
+                if loop is not None and acts:
+                    loop.boundary()  # a live cell may have changed what the body uses
+
+    def _update(self) -> None:
+        with self._in_order():
+            super()._update()
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Around what waits for other ranks in a loop of the user's own."""
+        return nullcontext() if self._own is None else self._own.ending_in_order()
 
     def _leave_loop(self, error: BaseException | None = None) -> None:
         """Nothing more comes of the newest loop over `batches`. error: what ends it, if it is under way."""
@@ -210,13 +244,15 @@ class Job(Switchable):
         while True:
             try:
                 # What is around it too: rows, seeds, whether the loss is finite.
-                with self.first_step() as first, phase("backward"):
+                with self._in_order(), self.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:
                 self.integrity.broken_off = not isinstance(error, NotFinite)
                 self.optimizer.zero_grad()
-                # The body of a loop over `batches` was left, and its generator does not know.
-                self._leave_loop(error)
+                # The body of a loop over `batches` was left, and its generator does not know. Where a rank that died is
+                # replaced, the loop goes on.
+                if self._own is None or not self._own.goes_on(error):
+                    self._leave_loop(error)
                 raise
             if not first.taken_back:
                 return result
@@ -234,11 +270,13 @@ class Job(Switchable):
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
-        return self.training_step.clip(max_norm)
+        with self._in_order():
+            return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
-        return self.training_step.grad_norm()
+        with self._in_order():
+            return self.training_step.grad_norm()
 
     def log(self, **numbers: float | Tensor) -> None:
         """Add numbers (0-dimensional tensors are not waited for) to the record of the step just made.
@@ -257,6 +295,8 @@ class Job(Switchable):
         """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
+            if other._own is not None:
+                other._own.end(GeneratorExit())
         if step_boundary.training() is not None:
             raise TrainingError(
                 "A training runs already.",

@@ -88,12 +88,18 @@ def take(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
         "settings": settings_of(optimizer),
         "numbers": dict(every.numbers),
         "step": state.step,
-        "position": state.position,
+        "position": state.position or _beginning(optimizer),
         "precision": state.precision,
         "strategy": str(sharded_model.strategy),
         **about,
     }
     return Taken(Path(path), state.step, held, shares(every, builder.rank), every.kinds, kept)
+
+
+def _beginning(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of a loop of the user's own, who alone knows what it reads: a Trainer that loads it begins with its data."""
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    return {"epoch": 0, "offset": 0, "base_lr": rates}
 
 
 def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:

@@ -16,6 +16,7 @@ from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace.pickle_by_value import dumps, loads
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
@@ -41,13 +42,14 @@ class Handed:
         """The new process' job, without a sharded model. like: one of this process, whose model its user holds."""
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
-    def trainer(self, job: Job) -> Trainer:
+    def trainer(self, job: Job) -> Trainer | OwnLoop:
         """The new process' Trainer, once `job` has started. Collective: see Trainer.joining."""
-        return Trainer.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
+        kind = Trainer if self.loop.data is not None else OwnLoop
+        return kind.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
 
 
 def hand_over(
-    trainer: Trainer | None,
+    trainer: Trainer | OwnLoop | None,
     source: int,
     newcomers: Collection[int],
     *,
@@ -65,7 +67,7 @@ def hand_over(
 
     def pack() -> None:
         if rank == source and trainer is not None and newcomers:
-            packed[0] = packed_for_new(trainer, strategy or trainer.strategy)
+            packed[0] = packed_for_new(trainer, strategy or trainer.job.strategy)
 
     def unpack() -> None:
         if rank in newcomers:
@@ -86,17 +88,17 @@ def hand_over(
     return found[0] if found else None
 
 
-def handed_by(trainer: Trainer, strategy: Strategy) -> Handed:
+def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> Handed:
     """What a Trainer is made of that goes on from `trainer`, under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches = tuple(job.switches)
     return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, trainer.run_dir, job.seed, saved)
 
 
-def packed_for_new(trainer: Trainer, strategy: Strategy) -> bytes:
+def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
     """What `hand_over` sends. Raises TrainingError for data that cannot begin again, and for what is not picklable."""
     job, loop = trainer.job, trainer.loop
-    if not job.feed.remakes:
+    if loop.data is not None and not job.feed.remakes:
         raise TrainingError(
             "The data is an iterator that cannot begin again: a new process cannot read on where it stands.",
             numbers=f"{type(loop.data).__name__}",

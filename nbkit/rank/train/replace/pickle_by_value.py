@@ -17,7 +17,8 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,20 +31,28 @@ class TooLarge(pickle.PicklingError):
     """The value is larger than what was allowed."""
 
 
-def dumps(value: Any, *, classes: bool = False, foreign: Collection[int] = (), limit: int = sys.maxsize) -> bytes:
+def dumps(
+    value: Any,
+    *,
+    classes: bool = False,
+    foreign: Collection[int] = (),
+    parts: Mapping[int, str] = MappingProxyType({}),
+    limit: int = sys.maxsize,
+) -> bytes:
     """The pickle of `value`. classes: those of `__main__` go by value too, because the other process does not have
-    them yet. foreign: ids of objects that may not be in it.
+    them yet. foreign: ids of objects that may not be in it. parts: id of an object that the other process has one like
+    -> the name by which `loads` is told of it.
 
     Raises TooLarge above `limit` bytes, and what pickling raises.
     """
     stream = _Limited(limit)
-    _Pickler(stream, classes, foreign, limit).dump(value)
+    _Pickler(stream, classes, foreign, parts, limit).dump(value)
     return stream.getvalue()
 
 
-def loads(packed: bytes) -> Any:
+def loads(packed: bytes, parts: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The counterpart of `dumps`, of bytes that a rank of the same world has made."""
-    return _Unpickler(io.BytesIO(packed)).load()
+    return _Unpickler(io.BytesIO(packed), parts).load()
 
 
 class _Limited(io.BytesIO):
@@ -58,15 +67,19 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, classes: bool, foreign: Collection[int], limit: int) -> None:
+    def __init__(
+        self, stream: io.BytesIO, classes: bool, foreign: Collection[int], parts: Mapping[int, str], limit: int
+    ) -> None:
         super().__init__(stream, protocol=5)
-        self._classes, self._foreign, self._limit = classes, foreign, limit
+        self._classes, self._foreign, self._parts, self._limit = classes, foreign, parts, limit
         self._texts: dict[str, str] = {}
         self._storages: dict[int, torch.Tensor] = {}
 
-    def persistent_id(self, value: Any) -> str | tuple[str] | None:
+    def persistent_id(self, value: Any) -> str | tuple[str, ...] | None:
         if type(value) is str:  # one object for equal ones: which are the same one differs between processes
             return self._texts.setdefault(value, value)
+        if id(value) in self._parts:
+            return "part", self._parts[id(value)]
         if id(value) in self._foreign:
             raise pickle.PicklingError("it holds what is not carried")
         # The names of a module, which are a function's globals.
@@ -113,8 +126,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, known: str | tuple[str]) -> Any:
-        return known if isinstance(known, str) else vars(importlib.import_module(known[0]))
+    def __init__(self, stream: io.BytesIO, parts: Mapping[str, Any]) -> None:
+        super().__init__(stream)
+        self._parts = parts
+
+    def persistent_load(self, known: str | tuple[str, ...]) -> Any:
+        if isinstance(known, str):
+            return known
+        return self._parts[known[1]] if len(known) == 2 else vars(importlib.import_module(known[0]))
 
 
 def _can_be_imported(value: Any, *, main: bool = False) -> bool:

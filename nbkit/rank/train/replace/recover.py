@@ -8,10 +8,11 @@ it, as in a switch, from what is held of the newest step that is whole; and all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.device_mesh import close_all
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.resizable_storage import hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -28,6 +30,7 @@ from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.own_loop.own_loop import OwnLoop, common
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.backup import Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
@@ -40,11 +43,13 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 
+Training: TypeAlias = Trainer | OwnLoop
+"""What makes the steps: a `fit`, or a loop of the user's own."""
 Settings = list[dict[str, Any]]
 """See settings_of."""
 
 
-def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
+def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     """The training of the ranks that live, with the ranks `newcomers` in the place of those that died. Collective.
 
     After the world was formed again: the default group works, every other one is broken. trainer: this rank's, broken
@@ -73,13 +78,16 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
         job, like = trainer.job, trainer.job.optimizer.inner
     stages.mark("trainer handed over")
     restoration, lost = None, ""
+    ends = common([each.boundaries for each in everyone])
     try:
-        restoration = newest(everyone, strategy, job.builder)
+        restoration = _newest(everyone, strategy, job, ends)
     except TrainingError as error:
         if saved is None or saved.path is None:
             raise
         lost = f"{error.what} {error.numbers}"
     stages.mark("exchange planned")
+    if newcomers:
+        close_all()
     built = _built(job, strategy, restoration, held, like=like)
     sharded_model, inner = built.sharded_model, built.inner
     stages.mark("built")
@@ -110,12 +118,24 @@ def recover(trainer: Trainer | None, newcomers: Collection[int]) -> Trainer:
     else:
         assert saved is not None and saved.path is not None
         _load(trainer, saved.path, saved.step, lost)
+    if ends is not None and handed is None and isinstance(trainer, OwnLoop):
+        trainer.go_back(max((number for number, step in ends.items() if step == job.step), default=None))
     stages.mark("adopted")
     job.meet(everyone[source].asked)
     return trainer
 
 
-def _load(trainer: Trainer, path: Path, step: int, lost: str) -> None:
+def _newest(
+    everyone: Sequence[Holding], strategy: Strategy, job: Job, boundaries: Mapping[int, int] | None
+) -> Restoration:
+    """A loop of the user's own goes on where its body was over on all ranks; where that is lost, its steps are kept."""
+    if boundaries is not None:
+        with suppress(TrainingError):
+            return newest(everyone, strategy, job.builder, only=set(boundaries.values()))
+    return newest(everyone, strategy, job.builder)
+
+
+def _load(trainer: Training, path: Path, step: int, lost: str) -> None:
     """Nobody holds everything: back to the last checkpoint, of which every rank reads its part. Collective."""
     job = trainer.job
     job.integrity.half_way = True  # what was built holds nothing yet
@@ -145,7 +165,7 @@ class _Held:
         return {} if self.finished is None else self.states[self.finished]
 
     @classmethod
-    def by(cls, trainer: Trainer) -> _Held:
+    def by(cls, trainer: Training) -> _Held:
         """What a rank holds that was broken off anywhere."""
         job = trainer.job
         job.break_off()
@@ -167,6 +187,8 @@ class _Held:
         kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
         told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saves.last)
+        if isinstance(trainer, OwnLoop):
+            told = replace(told, boundaries=trainer.boundaries)
         return cls(told, None if job.integrity.half_way else step, states, points, wards)
 
     def take_back(

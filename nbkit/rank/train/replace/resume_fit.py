@@ -83,6 +83,10 @@ class Host(Protocol):
         """`caller` calls `fit`. Whether a rank that dies is replaced; where `fit` is, is known until `leave`."""
         ...
 
+    def loop(self, job: Any, loader: Any) -> Any:
+        """The OwnLoop in which the batches of `loader` are read from now on; None where no rank is replaced in it."""
+        ...
+
     def leave(self, why: str = "") -> None:
         """That `fit` is over. why: the error that has ended it."""
         ...
@@ -164,20 +168,29 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> Span:
     all ranks at one boundary and the training saved, where a new rank cannot enter the cell.
     """
     assert host is not None
+    world = meet_again(trainer, span, error)
+    if not host.enterable:
+        raise _ended(trainer, world, span) from None
+    return span.without(trainer, len(world.newcomers))
+
+
+def meet_again(trainer: Trainer, span: Span, error: Exception) -> NewWorld:
+    """`error` has broken off a step. Return at a step boundary of all ranks, in a world with new ones.
+
+    Raises as `await_world` does, and what is raised on the way, where no further rank died meanwhile.
+    """
+    assert host is not None
     reached = trainer.step
     while True:
         world = host.await_world(error, trainer, span)
         try:
             together(trainer, world, reached)
             trainer.job.follow_plan()
-            break
+            return world
         except Exception as another:  # of a further rank that died meanwhile, or for good
             if not host.is_broken(another):
                 raise
             error = another
-    if not host.enterable:
-        raise _ended(trainer, world, span) from None
-    return span.without(trainer, len(world.newcomers))
 
 
 def _ended(trainer: Trainer, world: NewWorld, span: Span) -> TrainingError:

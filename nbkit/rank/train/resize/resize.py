@@ -126,6 +126,7 @@ def rebuilt(
     settings, progress, asked = told[0]
     job.start(sharded_model, inner)
     new = handed.trainer(job)
+    assert isinstance(new, Trainer)  # a loop of the user's own is refused
     take_settings(inner, settings)
     job.go_on(progress)
     if trainer is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbkit.errors import NbkitError, TrainingError
+from nbkit.rank.comm.delegating_group import Broken, registered
 from nbkit.rank.models.gpt import GPT, Block, GPTConfig
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
@@ -134,7 +135,8 @@ def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str,
             trainer = recover(trainer, seat.form_again())
         stood, kept = trainer.step, before is None or before == memory(trainer)
         trainer.fit(until=STEPS)
-        found[case] = {"stood": stood, "kept": kept, "losses": [r["loss"] for r in trainer.history]}
+        groups = sum(not isinstance(group.inner, Broken) for group in registered())
+        found[case] = {"stood": stood, "kept": kept, "groups": groups, "losses": [r["loss"] for r in trainer.history]}
     return found
 
 
@@ -262,6 +264,8 @@ def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: 
         known = [of_rank[case] for of_rank in found if case in of_rank]
         for one in known:
             assert one["losses"] == pytest.approx(expected, rel=1e-10), case
+        # A new rank has the groups of its strategy; no other one keeps more, to be formed again at each death.
+        assert len({one["groups"] for one in known}) == 1, [one["groups"] for one in known]
         # Who dies while its newest backup is on its way takes all back to the one before; who dies after its own update
         # may find that of others made.
         stood = {one["stood"] for one in known}

@@ -1,0 +1,30 @@
+"""What ranks tell each other about names, beside new ones that have a world and no training yet."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from nbkit.bridge import calls
+from nbkit.bridge.replacing.namespace import Names
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.device import accelerator
+
+Handed = TypeVar("Handed")
+
+
+def gathered(names: Names | None) -> list[Names | None]:
+    """The names of all ranks; None of the new ones. Collective."""
+    assert calls.place is not None
+    device = accelerator().device(calls.place.device)
+    return all_gather_objects(names, world_size=calls.place.world_size, device=device)
+
+
+def broadcast(handed: Handed | None, giver: int) -> Handed:
+    """What the giver hands to all. Collective."""
+    assert calls.place is not None
+    told: list[Any] = [handed]
+    dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))
+    assert told[0] is not None
+    return told[0]  # type: ignore[no-any-return]
