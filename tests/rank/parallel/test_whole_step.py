@@ -19,12 +19,14 @@ from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.comm.thread_group import Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call
+from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Coupled, Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.tensor.proof.prove import prove
+from nbkit.rank.parallel.whole_step import prove_step as proof_of_step
 from nbkit.rank.parallel.whole_step import steps
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step, tiny
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
@@ -311,8 +313,27 @@ def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) 
     assert found.refusal is None and "randperm in blocks.0" in found.unproven
     found = prove_step(facts.skeleton, Strategy(tp=64), facts.options, facts.example, **asked)
     assert found.refusal is None and "64 ranks" in found.unproven
-    monkeypatch.setattr("nbkit.rank.parallel.whole_step.prove_step._WIDE", 1000)
-    assert "M parameters" in facts.proof("pp=2 tp=2").unproven
+    monkeypatch.setattr(proof_of_step, "_EXACT", 1000)
+    monkeypatch.setattr(proof_of_step, "free_on_host", lambda: 10_000_000)
+    assert facts.proof("pp=2 tp=2") == StepProof()
+    monkeypatch.setattr(proof_of_step, "free_on_host", lambda: 10_000)
+    assert "of the 0.0 GB that are free on the host" in facts.proof("pp=2 tp=2").unproven
+    monkeypatch.setattr(proof_of_step, "_WIDE", 1000)
+    assert "more than 0 M" in facts.proof("pp=2 tp=2").unproven
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["dp=2 tp=2", "dp=4 zero=3 shard=2", "dp=2 pp=2 zero=1"])
+def test_a_gpt_of_70_million_parameters_makes_the_step_of_one_process(text: str, facts: Facts) -> None:
+    """Embedding and head have 26 million elements each: roundings of as many float32 numbers must not refuse it."""
+    model = GPT(GPTConfig(vocab=50_304, width=512, layers=6, heads=8, block=64))
+    rows = torch.randint(0, 50_304, (8, 65))
+
+    def loss(logits: Any, targets: Any) -> Any:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    said = nbkit.check(model, text, (rows[:, :-1], rows[:, 1:]), COMPOSED[text], loss=loss)
+    assert said.ok and "no whole step" not in str(said), str(said)
 
 
 def test_of_many_ranks_fewer_stages_are_run() -> None:

@@ -20,6 +20,7 @@ from nbkit.errors import NbkitError, StrategyError
 from nbkit.levers import NONE
 from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import pick, rows_of
+from nbkit.rank.host_memory import free_on_host
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss
@@ -31,8 +32,12 @@ from nbkit.rank.parallel.whole_step.drawn_model import drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
 from nbkit.strategy import Strategy, divisors
 
-_EXACT, _WIDE = 1 << 22, 1 << 26
-"""Models of more parameters are run in float32 on fewer rows, and of still more not at all: for memory, and time."""
+_EXACT, _EXACT_NORMS, _WIDE = 1 << 22, 1 << 26, 1 << 30
+"""Models of more parameters than _EXACT are run in float32 on fewer rows, of more than _WIDE not at all: it takes
+minutes. With BatchNorm, of up to _EXACT_NORMS in float64 as a last trial."""
+
+_OF_HOST = 0.5
+"""The part of the host's free memory that the step may take: other ranks make their models at the same time."""
 
 _MANY = 8
 """Rows of a rank where few say nothing."""
@@ -108,7 +113,9 @@ def prove_step(
     if proof != StepProof():
         proof = _proof(skeleton, strategy, options, example, **how)
     if proof != StepProof() and batch_norms(skeleton):
-        proof = _proof(skeleton, strategy, options, example if many is None else many, each=_MANY, exact=_WIDE, **how)
+        proof = _proof(
+            skeleton, strategy, options, example if many is None else many, each=_MANY, exact=_EXACT_NORMS, **how
+        )
     return proof
 
 
@@ -182,8 +189,20 @@ def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> s
     if small.mesh.size > _RANKS:
         return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
     if size > _WIDE:
-        return f"{size / 1e6:,.0f} M parameters, more than {_WIDE / 1e6:.0f} M; blocks were run by themselves"
+        return f"{size / 1e6:,.0f} M parameters, more than {_WIDE / 1e6:,.0f} M; blocks were run by themselves"
+    if size > _EXACT:
+        needed, free = size * _bytes_of_parameter(small), free_on_host()
+        if free is not None and needed > _OF_HOST * free:
+            return (
+                f"{size / 1e6:,.0f} M parameters take about {needed / 1e9:.1f} GB, more than half of the "
+                f"{free / 1e9:.1f} GB that are free on the host; blocks were run by themselves"
+            )
     return ""
+
+
+def _bytes_of_parameter(small: Strategy) -> int:
+    """Of float32, with AdamW: the weights that are drawn and those of one process; of each rank what it holds."""
+    return 12 + 16 * small.mesh.size // (small.tp * small.pp)
 
 
 def _unprovable(strategy: Strategy, why: str) -> StrategyError:

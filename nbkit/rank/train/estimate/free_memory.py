@@ -11,15 +11,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-import psutil
 import torch
 
 from nbkit.errors import UsageError
 from nbkit.planner.switch_cost import fits
 from nbkit.rank.device import accelerator
+from nbkit.rank.host_memory import free_on_host
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.builder import Builder
@@ -29,9 +28,6 @@ from nbkit.strategy import Strategy
 
 # Of glibc alone; another library gives back, or does not, as it likes.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-
-_UNLIMITED = 1 << 60
-"""Version 1 writes a number near 2^63 where there is no limit."""
 
 
 def crowded(num_bytes: int, device: torch.device) -> bool:
@@ -87,56 +83,12 @@ def left(device: torch.device, *, ranks: int | None = None) -> int | None:
     if accelerator().holds(device):
         found.append(accelerator().free_memory(device))
     else:
-        shared = [free for free in (of_machine(), of_cgroups()) if free is not None]
-        here = world.current()
-        sharing = ranks or (here.place.local_world_size if here is not None else 1)
-        found += [free // sharing for free in shared]
+        here, free = world.current(), free_on_host()
+        if free is not None:
+            found.append(free // (ranks or (here.place.local_world_size if here is not None else 1)))
         if (limit := tensor_limit.in_force()) is not None:
             found.append(limit.left)
     return min((max(free, 0) for free in found if free is not None), default=None)
-
-
-def of_machine() -> int | None:
-    """Bytes that the kernel could give away without swapping."""
-    return int(psutil.virtual_memory().available)
-
-
-def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is none.
-
-    Pages of files that nobody uses count as free: the kernel takes them back before it refuses any.
-    """
-    return min((max(free, 0) for free in _each_cgroup(proc, mounted)), default=None)
-
-
-def _each_cgroup(proc: Path, mounted: Path) -> Iterator[int]:
-    for line in _read(proc / "self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = mounted / "memory" if controllers else mounted
-        limit, usage = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        )
-        own = top / path.lstrip("/")
-        # A container sees its own group at the top, whatever its path outside is called.
-        for folder in dict.fromkeys([own, *(each for each in own.parents if each.is_relative_to(top)), top]):
-            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
-            if most.isdigit() and used.isdigit() and int(most) < _UNLIMITED:
-                yield (
-                    int(most)
-                    - int(used)
-                    + _idle_files(folder, "total_inactive_file" if controllers else "inactive_file")
-                )
-
-
-def _idle_files(folder: Path, name: str) -> int:
-    for line in _read(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
 
 
 def _own_limit(device: torch.device) -> int | None:
@@ -148,10 +100,3 @@ def _own_limit(device: torch.device) -> int | None:
             "NBKIT_MEMORY_LIMIT is no number of bytes.", numbers=repr(text), hint="NBKIT_MEMORY_LIMIT=8000000000"
         )
     return int(text) - bytes_held(device)[0]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

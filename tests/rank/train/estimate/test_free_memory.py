@@ -12,6 +12,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import UsageError
+from nbkit.rank import host_memory
 from nbkit.rank.telemetry.memory import bytes_held
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.run_recorder import Recorder
@@ -29,8 +30,8 @@ def written(folder: Path, **files: str) -> None:
 def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBKIT_MEMORY_LIMIT", raising=False)
     for machine, group, two in ((8 * GB, None, 4 * GB), (8 * GB, 6 * GB, 3 * GB), (None, None, None)):
-        monkeypatch.setattr(free_memory, "of_machine", lambda free=machine: free)
-        monkeypatch.setattr(free_memory, "of_cgroups", lambda free=group: free)
+        monkeypatch.setattr(host_memory, "of_machine", lambda free=machine: free)
+        monkeypatch.setattr(host_memory, "of_cgroups", lambda free=group: free)
 
         assert free_memory.left(CPU, ranks=2) == two
 
@@ -47,7 +48,7 @@ def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Pat
     )
     written(top, memory__max=f"{100 * GB}\n", memory__current=f"{7 * GB}\n")
 
-    assert free_memory.of_cgroups(proc, top) == 3 * GB
+    assert host_memory.of_cgroups(proc, top) == 3 * GB
 
 
 def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_path: Path) -> None:
@@ -60,9 +61,9 @@ def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_pa
         memory__stat="cache 5\ntotal_inactive_file 4096\n",
     )
 
-    assert free_memory.of_cgroups(proc, top) == GB + 4096
+    assert host_memory.of_cgroups(proc, top) == GB + 4096
     written(top / "memory", memory__limit_in_bytes="9223372036854771712\n")
-    assert free_memory.of_cgroups(proc, top) is None
+    assert host_memory.of_cgroups(proc, top) is None
 
 
 def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,7 @@ def room_beside(job: Any, spare: int) -> bool:
     """Whether a step has room where `spare` bytes are left, whatever else this machine does."""
     with pytest.MonkeyPatch.context() as patch:
         for one in ("of_machine", "of_cgroups"):
-            patch.setattr(free_memory, one, lambda: None)
+            patch.setattr(host_memory, one, lambda: None)
         patch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + spare))
         return free_memory.roomy(job.device, job.recorder.peak_bytes)
 

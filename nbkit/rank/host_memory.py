@@ -1,0 +1,66 @@
+"""How much memory this host's processes can still take: what the kernel has, or what the tightest cgroup leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED = 1 << 60
+"""Version 1 writes a number near 2^63 where there is no limit."""
+
+
+def free_on_host() -> int | None:
+    """Bytes that this host's processes can take together; None where nothing says."""
+    return min((free for free in (of_machine(), of_cgroups()) if free is not None), default=None)
+
+
+def of_machine() -> int | None:
+    """Bytes that the kernel could give away without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
+def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is none.
+
+    Pages of files that nobody uses count as free: the kernel takes them back before it refuses any.
+    """
+    return min((max(free, 0) for free in _each_cgroup(proc, mounted)), default=None)
+
+
+def _each_cgroup(proc: Path, mounted: Path) -> Iterator[int]:
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = mounted / "memory" if controllers else mounted
+        limit, usage = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        )
+        own = top / path.lstrip("/")
+        # A container sees its own group at the top, whatever its path outside is called.
+        for folder in dict.fromkeys([own, *(each for each in own.parents if each.is_relative_to(top)), top]):
+            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if most.isdigit() and used.isdigit() and int(most) < _UNLIMITED:
+                yield (
+                    int(most)
+                    - int(used)
+                    + _idle_files(folder, "total_inactive_file" if controllers else "inactive_file")
+                )
+
+
+def _idle_files(folder: Path, name: str) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
