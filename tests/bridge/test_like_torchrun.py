@@ -119,8 +119,10 @@ def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
     cell = SPAWNS.partition("def child")[0] + (
         'loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn")\nlist(loader)'
     )
-    with pytest.raises(CellError):
-        two.run(cell)
-    said = "".join(capsys.readouterr())
-    assert "cannot import what a cell has defined" in said and 'multiprocessing_context="fork"' in said
+    # First: torch may tell of a worker that has failed in the cell behind it, too.
     assert two.run(cell.replace('"spawn"', '"fork"')).status == "ok"
+    for _ in range(2):
+        with pytest.raises(CellError):
+            two.run(cell)
+        said = "".join(capsys.readouterr())
+        assert "cannot import what a cell has defined" in said and 'multiprocessing_context="fork"' in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import warnings
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,7 +24,7 @@ def warn_of_cells() -> None:
         # A script under %run has a file, and is imported from there.
         if isinstance(item, BaseProcess) and isinstance(file, io.BytesIO) and not hasattr(_main(), "__file__"):
             if b"__main__" in file.getvalue()[begun:]:
-                warnings.warn(_SAID, stacklevel=2)
+                print(f"nbkit: {_SAID}", file=sys.stderr)  # in every cell: a warning is shown once
 
     reduction.dump = dump  # type: ignore[assignment]
 
