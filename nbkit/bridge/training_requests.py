@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
+from nbkit.rank.background_threads import giving_way
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.estimate import strategy_table
@@ -30,7 +31,9 @@ from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
 TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
-TABLE_REST = 20  # times what the last one took: making them is at most a twentieth of this rank's time
+TABLE_REST = (
+    20  # times what the last one took: making them, and looking, is at most a twentieth of this rank's time each
+)
 STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
 
 
@@ -53,6 +56,9 @@ class Controls:
         self._timed = False  # whether it has seconds of a step of the strategy in force
         self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
+        self._found = self._shown = 0  # findings about the model, in all and in the table
+        self._looking: threading.Thread | None = None
+        self._looked_at, self._looks_rest = 0, 0.0  # the job, and until then what it cannot tell is not asked again
         step_boundary.handlers["control"] = self.serve
         step_boundary.preparers["control"] = self.prepare
 
@@ -115,7 +121,9 @@ class Controls:
     def strategies(self, known: str = "") -> dict[str, Any]:
         """Where the training is, and the newest table of its strategies, unless the notebook has the one `known`.
 
-        The table is made in a thread of its own: with many ranks it takes longer than other requests can wait.
+        The table is made in a thread of its own: with many ranks it takes longer than other requests can wait. What
+        takes seconds, such as running the model, is found out in a second one, and a table follows each finding: the
+        first is always that of the strategy in force.
         """
         training = step_boundary.training()
         owner = training or newest()
@@ -125,35 +133,48 @@ class Controls:
         job = getattr(owner, "job", owner)
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
-        timed = measured_step(job, job.strategy) is not None
-        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}"
-        idle = self._tabling is None or not self._tabling.is_alive()
+        timed, found = measured_step(job, job.strategy) is not None, self._found
+        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{found}"
         # The first step makes the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
-        old = old or timed > self._timed
-        if stamp != self._stamp and idle and (old or time.time() > self._rest):
+        old = old or timed > self._timed or found > self._shown
+        if stamp != self._stamp and _idle(self._tabling) and (old or time.time() > self._rest):
             self._tabling = threading.Thread(
-                target=self._make_table, args=(job, stamp, timed), name="nbkit-table", daemon=True
+                target=self._make_table, args=(job, stamp, timed, found), name="nbkit-table", daemon=True
             )
             self._tabling.start()
             self._tabling.join(TABLE_SECONDS)
+        if (
+            _idle(self._tabling)
+            and _idle(self._looking)
+            and (self._looked_at != id(job) or time.time() > self._looks_rest)
+        ):
+            self._looking = threading.Thread(target=self._look, args=(job,), name="nbkit-look", daemon=True)
+            self._looking.start()
         table, stamp = self._table, self._stamp
         answer |= {"step": step, "strategy": strategy, "progress": step_boundary.progress(), "stamp": stamp}
         return {**answer, "table": table if stamp != known else None}
 
-    def _make_table(self, job: Any, stamp: str, timed: bool) -> None:
+    def _make_table(self, job: Any, stamp: str, timed: bool, found: int) -> None:
         began = time.time()
         try:
-            self._table, self._stamp, self._timed = strategy_table.table(job), stamp, timed
-            # What takes seconds comes in later tables.
-            if strategy_table.look_at_all(job):
-                self._table, self._stamp = strategy_table.table(job), f"{stamp}/looked"
-            if strategy_table.measure_peaks(job):
-                self._table, self._stamp = strategy_table.table(job), f"{stamp}/peaks"
+            with giving_way():
+                self._table, self._stamp = strategy_table.table(job), stamp
+            self._timed, self._shown = timed, found
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
             # A switch may have replaced the sharded model meanwhile: the next look tries again.
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
+
+    def _look(self, job: Any) -> None:
+        began, self._looked_at = time.time(), id(job)
+        try:
+            with giving_way():
+                for _ in strategy_table.findings(job):
+                    self._found += 1
+        except Exception as error:
+            print(f"the model could not be looked at: {type(error).__name__}: {error}", file=sys.__stderr__)
+        self._looks_rest = time.time() + TABLE_REST * (time.time() - began)
 
     def _tell(
         self,
@@ -183,6 +204,10 @@ class Controls:
         }
         while len(self.results) > RESULTS_KEPT:
             self.results.popitem(last=False)
+
+
+def _idle(thread: threading.Thread | None) -> bool:
+    return thread is None or not thread.is_alive()
 
 
 def _torn(owner: Any) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +33,9 @@ class Refusing:
 @pytest.fixture
 def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
     monkeypatch.setattr(active_job, "_newest", None)
-    monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.predicted_switch", lambda job, text: {})  # no model
+    estimates = "nbkit.rank.train.estimate.strategy_table"
+    monkeypatch.setattr(f"{estimates}.predicted_switch", lambda job, text: {})  # no model
+    monkeypatch.setattr(f"{estimates}.findings", lambda job: iter(()))
     yield Controls()
     step_boundary.handlers.pop("control")
 
@@ -120,3 +125,45 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     look(302)
     look(303)
     assert made == [300, 302]
+
+
+def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_finding(
+    controls: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, go_on, made = SimpleNamespace(step=300, strategy="dp=2"), threading.Semaphore(0), []
+
+    def findings(job: Any) -> Iterator[None]:
+        for number in range(2):
+            assert go_on.acquire(timeout=60)
+            made.append(f"finding {number}")
+            assert sys.getswitchinterval() < 0.001  # the training's thread does not wait for this one
+            yield
+
+    def table(job: Any) -> dict[str, Any]:
+        made.append(job.strategy)
+        return {"strategy": job.strategy, "step": job.step}
+
+    monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_step", lambda job, strategy: 0.1)
+    monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.table", table)
+    monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.findings", findings)
+    controls._rest = float("inf")
+
+    def look(until: str) -> None:
+        deadline = time.monotonic() + 60
+        while made[-1:] != [until]:
+            assert time.monotonic() < deadline, made
+            controls.strategies()
+            time.sleep(0.005)
+
+    look("dp=2")
+    owner.strategy = "tp=2"  # somebody switches before the model was looked at
+    look("tp=2")
+    go_on.release()
+    look("finding 0")
+    look("tp=2")
+    go_on.release()
+    look("finding 1")
+    look("tp=2")
+    assert made == ["dp=2", "tp=2", "finding 0", "tp=2", "finding 1", "tp=2"]
+    assert sys.getswitchinterval() == pytest.approx(0.005)

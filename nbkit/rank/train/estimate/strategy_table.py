@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -143,6 +143,16 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
     return found
 
 
+def findings(job: Job) -> Iterator[None]:
+    """Find out what the table lacks and takes seconds, one thing after the other; one item for each thing found.
+
+    In a thread beside a training. What is known is not looked at again.
+    """
+    if look_at_all(job):
+        yield
+    yield from measure_peaks(job)
+
+
 def look_at_all(job: Job) -> bool:
     """Find out, on rank 0, what every strategy needs to know of the model, if that was not done: the model is run on a
     few rows, for seconds. True if now. In a thread beside a training."""
@@ -152,16 +162,15 @@ def look_at_all(job: Job) -> bool:
     return builder.options is not before
 
 
-def measure_peaks(job: Job) -> bool:
-    """Run the model on shapes, as tensor and context axes leave it, if that was not done: a second for each. True if
-    now."""
-    seen, made = job.cost_model(), False
+def measure_peaks(job: Job) -> Iterator[None]:
+    """Run the model on shapes, as tensor and context axes leave it, if that was not done: a second for each pair of
+    axes, one item for each that is known now."""
     if job.config.example is None:
-        return False
+        return
     for tp, cp in sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))}):
         with suppress(NbkitError):
-            made |= seen.peaks.measure(tp, cp)
-    return made
+            if job.cost_model().peaks.measure(tp, cp):
+                yield
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:

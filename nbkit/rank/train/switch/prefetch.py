@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from nbkit.errors import NbkitError
+from nbkit.rank.background_threads import giving_way
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
@@ -79,7 +80,8 @@ class Ahead(step_boundary.Preparation):
 
     def _run(self, make: Callable[[], None]) -> None:
         try:
-            make()
+            with giving_way():
+                make()
         except NbkitError:
             pass  # the switch will say so, to whom it concerns
         except Exception as error:

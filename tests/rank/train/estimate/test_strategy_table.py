@@ -77,7 +77,7 @@ def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None
     job = trainer.job
     every = Strategy.every(2, schedules=("1f1b",))
     job.builder.learn(every)
-    thread = threading.Thread(target=measure_peaks, args=(job,))
+    thread = threading.Thread(target=lambda: list(measure_peaks(job)))
     if beside:
         thread.start()
     losses = [record["loss"] for record in trainer.fit(8)]

@@ -56,7 +56,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
         job.builder.link = replace(job.builder.link, ways=ways, crowded=False)
         job.forget_estimates()
         got = remedies(job, ROWS, None, ())
-        measure_peaks(job)
+        list(measure_peaks(job))
         panel = {row["strategy"]: (row["predicted_step_s"], row["peak_bytes"]) for row in table(job)["options"]}
         text = "\n".join(described(got, lambda number: f"%train fit {number}"))
         found.append({"rows": told(got), "now": (got.seconds, got.peak), "panel": panel, "text": text})
