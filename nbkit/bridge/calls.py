@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +12,14 @@ from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError
 from nbkit.rank.world import world
 from nbkit.rank.world.rank_place import Place
+from nbkit.rank.world.source_filter import admit_only
 from nbkit.wire.cells import CellRecord, CellRequest
 from nbkit.wire.processes import Process
 
-runner: Runner | None = None  # these three are set once, by the engine
+runner: Runner | None = None  # these four are set once, by the engine
 place: Place | None = None
 address = ""  # of this host, where its ranks may listen
+hosts: tuple[str, ...] = ()  # every address of every host of the cluster; () where there is this one alone
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back
 _listener: socket.socket | None = None
 
@@ -38,6 +41,8 @@ def open_store() -> tuple[str, int]:
     """On rank 0, before a new generation: listen for its store. Returns address and port; all ranks reach them."""
     global _listener
     _listener = world.open_listener(address)
+    if hosts and not admit_only(_listener, hosts):
+        print("The store of the world is open to other hosts too: no filter on sockets here.", file=sys.__stderr__)
     return address, int(_listener.getsockname()[1])
 
 

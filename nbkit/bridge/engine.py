@@ -31,6 +31,7 @@ from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.errors import ClusterError
+from nbkit.mpi_variables import forget_mpi
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import watchdog, world
@@ -133,6 +134,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, r
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)
     watchdog.dump_on_signal(log)
+    forget_mpi(os.environ)
     os.environ.update(pin.env)
     os.environ["OMP_NUM_THREADS"] = str(pin.threads)  # for processes that this rank starts
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
@@ -143,7 +145,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, r
     # libgomp read OMP_NUM_THREADS when the parent loaded it, so the environment alone would not do.
     torch.set_num_threads(pin.threads)
     _draw_own_numbers()
-    calls.place, calls.address = spec.place(rank), spec.address
+    calls.place, calls.address, calls.hosts = spec.place(rank), spec.address, spec.hosts
     # Else the hosts first learn of each other, through the notebook; and who replaces another joins its world later.
     if spec.line is None and not replaces:
         world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)

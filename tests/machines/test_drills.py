@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -136,6 +137,26 @@ def test_every_socket_listens_on_the_one_address_needed(spread: Cluster, nbkit_h
     listening = {c.laddr.ip for one in family for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     info = json.loads(engine_file(spread, nbkit_home).read_text())
     assert listening <= {info["interface"].removeprefix("tcp://"), "127.0.0.1"}
+
+
+STORE = """
+import os, socket
+store = [os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])]
+client = dist.TCPStore(*store, world_size=4, is_master=False, timeout=__import__('datetime').timedelta(seconds=20))
+client.add('seen', 1)
+store
+"""
+
+
+def test_the_store_of_the_world_admits_the_hosts_of_the_job_alone(on_ssh: Cluster) -> None:
+    for _ in range(2):  # in the first generation and in the next one
+        stores = on_ssh.run(STORE).values
+        address, port = stores[0]
+        assert stores == {rank: [address, port] for rank in range(4)}  # each has been at it, also from the other host
+        with pytest.raises(TimeoutError):  # the notebook's host has no rank
+            socket.create_connection((address, port), 1)
+        with pytest.raises(CellError):
+            on_ssh.run("1 / 0 if rank == 3 else dist.barrier()")
 
 
 def test_a_rank_that_dies_is_named_and_the_other_host_is_released(spread: Cluster) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from clusters import assert_gone
+from forked_parents import forked_parents
 from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
 
@@ -66,6 +68,24 @@ def test_each_host_has_the_ranks_that_were_asked_for_there(mpi: None, ssh: SshHo
         cluster.stop()
 
 
+def test_of_two_agents_with_one_number_the_second_is_refused_and_the_first_goes_on(
+    mpi: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = tmp_path / "twice"
+    twice.write_text('#!/bin/sh\n"$@" & "$@"\nwait\n')
+    twice.chmod(0o755)
+    request = MpiRequest((("localhost", 2),), cpu=True, container=str(twice))
+    cluster = Cluster.start(name="mpi", on=request, ttl=60)
+    try:
+        here = os.uname().nodename
+        assert f"an agent on {here} came as host 0 of 1, which {here} is already: it was refused" in str(cluster.notes)
+        assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen); seen.item()").values == {0: 2.0, 1: 2.0}
+        assert f"an agent on {here} came as host 0" in (cluster.entry.folder / "logs/mpi.log").read_text()
+    finally:
+        cluster.stop()
+    assert_gone(lambda: [process.cmdline() for process in agents()])
+
+
 def test_mpirun_is_quoted_when_it_refuses(mpi: None) -> None:
     request = MpiRequest((("localhost", 1),), cpu=True, options=("--no-such-option",))
     with pytest.raises(ClusterError, match="mpirun has ended before the cluster was ready") as refused:
@@ -104,6 +124,19 @@ def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
     seen = {line.partition("=")[0] for line in (tmp_path / "logs/env.log").read_text().splitlines()}
     assert {"NBKIT_AGENT", "OMPI_MCA_btl", "PATH"} <= seen
     assert not seen & set(OF_A_PROCESS)
+
+
+def test_ranks_beside_a_notebook_that_mpirun_started_do_not_get_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
+        monkeypatch.setenv(name, value)
+    with forked_parents():
+        cluster = Cluster.start(n=1, name="beside", cpu=True)
+    try:
+        assert cluster.run(f"import os\n{OF_MPI}, 'MPI_LOCALRANKID' in os.environ").values == {
+            0: (["OMPI_MCA_btl"], False)
+        }
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.long

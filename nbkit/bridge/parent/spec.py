@@ -41,8 +41,9 @@ class Spec:
 
     ttl: seconds without notebook and without a running cell after which the cluster ends. launcher: the notebook,
     whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address: of this
-    host, where its ranks may listen. port: of the first generation's store, filled in by the parent. line: None where
-    all ranks are on the notebook's host; else the ranks register first and form the world when the notebook says so.
+    host, where its ranks may listen. hosts: every address of every host, which the store of a generation admits; () for
+    this one alone. port: of the first generation's store, filled in by the parent. line: None where all ranks are on
+    the notebook's host; else the ranks register first and form the world when the notebook says so.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Spec:
     base: int = 0
     world_size: int = 0
     line: Line | None = None
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world_size", self.world_size or len(self.pins))
@@ -90,4 +92,5 @@ def read(path: Path, **changes: Any) -> Spec:
     fields = {**json.loads(path.read_text()), **changes}
     pins = tuple(RankPin(pin["env"], tuple(pin["cores"]), pin["threads"]) for pin in fields.pop("pins"))
     line = Line(**line) if (line := fields.pop("line", None)) else None
-    return Spec(pins=pins, launcher=Process(**fields.pop("launcher")), line=line, **fields)
+    hosts = tuple(fields.pop("hosts", ()))
+    return Spec(pins=pins, launcher=Process(**fields.pop("launcher")), line=line, hosts=hosts, **fields)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbkit.errors import ClusterError, NbkitError
-from nbkit.notebook.cluster.hosts.network import interface_of
+from nbkit.notebook.cluster.hosts.network import addresses_here, interface_of
 from nbkit.notebook.cluster.hosts.versions import versions_here
 from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
 from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
@@ -52,7 +52,7 @@ def main() -> None:
     link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
     answer = link.receive()
     if not answer or answer[0]["event"] != "go":
-        sys.exit("the start was given up")
+        sys.exit(f"{answer[0]['why'] if answer else 'the start was given up'}")
     folder = _folder(payload, index, pinning, address, link, answer[0])
     _environment(payload, address)
     _become_parent(folder, link)
@@ -98,6 +98,7 @@ def _facts(pinning: Pinning) -> dict[str, Any]:
         "labels": [pin.label for pin in pinning.pins],
         "reasons": [pin.why for pin in pinning.pins],
         "notes": list(pinning.notes),
+        "addresses": addresses_here(),
     }
 
 
@@ -126,6 +127,7 @@ def _folder(
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
                 "pins": [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in pinning.pins],
                 "address": address,
+                "hosts": go["addresses"],
                 "base": sum(payload["counts"][:index]),
                 "world_size": sum(payload["counts"]),
                 "line": {

@@ -67,6 +67,7 @@ class Coordinator:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         self.hosts: dict[int, Host] = {}  # index -> host, of those that have joined
+        self.refused: list[str] = []  # agents, and why
         self.dead: set[int] = set()
         self.state = Progress("waiting", "the controller starts")
         self.going = False
@@ -152,11 +153,7 @@ class Coordinator:
     def _heard(self, host: Host, message: dict[str, Any]) -> None:
         event = message["event"]
         if event == "joined":
-            host.facts = message
-            self.hosts[message["index"]] = host
-            self.first_sign = self.first_sign or time.monotonic()
-            if len(self.hosts) == len(self.starter.counts):
-                self._go()
+            self._joined(host, message)
         elif event == "refused":
             raise ClusterError(
                 f"{message['host']}: {message['what']}", numbers=message["numbers"], hint=message["hint"]
@@ -183,6 +180,23 @@ class Coordinator:
         else:  # failed; interrupt and end go to whoever has that rank
             self._pass_on(message, host)
 
+    def _joined(self, host: Host, facts: dict[str, Any]) -> None:
+        """An agent is ready. Of two that have one number, the first has it."""
+        index, total = facts["index"], len(self.starter.counts)
+        self.first_sign = self.first_sign or time.monotonic()
+        if (first := self.hosts.get(index)) is not None:
+            why = f"an agent on {facts['host']} came as host {index} of {total}, which {first.name} is already"
+            print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
+            host.link.send(event="refused", why=why)
+            self.refused.append(why)
+            if self.going:
+                self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
+            return
+        host.facts = facts
+        self.hosts[index] = host
+        if len(self.hosts) == total:
+            self._go()
+
     def _go(self) -> None:
         """All hosts are there: let them fork their ranks, if they fit together."""
         facts = [self.hosts[index].facts for index in range(len(self.hosts))]
@@ -198,14 +212,19 @@ class Coordinator:
         backend = "nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo"
         # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
+        addresses = sorted({address for one in facts for address in one["addresses"]})
         for host in self.hosts.values():
-            host.link.send(event="go", backend=backend, device=facts[0]["device"])
+            host.link.send(event="go", backend=backend, device=facts[0]["device"], addresses=addresses)
         self._show(
             Progress(
                 "forked",
                 labels=tuple(f"{one['host']}: {label}" for one in facts for label in one["labels"]),
                 reasons=tuple(f"{one['host']}, {why}" for one in facts for why in one["reasons"]),
-                notes=(*(f"{one['host']}: {note}" for one in facts for note in one["notes"]), *differ),
+                notes=(
+                    *(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
+                    *differ,
+                    *(f"{why}: it was refused" for why in self.refused),
+                ),
                 backend=backend,
             )
         )
@@ -341,12 +360,18 @@ class Coordinator:
         words = seen.words if seen.state == "pending" else f"{seen.words}; {len(here)} of {total} hosts have answered"
         self._show(Progress("waiting" if seen.state == "pending" else "starting", words))
         if self.first_sign and time.monotonic() - self.first_sign > ANSWER_SECONDS:
-            raise ClusterError(
-                f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s.",
-                numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self.starter.address}, port "
-                f"{self.listener.getsockname()[1]} and above\n{self.starter.log()}".strip(),
-                hint="a firewall between the hosts has to let their connections pass",
-            )
+            raise self._unanswered(here, total)
+
+    def _unanswered(self, here: list[str], total: int) -> ClusterError:
+        what = f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s."
+        if self.refused:  # the launcher has given two of them the same number
+            return ClusterError(what, numbers="; ".join(self.refused), hint="%cluster start --hosts node1:4,node2:4")
+        return ClusterError(
+            what,
+            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self.starter.address}, port "
+            f"{self.listener.getsockname()[1]} and above\n{self.starter.log()}".strip(),
+            hint="a firewall between the hosts has to let their connections pass",
+        )
 
     def _show(self, state: Progress) -> None:
         if state != self.state:

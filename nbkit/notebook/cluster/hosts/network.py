@@ -45,3 +45,10 @@ def interface_of(address: str) -> str:
         if any(one.address.partition("%")[0] == address for one in addresses):
             return str(name)
     return ""
+
+
+def addresses_here() -> list[str]:
+    """Every address from which this machine may reach another one, or itself: that depends on the way to it."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = (one for each in psutil.net_if_addrs().values() for one in each if one.family in families)
+    return sorted({one.address.partition("%")[0] for one in found})

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbkit.notebook.cluster.hosts.launchers.mpi_variables import without_mpi
+from nbkit.mpi_variables import without_mpi
 from nbkit.notebook.cluster.hosts.start_request import last_lines
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launchers.mpi_variables import without_mpi
+from nbkit.mpi_variables import without_mpi
 from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 # Settings of MPI's own, such as OMPI_MCA_... and OMPI_ALLOW_RUN_AS_ROOT, are none of these.
 _OF_A_PROCESS = (
@@ -12,6 +12,7 @@ _OF_A_PROCESS = (
     "PMIX_NAMESPACE",
     "PMIX_SERVER",
     "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
     "HYDI_",
 )
 
@@ -22,3 +23,10 @@ def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
     Its number would reach every agent, and each would take itself for the host of that number.
     """
     return {name: value for name, value in environment.items() if not name.startswith(_OF_A_PROCESS)}
+
+
+def forget_mpi(environment: MutableMapping[str, str]) -> None:
+    """Take out what a rank has from such a notebook: libraries would take the notebook's number for the rank's, and
+    MPI_Init would join the notebook's job."""
+    for name in [name for name in environment if name.startswith(_OF_A_PROCESS)]:
+        del environment[name]
