@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,21 +15,66 @@ from ssh_hosts import SshHosts
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
+from nbkit.notebook.cluster.hosts.progress import Progress
 from nbkit.notebook.cluster.hosts.start_request import SshRequest
 
 
-def refused(ssh: SshHosts, *names: str, python: str = "") -> ClusterError:
-    """The error of a start on these hosts, after which nothing of it is left."""
-    with pytest.raises(ClusterError) as caught:
-        Cluster.start(name="refused", on=SshRequest(tuple((name, 1) for name in names), cpu=True, python=python))
+def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], None] = lambda: None) -> ClusterError:
+    """The error of a start on these hosts, after which nothing of it is left. then: done before that is looked at."""
+    try:
+        with pytest.raises(ClusterError) as caught:
+            Cluster.start(name="refused", on=SshRequest(tuple((name, 1) for name in names), cpu=True, python=python))
+    finally:
+        then()
     assert registry.find("refused") is None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40  # one that has just begun to import torch ends when it has
     while (left := [ssh.processes(name) for name in ssh.names]) != [[], []] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == [[], []]
     return caught.value
+
+
+@contextmanager
+def once(seen: Callable[[Progress], bool], act: Callable[[], None]) -> Iterator[None]:
+    """`act` as soon as a start in this block is so far."""
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            if (state := progress.read(registry.home() / "refused")) and seen(state):
+                act()
+                return
+
+    over, thread = threading.Event(), threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def release(ssh: SshHosts) -> None:
+    """What `slow_python` holds up goes on, and the cable of the second host is in."""
+    (ssh.folder / "gate").unlink()
+    ssh.link(2, "up")
+
+
+@contextmanager
+def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
+    """A Python that does not start on `host` before the block ends."""
+    gate, python = ssh.folder / "gate", ssh.folder / "slow"
+    gate.touch()
+    python.write_text(
+        f'#!/bin/sh\nwhile [ "$(hostname)" = {host} -a -e {gate} ]; do sleep 0.1; done\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    try:
+        yield str(python)
+    finally:
+        gate.unlink(missing_ok=True)
 
 
 def test_hosts_come_from_the_line_or_from_a_file(tmp_path: Path) -> None:
@@ -53,6 +101,45 @@ def test_a_key_that_the_host_does_not_accept(ssh: SshHosts) -> None:
     error = refused(ssh, "node2", "locked")
     assert error.what == "The host locked does not let you in without a password."
     assert error.hint == "ssh-copy-id locked"
+
+
+def test_a_host_that_dies_while_its_ranks_start(ssh: SshHosts) -> None:
+    with once(lambda state: state.phase == "forked", lambda: ssh.link(2, "down")):
+        error = refused(ssh, *ssh.names, then=lambda: ssh.link(2, "up"))
+    assert error.what == "Rank 1 died while the cluster was starting."
+    assert error.numbers == "its host node2 does not answer"
+    assert error.hint == "%cluster start   again"
+
+
+def test_hosts_that_do_not_reach_each_other_are_named_before_they_wait_for_each_other(ssh: SshHosts) -> None:
+    ssh.block("on")
+    error = refused(ssh, *ssh.names, then=lambda: ssh.block("off"))
+    assert error.what == "The host node1 cannot connect to node2."
+    assert f"from node1 ({ssh.net}.1) to node2 ({ssh.net}.2, port " in error.numbers
+    assert f"; from node2 ({ssh.net}.2) to node1 ({ssh.net}.1, port " in error.numbers
+    assert error.hint.startswith(f"ping {ssh.net}.2")
+
+
+@pytest.mark.long
+def test_a_host_that_dies_after_its_agent_has_come(ssh: SshHosts) -> None:
+    with (
+        slow_python(ssh, "node1") as python,
+        once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),
+    ):
+        error = refused(ssh, *ssh.names, python=python, then=lambda: release(ssh))
+    assert error.what == "The host node2 does not answer any more: the cluster was starting."
+    assert error.hint == "%cluster start   again"
+
+
+@pytest.mark.long
+def test_a_host_that_dies_before_its_agent_has_come(ssh: SshHosts) -> None:
+    with (
+        slow_python(ssh, "node2") as python,
+        once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),
+    ):
+        error = refused(ssh, *ssh.names, python=python, then=lambda: release(ssh))
+    assert error.what == "The host node2 does not answer."
+    assert "node2" in error.hint
 
 
 @pytest.mark.long

@@ -139,6 +139,11 @@ class SshHosts:
         """Take a host's cable out ("down") or put it in ("up")."""
         _run("ip", "link", "set", f"{self.tag}v{number}", state)
 
+    def block(self, state: str) -> None:
+        """Have the hosts reach this machine, and not each other ("on"), or each other too ("off")."""
+        for number in (1, 2):
+            _run("ip", "link", "set", f"{self.tag}v{number}", "type", "bridge_slave", "isolated", state)
+
     def close(self) -> None:
         """End the hosts and everything on them."""
         for daemon in self._daemons:

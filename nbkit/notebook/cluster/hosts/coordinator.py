@@ -265,8 +265,11 @@ class Coordinator:
         index = host.facts["index"]
         self.hosts.pop(index, None)
         if not self.going:
+            gone = "does not answer any more" if host.link.broke else "has lost its agent"
             raise ClusterError(
-                f"The agent on {host.name} ended while the cluster was starting.", numbers=self.starter.log()
+                f"The host {host.name} {gone}: the cluster was starting.",
+                numbers=self.starter.log() or f"it had joined as host {index}, with {self.starter.counts[index]} ranks",
+                hint="%cluster start   again",
             )
         base = sum(self.starter.counts[:index])
         left = [rank for rank in range(base, base + self.starter.counts[index]) if rank not in self.dead]

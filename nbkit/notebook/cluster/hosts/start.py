@@ -25,6 +25,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
+from nbkit.notebook.cluster.hosts.reachability import check_reach
 from nbkit.notebook.cluster.hosts.start_request import Request, saved
 from nbkit.notebook.cluster.launch.launch import (
     START_SECONDS,
@@ -37,8 +38,10 @@ from nbkit.notebook.cluster.launch.launch import (
     quiet,
     with_ranks,
 )
+from nbkit.notebook.cluster.output.root_cause import deaths_in
 from nbkit.notebook.cluster.registry import DETACHED, Entry
 from nbkit.notebook.cluster.world_generation import form
+from nbkit.wire.cells import ranks_named
 from nbkit.wire.processes import Process
 
 _LINE_SECONDS = 0.1  # between two looks at how far it is
@@ -87,10 +90,16 @@ def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
         client = _connected(entry, time.monotonic() + START_SECONDS)
         forked = _await_ranks(entry, client, line)
         entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
-        entry = with_ranks(entry, client)
+        entry = with_ranks(entry, client, lambda: entry.parent.is_alive() and not any(deaths_in(entry.folder)))
+        check_reach(entry.labels, client)
         _form_world(entry, client)
         registry.save(entry)
         return entry, client, forked.notes
+    except Exception as error:
+        if client is not None:
+            client.close()
+        _check_deaths(entry, error)
+        raise
     except BaseException:
         if client is not None:
             client.close()
@@ -178,6 +187,7 @@ def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
         if state:
             line.show(state.words and f"{entry.name}: {state.words}")
         _check_processes(entry)
+        _check_deaths(entry)
         if state and state.phase == "forked":
             deadline = deadline or time.monotonic() + _REGISTER_SECONDS
             if time.monotonic() > deadline:
@@ -192,6 +202,16 @@ def _check_processes(entry: Entry) -> None:
         if not process.is_alive():
             _check(entry)  # it may have said why
             raise failed(entry, f"The {what} ended while the cluster was starting.", f"{what}.log")
+
+
+def _check_deaths(entry: Entry, cause: Exception | None = None) -> None:
+    """Raise if ranks have died, with their host or alone: who waits for them would wait in vain."""
+    if dead := {death.rank: death.how for death in deaths_in(entry.folder)}:
+        raise ClusterError(
+            f"{ranks_named(sorted(dead))} died while the cluster was starting.",
+            numbers="; ".join(dict.fromkeys(dead.values())),
+            hint="%cluster start   again",
+        ) from cause
 
 
 def _check(entry: Entry) -> Progress | None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -225,9 +226,12 @@ def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
             raise failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
 
 
-def with_ranks(entry: Entry, client: Client) -> Entry:
-    """The entry with the processes of its ranks, each of which has answered a call and has a world."""
-    answers = client.reach(range(entry.n), START_SECONDS, entry.parent.is_alive)
+def with_ranks(entry: Entry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> Entry:
+    """The entry with the processes of its ranks, each of which has answered a call and has a world.
+
+    is_worth_it: whether to go on waiting for them; as long as their parent lives where None is given.
+    """
+    answers = client.reach(range(entry.n), START_SECONDS, is_worth_it or entry.parent.is_alive)
     if len(answers) < entry.n:
         silent = sorted(set(range(entry.n)) - set(answers))
         raise failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")

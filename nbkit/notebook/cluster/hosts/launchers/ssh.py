@@ -19,7 +19,10 @@ from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
 
-_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30")
+# A host that answers nothing for 15 s has died: while it starts nobody else would notice.
+_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_OWN_ERROR = 255  # the exit code of ssh itself
+_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *_ALIVE)
 
 
 def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
@@ -87,6 +90,8 @@ class SshHosts:
     def _error(self, index: int) -> ClusterError:
         name, said = self.request.hosts[index][0], self._said(index)
         last = said.strip().splitlines()[-1] if said.strip() else "it said nothing"
+        if not said.strip() and self._started[index].returncode == _OWN_ERROR:  # what a quiet ssh does not say
+            said = last = f"Timeout, server not responding: ssh has ended with code {_OWN_ERROR}"
         for mark, what, hint in _FAILURES:
             if re.search(mark, said):
                 fill = {"host": name, "python": self.python}
@@ -138,7 +143,7 @@ _FAILURES = (
     ("Could not resolve hostname", "There is no host {host}.", "--hosts with a name of ~/.ssh/config or of DNS"),
     ("Permission denied", "The host {host} does not let you in without a password.", "ssh-copy-id {host}"),
     (
-        "Connection refused|Connection timed out|No route to host|Network is unreachable",
+        "Connection refused|Connection timed out|Timeout, server|No route to host|Network is unreachable",
         "The host {host} does not answer.",
         "ssh {host}   (in a terminal)",
     ),
