@@ -98,18 +98,26 @@ def check_equal(found: Values, expected: Values) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rank", "where"),
+    ("strategy", "rank", "where", "step"),
     [
-        ("ddp", 2, "forward"),
-        ("dp=2 pp=2", 3, "behind"),
-        pytest.param("zero3", 1, "forward", marks=pytest.mark.long),
-        pytest.param("zero1", 0, "behind", marks=pytest.mark.long),
+        ("ddp", 2, "forward", 9),
+        ("ddp", 1, "behind", STEPS),  # in the last body, behind all that a rank waits for
+        ("dp=2 pp=2", 3, "behind", 9),
+        pytest.param("zero3", 1, "forward", 9, marks=pytest.mark.long),
+        pytest.param("zero3", 2, "behind", STEPS, marks=pytest.mark.long),
+        pytest.param("zero1", 0, "behind", 9, marks=pytest.mark.long),
     ],
 )
 def test_the_loop_goes_on_as_if_nothing_had_been(
-    four: Cluster, undisturbed: Values, strategy: str, rank: int, where: str, capsys: pytest.CaptureFixture[str]
+    four: Cluster,
+    undisturbed: Values,
+    strategy: str,
+    rank: int,
+    where: str,
+    step: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    kill_in(four, strategy, where, rank, backup_every=1)
+    kill_in(four, strategy, where, rank, step, backup_every=1)
     results = four.run(LOOP, timeout=120)
     assert results.status == "ok"
     for each in range(4):
@@ -149,10 +157,10 @@ EPOCHS = f"for epoch in range(1):\n    for batch in job.batches(loader):\n      
 ITERATED = f"for batch in job.batches(each(loader)):\n    {STEP}"
 
 
-def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, **options: object) -> None:
+def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, step: int = 9, **options: object) -> None:
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     cluster.run(f"again({strategy!r}{given})")
-    cluster.run(f"os.environ['WHERE'] = {where!r}\nif rank == {rank}: os.environ['DIES{rank}'] = '9'")
+    cluster.run(f"os.environ['WHERE'] = {where!r}\nif rank == {rank}: os.environ['DIES{rank}'] = '{step}'")
 
 
 @pytest.mark.parametrize(

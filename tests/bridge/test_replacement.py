@@ -118,6 +118,38 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     assert f"{STEPS}\n" in results.output[3]
 
 
+@pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
+def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
+    """Behind the last reduction, with nothing left to wait for in a step."""
+    four.run(ENDING.format(strategy=strategy, where=where), timeout=60)
+    results = four.run(CELL, timeout=120)
+    assert results.status == "ok"
+    for rank in range(4):
+        assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
+    check_whole(four)
+
+
+ENDING = """
+import os
+
+def ends(where, step):
+    if step == steps and os.environ.get(f"ENDS{{rank}}") == where:
+        os._exit(3)
+
+class Ending(torch.optim.AdamW):
+    def step(self, closure=None):
+        super().step()
+        ends("update", trainer.step + 1 if trainer is not None else 0)
+
+trainer = None
+trainer = make(
+    strategy={strategy!r},
+    backup_every=1,
+    callbacks=[lambda trainer, record: ends("callback", record["step"])],
+    optimizer=lambda model: Ending(model.parameters(), lr=1e-2),
+)
+if rank == 1: os.environ["ENDS1"] = {where!r}
+"""
 TORN = """
 class Torn(torch.optim.AdamW):
     def step(self, closure=None):

@@ -72,7 +72,12 @@ class OwnLoops:
         self._awaits_batches = False
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        loop, goes_on = self._loop, False
+        loop, left = self._loop, error
+        if loop is not None and error is None:
+            try:
+                loop.arrive()
+            except BaseException as another:
+                error = another
         if loop is not None and isinstance(error, Exception) and loop.goes_on(error):
             try:
                 go_on(loop, error)
@@ -85,7 +90,9 @@ class OwnLoops:
         self._over = True
         if loop is not None:
             self._leave(loop, error)
-        return goes_on
+        if error is not left:
+            raise error
+        return False
 
     def items(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """Its items, from the first for which no body was run."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
@@ -197,6 +198,9 @@ class Job(Switchable):
                     batch = next(batches, end)
                     again = loop is not None and loop.again(number, batch, over=batch is end)
                 if batch is end:
+                    if own is not None and not own.enterable:
+                        with self._in_order():
+                            self.arrive()
                     return
                 yield batch
                 number += 1
@@ -354,6 +358,21 @@ class Job(Switchable):
             self.ledger.settle()
         self.ledger.pending.clear()
         self.optimizer.zero_grad()
+
+    def arrive(self) -> None:
+        """Wait at the end of a run until all ranks are there: one that dies before is replaced, and no rank has left
+        the training yet. Collective.
+        """
+        self.sharded_model.data.settle()
+        self.ledger.settle(act=True)
+        here = torch.ones((), device=self.device)
+        dist.all_reduce(here)
+        if (found := int(here)) != self.world_size:  # broken off on a device, where no call raises
+            raise TrainingError(
+                "The ranks did not meet at the end of the training.",
+                numbers=f"{found} of {self.world_size}",
+                hint="train again: the ranks go on from one that has whole weights",
+            )
 
     def at_boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""

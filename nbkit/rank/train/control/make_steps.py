@@ -49,17 +49,24 @@ def make_steps(
             job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)
             job.back_up()
             trainer.snapshots.take()
-        while left:
+        arrived = False
+        while not arrived:
             goal = trainer.step + left
             try:
                 if span.fewer:
                     span = shrink(trainer, span, say)
-                with memory.step():
-                    make_step()
-                    job.at_boundary()
-                    if loop.balance:
-                        rebalancing.act(job, trainer.arithmetic.total)
-                left -= 1
+                if left:
+                    with memory.step():
+                        make_step()
+                        job.at_boundary()
+                        if loop.balance:
+                            rebalancing.act(job, trainer.arithmetic.total)
+                    left -= 1
+                else:
+                    trainer.saves.collect(wait=True)
+                    if replaceable:
+                        job.arrive()
+                    arrived = True
             except (NotFinite, Stopped):
                 trainer.saves.collect(wait=True)
                 raise
@@ -72,7 +79,6 @@ def make_steps(
                     job.follow_plan()
                 trainer.saves.begin()
                 left = goal - trainer.step
-        trainer.saves.collect(wait=True)
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:

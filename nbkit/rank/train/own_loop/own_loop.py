@@ -156,6 +156,11 @@ class OwnLoop:
                 go_on(self, error)
             raise
 
+    def arrive(self) -> None:
+        """No rank reads a further batch. See Job.arrive."""
+        if self._around is not None:
+            self.job.arrive()
+
     def end(self, error: BaseException | None = None) -> None:
         """No further batch is read. error: what has ended the loop. Collective without one."""
         around, self._around = self._around, None
