@@ -72,12 +72,12 @@ class OwnLoops:
         self._awaits_batches = False
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        loop, left = self._loop, error
+        loop, at_end = self._loop, None
         if loop is not None and error is None:
             try:
                 loop.arrive()
             except BaseException as another:
-                error = another
+                error = at_end = another
         if loop is not None and isinstance(error, Exception) and loop.goes_on(error):
             try:
                 go_on(loop, error)
@@ -90,8 +90,8 @@ class OwnLoops:
         self._over = True
         if loop is not None:
             self._leave(loop, error)
-        if error is not left:
-            raise error
+        if at_end is not None:
+            raise at_end
         return False
 
     def items(self, iterable: Iterable[Any]) -> Iterator[Any]:
