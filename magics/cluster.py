@@ -32,9 +32,8 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
         if options.detach and on is not None:
             return Cluster.submit(on, name=options.name, ttl=options.ttl)
         others = [entry.name for entry in registry.entries() if is_current(entry.name)]
-        cluster = Cluster.start(
-            options.n, name=options.name, gpus=options.gpus, cpu=options.cpu, ttl=options.ttl, on=on
-        )
+        asked = {key: getattr(options, key) for key in ("name", "gpus", "cpu", "spares", "ttl")}
+        cluster = Cluster.start(options.n, **asked, on=on)
         print(f"{cluster.entry.name} is ready: {cluster.entry.n} ranks in {cluster.started_in:.1f} s")
         for other in others:
             if other != cluster.entry.name:

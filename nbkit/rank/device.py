@@ -22,6 +22,18 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate
 _CONTEXT_LOST = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
 """In an error of CUDA: every later call in this process gives the same one."""
 
+_DEVICE_FAILED = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware error",
+    "hardware stack error",
+    "busy or unavailable",
+    "no CUDA-capable device",
+)
+"""In an error of CUDA that a bad device gives, some of them a bad program too."""
+
 Event = Any
 """A place in a stream: query(), synchronize(); a stamp also elapsed_time(later), in ms."""
 
@@ -147,7 +159,13 @@ class Accelerator:
     def context_lost(self, error: BaseException) -> str:
         """What the device says when nothing can be computed on it any more by this process; "" of other errors."""
         said = str(error).partition("\n")[0]
-        return said if any(sign in said for sign in _CONTEXT_LOST) else ""
+        return said if any(sign in said for sign in _CONTEXT_LOST) else self.failed(error)
+
+    def failed(self, error: BaseException) -> str:
+        """As `context_lost`, of the errors that another device may not give; "" of those that are the program's."""
+        said = str(error).partition("\n")[0]
+        ours = "CUDA error: " in said or "HIP error: " in said
+        return said if ours and any(sign in said for sign in _DEVICE_FAILED) else ""
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that memory could not be allocated, of a device or of the host."""

@@ -98,7 +98,8 @@ class Replaced(Event):
     """Ranks died, new processes took their places, and the training went on.
 
     ranks: "2", or "1, 2". why: "rank 2 died (SIGKILL)". steps_lost: finished steps that had to be made again. seconds:
-    from the death until steps could be made again.
+    from the death until steps could be made again. devices: "rank 2 is on the spare GPU 3 now, since ..."; "" where a
+    new process is on the device of the old one.
     """
 
     kind: ClassVar[str] = "replaced"
@@ -106,16 +107,17 @@ class Replaced(Event):
     why: str = ""
     steps_lost: int = 0
     seconds: float = 0.0
+    devices: str = ""
 
     @property
     def said(self) -> str:
-        """One sentence about it."""
+        """A sentence about it, and one about a device."""
         were = "were" if "," in self.ranks else "was"
         lost = f"{self.steps_lost} step{'s' * (self.steps_lost != 1)}"
         return (
             f"R{self.why[1:]} in step {self.step + self.steps_lost + 1} and {were} replaced: "
             f"{lost} and {self.seconds:.1f} s lost."
-        )
+        ) + (f" R{self.devices[1:]}." if self.devices else "")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,15 @@ def asks(tree: ast.AST) -> Iterator[str]:
                 yield f"{node.lineno}: {ast.unparse(node)}"
 
 
+def test_an_error_of_the_device_is_told_from_one_of_the_program() -> None:
+    said = "CUDA error: uncorrectable ECC error encountered"
+    ecc = RuntimeError(f"{said}\nCUDA kernel errors might be reported later")
+    assert accelerator().failed(ecc) == accelerator().context_lost(ecc) == said
+    index = RuntimeError("CUDA error: device-side assert triggered")
+    assert accelerator().context_lost(index) == str(index) and not accelerator().failed(index)
+    assert not accelerator().failed(RuntimeError("hardware error"))  # of a program's own
+
+
 def test_one_module_of_the_ranks_asks_for_cuda() -> None:
     found = []
     for wing in ("rank", "bridge"):

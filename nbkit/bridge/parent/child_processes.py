@@ -47,6 +47,25 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
+class Ends:
+    """How ranks end, in words. One per parent: what the kernel had ended before it began is not of its ranks."""
+
+    def __init__(self) -> None:
+        self._oom_kills = oom_kills()
+
+    def how(self, status: int, device: str) -> str:
+        """status: of os.waitpid. device: what the rank had said of its device, which does not compute any more."""
+        if device:
+            return f"its device failed: {device}"
+        if not os.WIFSIGNALED(status):
+            return f"it exited with code {os.WEXITSTATUS(status)}"
+        name, kills = signal.Signals(os.WTERMSIG(status)).name, oom_kills()
+        if name == "SIGKILL" and kills > self._oom_kills:
+            self._oom_kills = kills
+            return "SIGKILL: the kernel ended it because memory ran out"
+        return name
+
+
 def _own_cgroup(root: Path) -> str:
     """The path of this process's cgroup under the memory controller, "" for the root."""
     with suppress(OSError):

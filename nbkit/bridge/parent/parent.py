@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.bridge.parent import spec as specs
-from nbkit.bridge.parent.child_processes import has_ended, kill_group, oom_kills
-from nbkit.bridge.parent.controller import controller_of, end_schedulers
+from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group
+from nbkit.bridge.parent.controller import controller_of, end_schedulers, unregister
 from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.bridge.parent.end_in_order import EndInOrder
 from nbkit.bridge.parent.other_hosts import OtherHosts, RankElsewhere
 from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.bridge.parent.resizing import Resizer
+from nbkit.bridge.parent.spares import Spares
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
@@ -52,7 +53,8 @@ _COORDINATOR = "coordinator"  # among the ranks that the selector knows
 @dataclass
 class Child:
     """A rank as its parent sees it. seat: where a newcomer could enter what it runs. replaces: it is a newcomer.
-    dismissed: it was ended because its replacement begins again or was given up."""
+    dismissed: it was ended because its replacement begins again or was given up. failed: what it has said of its
+    device, which does not compute any more."""
 
     rank: int
     pid: int
@@ -60,6 +62,7 @@ class Child:
     ready: bool = False
     replaces: bool = False
     dismissed: bool = False
+    failed: str = ""
     seat: Seat | None = None
     cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
 
@@ -82,11 +85,11 @@ class Parent:
             self.spec = replace(self.spec, port=self.listener.getsockname()[1])
         self.children: dict[int, Child] = {}
         self.dead: set[int] = set()
-        self.replacer, self.resizer = Replacer(self), Resizer(self)
+        self.replacer, self.resizer, self.spares = Replacer(self), Resizer(self), Spares(self)
         self.elsewhere = OtherHosts(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
         self.seen = time.monotonic()
-        self.oom_kills = oom_kills()
+        self.ends = Ends()
         self.selector = selectors.DefaultSelector()
         self.ending = False
         self.end_in_order = EndInOrder(self)
@@ -204,6 +207,8 @@ class Parent:
             child.ready = True
         elif event == "seen":
             self.seen = time.monotonic()
+        elif event == "device_failed":
+            child.failed = message["said"]
         elif event == "training_ended":
             if self.coordinator and child.rank == self.spec.base:  # the ranks of a host say the same
                 self.coordinator.link.send(**message)
@@ -291,9 +296,9 @@ class Parent:
             kill_group(child.pid)  # its process group: DataLoader workers and commands it had started
             del self.children[child.rank]
             _, status = os.waitpid(child.pid, 0)
-            how = self._how(status)
-            log(f"rank {child.rank} (pid {child.pid}) ended: {how}")
             self._close(child)
+            how = self.ends.how(status, child.failed)
+            log(f"rank {child.rank} (pid {child.pid}) ended: {how}")
             if not self.ending and not child.dismissed:
                 self._tell_dead(child, how)
         self.messengers = [pid for pid in self.messengers if os.waitpid(pid, os.WNOHANG)[0] == 0]
@@ -311,6 +316,7 @@ class Parent:
     def _tell_dead(self, child: Child, how: str) -> None:
         """A rank ended that should not have: tell everybody, and release those that wait for it."""
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
+        death |= {"failed": child.failed}
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
         if child.dismissed or (self.elsewhere.decides and self.replacer.takes(child, death)):
             return
@@ -353,15 +359,6 @@ class Parent:
             for cell in shared if death["cells"] is None else death["cells"]:
                 child.link.send(do="release", cell=cell, reason=f"rank {dead} died")
 
-    def _how(self, status: int) -> str:
-        if not os.WIFSIGNALED(status):
-            return f"it exited with code {os.WEXITSTATUS(status)}"
-        name, kills = signal.Signals(os.WTERMSIG(status)).name, oom_kills()
-        if name == "SIGKILL" and kills > self.oom_kills:
-            self.oom_kills = kills
-            return "SIGKILL: the kernel ended it because memory ran out"
-        return name
-
     def tell_hub(self, rank: int) -> None:
         """Tell ipyparallel's hub, which would otherwise wait for heartbeats, from a process of its own."""
         if pid := os.fork():
@@ -369,8 +366,6 @@ class Parent:
             return
         try:
             signal.set_wakeup_fd(-1)
-            from nbkit.bridge.parent.hub import unregister
-
             unregister(Path(self.spec.engine_file), rank)
         finally:
             os._exit(0)

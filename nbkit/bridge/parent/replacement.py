@@ -43,13 +43,14 @@ class Seat:
 class Replacement:
     """One that is under way. deaths: rank -> what is told of its death. waits: rank -> what it said when it was ready
     to form the world. fresh: those that have died since it was formed last. starts: how often each rank was begun.
-    left: who will not come."""
+    devices: rank -> what is told of the device that it has got. left: who will not come."""
 
     seat: Seat
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
     waits: dict[int, dict[str, Any]] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     starts: Counter[int] = field(default_factory=Counter)
+    devices: dict[int, str] = field(default_factory=dict)
     left: str = ""
     formed: bool = False
     deadline: float = 0.0
@@ -83,6 +84,7 @@ class Replacement:
             "statement": self.seat.statement,
             "since": min(death["when"] for death in self.deaths.values()),
             "how": ", ".join(f"rank {rank} died ({death['how']})" for rank, death in sorted(self.deaths.items())),
+            "devices": "; ".join(self.devices[rank] for rank in sorted(self.devices)),
         }
 
 
@@ -178,6 +180,8 @@ class Replacer:
         if replacement.formed:
             return
         for rank in sorted(set(replacement.deaths) - set(parent.members)):
+            if said := parent.spares.place(replacement.seat.cell, replacement.deaths[rank]):
+                replacement.devices[rank] = said
             parent.elsewhere.begin(rank)
         if late := sorted(set(range(parent.spec.world_size)) - set(replacement.waits)):
             if time.monotonic() > replacement.deadline:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.bridge.parent.child_processes import kill_group
 from nbkit.bridge.parent.parent_log import log
-from nbkit.bridge.parent.spec import RankPin, Spec
+from nbkit.bridge.parent.spec import Spec, pins_of, write_pins
 
 if TYPE_CHECKING:
     from nbkit.bridge.parent.parent import Child, Parent
@@ -107,7 +107,7 @@ class Resizer:
             return
         log(f"not resized: {why}")
         self.parent.spec = resizing.before
-        self._write_spec()
+        write_pins(resizing.before, self.parent.folder / "spec.json")
         if gone is not None:
             gone.dismissed = gone.rank >= resizing.before.world_size
         for child in self.parent.children.values():
@@ -122,9 +122,8 @@ class Resizer:
         pins = message["pins"] or [asdict(pin) for pin in parent.spec.pins[:size]]
         resizing = self.under_way = Resizing(size, message["cell"], pins, parent.spec)
         resizing.deadline = time.monotonic() + WAIT_SECONDS
-        made = tuple(RankPin(pin["env"], tuple(pin["cores"]), pin["threads"]) for pin in pins)
-        parent.spec = replace(parent.spec, pins=made, world_size=size)
-        self._write_spec()
+        parent.spec = replace(parent.spec, pins=pins_of(pins), world_size=size)
+        write_pins(parent.spec, parent.folder / "spec.json")
         for rank in self._leaving:
             self._leaving[rank] = 0.0  # its number is wanted again
 
@@ -154,12 +153,3 @@ class Resizer:
                 child.link.send(do="leave")
             else:
                 child.link.send(do="resized")
-
-    def _write_spec(self) -> None:
-        """For ranks that are started afresh, and for a notebook that attaches."""
-        path = self.parent.folder / "spec.json"
-        pins = [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in self.parent.spec.pins]
-        saved = json.loads(path.read_text())
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({**saved, "pins": pins}))
-        scratch.replace(path)

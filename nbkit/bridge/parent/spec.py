@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nbkit.rank.world.world import Place
 from nbkit.wire.processes import Process
 
+_DEVICES = ("pins", "spares", "retired")
+
 
 @dataclass(frozen=True)
 class RankPin:
-    """env: set before anything starts. cores: to bind to, () for all. threads: for torch."""
+    """env: set before anything starts. cores: to bind to, () for all. threads: for torch. label, why: for people."""
 
     env: dict[str, str]
     cores: tuple[int, ...]
     threads: int
+    label: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Line:
 class Spec:
     """folder: of the cluster; engine_file: the controller's connection file for engines, which may not exist yet.
 
-    pins: of the ranks of this host, the first of which is rank `base` of `world_size`.
+    pins: of the ranks of this host, the first of which is rank `base` of `world_size`. spares: devices in reserve.
+    retired: devices that ranks were taken off.
 
     ttl: seconds without notebook and without a running cell after which the cluster ends. launcher: the notebook,
     whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address: of this
@@ -62,6 +68,8 @@ class Spec:
     world_size: int = 0
     line: Line | None = None
     hosts: tuple[str, ...] = ()
+    spares: tuple[RankPin, ...] = ()
+    retired: tuple[RankPin, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world_size", self.world_size or len(self.pins))
@@ -90,7 +98,20 @@ class Spec:
 def read(path: Path, **changes: Any) -> Spec:
     """The spec at `path`, with `changes`."""
     fields = {**json.loads(path.read_text()), **changes}
-    pins = tuple(RankPin(pin["env"], tuple(pin["cores"]), pin["threads"]) for pin in fields.pop("pins"))
+    fields |= {key: pins_of(fields.get(key, ())) for key in _DEVICES}
     line = Line(**line) if (line := fields.pop("line", None)) else None
     hosts = tuple(fields.pop("hosts", ()))
-    return Spec(pins=pins, launcher=Process(**fields.pop("launcher")), line=line, hosts=hosts, **fields)
+    return Spec(launcher=Process(**fields.pop("launcher")), line=line, hosts=hosts, **fields)
+
+
+def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
+    """As the notebook has written them."""
+    return tuple(RankPin(**{**pin, "cores": tuple(pin["cores"])}) for pin in saved)
+
+
+def write_pins(spec: Spec, path: Path) -> None:
+    """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
+    saved = json.loads(path.read_text()) | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(saved))
+    scratch.replace(path)

@@ -61,7 +61,9 @@ class Newcomer:
         names.update(loads(handed.names))
         if handed.trains:
             resizes = "size" in word
-            trainer = joined(newcomers) if resizes else together(None, NewWorld(newcomers, word["how"], word["since"]))
+            told = "" if resizes else word["devices"]
+            world = NewWorld(newcomers, word.get("how", ""), word.get("since", 0.0), told)
+            trainer = joined(newcomers) if resizes else together(None, world)
             names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
             if getattr(trainer, "ends", ""):
                 statement = NOWHERE

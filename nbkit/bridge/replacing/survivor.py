@@ -5,6 +5,7 @@ The words come on the link's thread, and are taken by the main thread, in which 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -78,6 +79,10 @@ class Survivor:
     def waits(self, seconds: float, *, due: bool = False) -> None:
         self.link.send(event="stands", seconds=seconds, due=due)
 
+    def leave_device(self, said: str) -> None:
+        self.link.send(event="device_failed", said=said)
+        os._exit(1)  # without what Python and CUDA put in order at an exit, which waits for a device
+
     def asks(self) -> bool:
         return self.runner.prompts.open is not None
 
@@ -150,7 +155,7 @@ class Survivor:
                 if not self.is_broken(another):
                     raise
                 continue  # another one has died
-            return NewWorld(tuple(word["newcomers"]), word["how"], word["since"])
+            return NewWorld(tuple(word["newcomers"]), word["how"], word["since"], word["devices"])
 
     def resized(self, trainer: Any, asked: Resizing, span: Span | None) -> None:
         here = world.current()

@@ -11,7 +11,8 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
-from nbkit.notebook.cluster.hosts.start import launch_on_hosts, reach_on_hosts, submit_to_hosts
-from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved
+from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
+from nbkit.notebook.cluster.hosts.start_request import Request, check_spares, loaded, saved
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
-from nbkit.notebook.cluster.launch.device_pinning import Pinning
-from nbkit.notebook.cluster.launch.launch import connect, launch, pinning_of, with_all_ranks
+from nbkit.notebook.cluster.launch.launch import connect, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.launch.resized_pins import resized_pins
+from nbkit.notebook.cluster.launch.saved_pins import pinning_of
+from nbkit.notebook.cluster.launch.started import Started, launched, launched_on_hosts
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
@@ -75,41 +77,14 @@ def observe_cells(observer: Callable[[Cluster, Execution], object]) -> None:
         _observers.append(observer)
 
 
-@dataclass(frozen=True)
-class _Started:
-    """A cluster that is ready. pinning: None where each host has pinned its own ranks. seconds: from nothing to ready;
-    0 for an attached one.
-    """
-
-    connection: Connection
-    pinning: Pinning | None
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-
-
-def _launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> _Started:
-    began = time.monotonic()
-    connection = Connection(*launch(name, pinning, ttl, options))
-    notes = tuple(pinning.notes)
-    if pinning.pins[0].kind == "gpu":
-        notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
-    return _Started(connection, pinning, time.monotonic() - began, notes)
-
-
-def _launched_on_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> _Started:
-    began = time.monotonic()
-    entry, client, notes = launch_on_hosts(name, request, ttl, options)
-    return _Started(Connection(entry, client), None, time.monotonic() - began, notes)
-
-
 class Cluster:
     """A running cluster. Made by `start` or `attach`, never directly."""
 
-    def __init__(self, started: _Started) -> None:
+    def __init__(self, started: Started) -> None:
         self.before_stop: list[Callable[[], object]] = []  # called once, by whoever stops it here
         self._use(started)
 
-    def _use(self, started: _Started) -> None:
+    def _use(self, started: Started) -> None:
         global _current
         self.connection, self.pinning = started.connection, started.pinning
         self.started_in, self.notes = started.seconds, started.notes
@@ -137,31 +112,34 @@ class Cluster:
         name: str | None = None,
         gpus: str | None = None,
         cpu: bool = False,
+        spares: int = 0,
         ttl: str | float | None = None,
         on: Request | None = None,
     ) -> Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
-        n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. ttl:
-        seconds, or "12h", without a notebook and a running cell after which it lets go of its devices (two hours,
-        unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which says how many ranks. Returns when
-        every rank has answered and the process group has done an all-reduce. Raises ClusterError, ClusterExists or
-        UsageError, with nothing left running.
+        n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. spares:
+        so many GPUs, or sets of cores, more, in reserve for a rank whose own device fails in a training; of `gpus` the
+        last ones. ttl: seconds, or "12h", without a notebook and a running cell after which it lets go of its devices
+        (two hours, unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which says how many ranks.
+        Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,
+        ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()
         ttl = settings.ttl_of(ttl)
         named = name is not None
         asked: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu} if on is None else {"on": saved(on)}
-        options = {**asked, "ttl": ttl, "named": named}
+        options = {**asked, **({"spares": spares} if spares else {}), "ttl": ttl, "named": named}
         if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
         if on is not None:
-            return cls(_launched_on_hosts(name or made_up_name(), on, ttl, options))
+            check_spares(spares)
+            return cls(launched_on_hosts(name or made_up_name(), on, ttl, options))
         machine = read_machine()
-        plan = pins_within(settings, machine, n, gpus, cpu=cpu)
+        plan = pins_within(settings, machine, n, gpus, cpu=cpu, spares=spares)
         plan = replace(plan, notes=(*notes_at_start(machine, n=n, gpus=gpus, cpu=cpu), *plan.notes))
-        return cls(_launched(name or made_up_name(), plan, ttl, options))
+        return cls(launched(name or made_up_name(), plan, ttl, options))
 
     def _taken_again(self, options: dict[str, object]) -> Cluster | None:
         """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.
@@ -220,7 +198,7 @@ class Cluster:
         else:  # the notebook that started it died before the ranks were there
             entry, client = with_all_ranks(entry)
         connection = Connection(entry, client)
-        cluster = cls(_Started(connection, None if entry.is_spread else pinning_of(connection.entry), notes=notes))
+        cluster = cls(Started(connection, None if entry.is_spread else pinning_of(connection.entry), notes=notes))
         connection.take_up(display.here())
         return cluster
 
@@ -241,11 +219,8 @@ class Cluster:
             )
         if n == self.entry.n:
             raise UsageError("The cluster has so many ranks already.", numbers=f"{n} ranks", hint="%cluster status")
-        pinning = resized_pins(site_settings.read(), read_machine(), self.pinning, n)
-        pins = [
-            {"env": dict(p.env), "cores": list(p.cores), "threads": p.threads, "label": p.label, "why": p.why}
-            for p in pinning.pins
-        ]
+        pinning = resized_pins(site_settings.read(), read_machine(), pinning_of(self.entry), n)
+        pins = [pin.saved for pin in pinning.pins]
         result = self.training.ask("resize", ranks=n, strategy=strategy, pins=pins)
         while self.entry.n != n:  # the ranks' parent writes it when all go on
             self.connection.check_open()
@@ -280,14 +255,16 @@ class Cluster:
             registry.end(self.entry)
 
     def restart(self) -> Cluster:
-        """End every rank and start again: same name, same pins, same ids; variables are lost."""
+        """End every rank and start again: same name, same devices, same ids; variables are lost."""
         self.connection.check_ours()
+        with suppress(OSError):  # a rank may have gone to a spare
+            self.pinning = self.pinning and pinning_of(self.entry)
         self._end()
         entry, options = self.entry, self.entry.options
         if self.pinning is None:
-            self._use(_launched_on_hosts(entry.name, loaded(options["on"]), entry.ttl, options))
+            self._use(launched_on_hosts(entry.name, loaded(options["on"]), entry.ttl, options))
         else:
-            self._use(_launched(entry.name, self.pinning, entry.ttl, options))
+            self._use(launched(entry.name, self.pinning, entry.ttl, options))
         return self
 
     # Cells --------------------------------------------------------------------------------------------------------

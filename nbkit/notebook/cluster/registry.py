@@ -41,7 +41,7 @@ FORMAT = 1
 class Entry:
     """One cluster as the registry knows it. host: where its processes are. ttl: seconds. born: time.time().
 
-    labels, reasons: what each rank is pinned to and why, in rank order.
+    labels, reasons: what each rank is pinned to and why, in rank order. spares: the devices that are still in reserve.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Entry:
     reasons: tuple[str, ...]
     options: dict[str, object] = field(default_factory=dict)
     ranks: tuple[Process, ...] = ()
+    spares: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -138,7 +139,7 @@ def _entry(saved: dict[str, Any]) -> Entry:
     for role in ("controller", "parent", "kernel"):
         saved[role] = Process(**saved[role])
     saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
-    saved |= {"labels": tuple(saved["labels"]), "reasons": tuple(saved["reasons"])}
+    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares")}
     return Entry(**{known.name: saved[known.name] for known in fields(Entry)})
 
 

@@ -51,7 +51,11 @@ class Status:
         return f"cluster {entry.name}: {entry.n} ranks over {entry.backend}, generation {self.generation}"
 
     def _footer(self) -> list[str]:
-        return [*self.notes, f"logs and output: {self.entry.folder}"]
+        return [*self.notes, *self._reserve(), f"logs and output: {self.entry.folder}"]
+
+    def _reserve(self) -> list[str]:
+        asked = self.entry.options.get("spares")
+        return [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
 
     def __repr__(self) -> str:
         table = text_table(COLUMNS, [row.cells() for row in self.rows])

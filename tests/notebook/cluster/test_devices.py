@@ -256,3 +256,59 @@ def test_where_a_socket_has_too_few_cores_for_its_ranks_all_cores_are_shared_out
     assert [pin.cores for pin in plan_pins(None, None, found, range(6), None).pins] == [(0, 1), (2, 3), (4, 5)]
     assert [pin.cores for pin in plan_pins(None, None, mixed, range(6), None).pins] == [(0, 1, 2), (3, 4, 5)]
     assert [pin.cores for pin in plan_pins(None, None, found, range(8), None).pins] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+
+
+def test_gpus_in_reserve_are_the_last_idle_ones_and_no_rank_is_on_them() -> None:
+    plan = plan_pins(2, None, gpus(5, busy=(1,)), range(8), None, spares=1)
+
+    assert uuids(plan) == ["GPU-0000", "GPU-2000"]
+    (spare,) = plan.spares
+    assert (spare.rank, spare.env["CUDA_VISIBLE_DEVICES"], spare.label) == (2, "GPU-3000", f"GPU 3 {A100}")
+    assert ": idle, a spare; " in spare.why and "spare" not in plan.pins[1].why
+    assert {*spare.cores}.isdisjoint(plan.pins[0].cores + plan.pins[1].cores)
+    assert plan.backend == "nccl"
+
+
+def test_without_a_number_the_other_idle_gpus_get_ranks() -> None:
+    assert uuids(plan_pins(None, None, gpus(4), range(8), None, spares=1)) == ["GPU-0000", "GPU-1000", "GPU-2000"]
+    alone = plan_pins(None, None, gpus(5, busy=(0,)), range(8), None, spares=2)
+    assert uuids(alone) == ["GPU-1000"] and len(alone.spares) == 2  # others use GPUs here
+    assert any("-n 2 takes them" in note for note in alone.notes)
+
+
+def test_of_listed_gpus_the_last_ones_are_spare() -> None:
+    plan = plan_pins(None, "3,1,2", gpus(4), range(8), None, spares=1)
+
+    assert uuids(plan) == ["GPU-3000", "GPU-1000"]
+    assert [pin.env["CUDA_VISIBLE_DEVICES"] for pin in plan.spares] == ["GPU-2000"]
+
+
+@pytest.mark.parametrize(
+    ("n", "listed", "cpu", "spares", "numbers", "hint"),
+    [
+        (4, None, False, 2, "4 ranks and 2 spares, 5 idle of 5 GPUs", "-n 4 --spares 1   or   -n 3 --spares 2"),
+        (None, None, False, 5, "1 rank and 5 spares, 5 idle of 5 GPUs", "-n 1 --spares 4"),
+        (5, None, False, 1, "5 ranks and 1 spare, 5 idle of 5 GPUs", "-n 4 --spares 1"),
+        (2, "0,1", False, 1, "2 ranks and 1 spare, 2 GPUs in --gpus 0,1", "-n 1 --spares 1"),
+        (None, "0,0", False, 1, "GPUs 0, 0, the last 1 of them spare", "--gpus 0"),
+        (None, "0,1,0", False, 1, "GPUs 0, 1, 0, the last 1 of them spare", "--gpus 0,1 --spares 1"),
+        (2, None, True, 4, "1 rank and 4 spares, 4 CPU cores", "-n 1 --spares 3"),
+        (2, None, True, -1, "--spares -1", "--spares 1"),
+    ],
+)
+def test_too_few_devices_for_ranks_and_spares_are_refused_with_what_to_type(
+    n: int | None, listed: str | None, cpu: bool, spares: int, numbers: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        plan_pins(n, listed, gpus(5), range(4), None, cpu=cpu, spares=spares)
+
+    assert (error.value.numbers, error.value.hint) == (numbers, hint)
+
+
+def test_spare_cores_are_the_ranks_no_more() -> None:
+    plan = plan_pins(3, None, [], range(8), None, spares=1)
+    assert [pin.cores for pin in (*plan.pins, *plan.spares)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+    few = plan_pins(4, None, [], range(3), None, spares=1)  # ranks share cores, and a spare none with them
+    assert [pin.cores for pin in (*few.pins, *few.spares)] == [(0,), (1,), (0,), (1,), (2,)]
+    assert few.notes == ("4 ranks share 2 cores, 1 thread each.",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,17 @@ def test_cores_of_cpu_ranks_are_shared_anew() -> None:
     four = resized_pins(Site(), machine, two, 4)
     assert [len(pin.cores) for pin in four.pins] == [2] * 4
     assert [pin.threads for pin in resized_pins(Site(), machine, four, 1).pins] == [8]
+
+
+def test_a_larger_cluster_takes_no_device_in_reserve_nor_one_that_a_rank_was_taken_off() -> None:
+    now = pins_on(gpus(4), gpus="0,1,2", spares=1)
+    bad = pins_on(gpus(4), gpus="3").pins
+    larger = resized_pins(Site(), gpus(5), replace(now, retired=bad), 3)
+    assert [pin.label for pin in larger.pins] == ["GPU 0 A100", "GPU 1 A100", "GPU 4 A100"]
+    assert (larger.spares, larger.retired) == (now.spares, bad)
+    with pytest.raises(UsageError, match="0 idle"):
+        resized_pins(Site(), gpus(4), replace(now, retired=bad), 3)
+
+    cores = pins_on(gpus(0), 3, cpu=True, spares=1)
+    assert [pin.cores for pin in cores.spares] == [(6, 7)]
+    assert [pin.cores for pin in resized_pins(Site(), gpus(0), cores, 2).pins] == [(0, 1, 2), (3, 4, 5)]

@@ -103,6 +103,8 @@ def test_gpus_are_counted_by_themselves(files: Files) -> None:
     assert [pin.label for pin in pins_within(site_settings.read(), gpus(4)).pins] == ["GPU 0 A100"]
     with pytest.raises(UsageError, match="2 GPUs asked for"):
         pins_within(site_settings.read(), gpus(4), gpus="0,1")
+    with pytest.raises(UsageError, match="2 GPUs asked for"):  # one in reserve is held too
+        pins_within(site_settings.read(), gpus(4), 1, spares=1)
 
 
 def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:

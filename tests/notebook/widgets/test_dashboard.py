@@ -363,6 +363,9 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
     said = plain(lines_of(snapshot))
     assert "after step 20: rank 2 died (SIGKILL), replaced: 0 steps and 2.2 s lost" in said, said
     assert "✚ rank 2" in svg_of(snapshot)
+    devices = "rank 2 is on the spare GPU 3 A100 now, since it died twice on GPU 2 A100; no spare is left"
+    run.event("replaced", ranks="2", why="rank 2 died (SIGKILL)", steps_lost=0, seconds=2.2, devices=devices)
+    assert f"2.2 s lost; {devices}" in plain(lines_of(reader.snapshot()))
 
 
 def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:

@@ -17,6 +17,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.end_news import EndNews
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.debugging.prompt import announced
+from nbkit.notebook.cluster.launch.saved_pins import repinned
 from nbkit.notebook.cluster.naming import names_of_notebook
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
@@ -341,7 +342,7 @@ class Connection:
         self.replaced[key] = read["cell"], read["said"]
         ranks = [*self.entry.ranks]
         ranks[rank] = Process(**read["by"])
-        self.entry = replace(self.entry, ranks=tuple(ranks))
+        self.entry = repinned(replace(self.entry, ranks=tuple(ranks)))
         registry.save(self.entry)
         self.client.heard.discard(rank)
         if execution := self.cells.get(read["cell"]):

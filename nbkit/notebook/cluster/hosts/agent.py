@@ -125,7 +125,7 @@ def _folder(
                 "ttl": 0.0,  # the coordinator's
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
-                "pins": [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in pinning.pins],
+                "pins": [pin.saved for pin in pinning.pins],
                 "address": address,
                 "hosts": go["addresses"],
                 "base": sum(payload["counts"][:index]),

@@ -9,12 +9,21 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
-from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, MpiRequest, Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import (
+    AllocationRequest,
+    MpiRequest,
+    Request,
+    SlurmRequest,
+    SshRequest,
+    check_spares,
+)
 
 
 def requested(options: Any) -> Request | None:
     """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
     found = _requested(options)
+    if found is not None:
+        check_spares(options.spares)
     if not options.container:
         return found
     if found is None:

@@ -143,3 +143,13 @@ def last_lines(path: Path) -> str:
     """The end of a log file; nothing where it is not there, or not on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
+
+
+def check_spares(spares: int) -> None:
+    """Raise UsageError where spares were asked for of other hosts."""
+    if spares:
+        raise UsageError(
+            "Spares are for ranks of the notebook's own machine.",
+            numbers=f"--spares {spares}, and other hosts",
+            hint=f"without --spares   or   -n 2 --spares {spares}   for ranks beside the notebook",
+        )

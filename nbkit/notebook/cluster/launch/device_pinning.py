@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.machine.cpu_cores import share_cores, share_cores_near, show_cores
@@ -42,21 +42,34 @@ class Pin:
                 numbers=f"rank {self.rank}, cores {self.cores}, threads {self.threads}, why {self.why!r}",
             )
 
+    @property
+    def saved(self) -> dict[str, Any]:
+        """As the parent of the ranks reads it: see nbkit.bridge.parent.spec.RankPin."""
+        places = {"env": dict(self.env), "cores": list(self.cores), "threads": self.threads}
+        return {**places, "label": self.label, "why": self.why}
+
 
 @dataclass(frozen=True)
 class Pinning:
-    """The pins of all ranks in rank order, the backend that fits them, and what the user should be told."""
+    """The pins of all ranks in rank order, the backend that fits them, and what the user should be told.
+
+    spares: devices in reserve, with numbers after those of the ranks. retired: those that ranks were taken off.
+    """
 
     pins: tuple[Pin, ...]
     backend: Literal["nccl", "gloo"]
     notes: tuple[str, ...] = ()
+    spares: tuple[Pin, ...] = ()
+    retired: tuple[Pin, ...] = ()
 
     def __post_init__(self) -> None:
         if [pin.rank for pin in self.pins] != list(range(len(self.pins))) or not self.pins:
             raise UsageError("Pins go from rank 0 up without a gap.", numbers=f"{[pin.rank for pin in self.pins]}")
 
 
-def pins_on(machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False) -> Pinning:
+def pins_on(
+    machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, spares: int = 0
+) -> Pinning:
     """`plan_pins` for a machine as it was read by this notebook. Raises UsageError as `plan_pins` does."""
     return plan_pins(
         n,
@@ -67,6 +80,7 @@ def pins_on(machine: Machine, n: int | None = None, gpus: str | None = None, *, 
         cpu=cpu,
         own_pid=os.getpid(),
         quota=machine.quota,
+        spares=spares,
     )
 
 
@@ -80,6 +94,7 @@ def plan_pins(
     cpu: bool = False,
     own_pid: int | None = None,
     quota: float | None = None,
+    spares: int = 0,
 ) -> Pinning:
     """Pin `n` ranks.
 
@@ -88,13 +103,16 @@ def plan_pins(
     found: all GPUs of the machine; those that are unfit get no rank. cores: those the job may use. visible:
     CUDA_VISIBLE_DEVICES, None if not set.
     cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
-    quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads.
+    quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads. spares: so many
+    devices more, of their own, that no rank is on: the last ones of `gpus`, or cores that are taken from the ranks.
 
     Raises UsageError when n is not positive, or more than the idle GPUs, or not the length of `gpus`; when an
-    entry of `gpus` names nothing; when `gpus` and `cpu` are both given.
+    entry of `gpus` names nothing; when `gpus` and `cpu` are both given; when no device is left for a spare.
     """
     if n is not None and n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
+    if spares < 0:
+        raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
     if cpu and gpus is not None:
         raise UsageError(
             "GPUs are listed, and none shall be used.",
@@ -102,16 +120,17 @@ def plan_pins(
             hint=f"--gpus {gpus}   or   --cpu",
         )
     if cpu:
-        return _on_cores(n, cores, quota, "asked for with --cpu", ())
+        return _on_cores(n, cores, quota, "asked for with --cpu", (), spares)
     if gpus is not None:
-        return _on_gpus(_listed(n, gpus, found, visible), cores, quota, "asked for with --gpus", own_pid, ())
+        listed = _listed(n, gpus, found, visible, spares)
+        return _on_gpus(listed, cores, quota, "asked for with --gpus", own_pid, (), spares)
     allowed = visible_gpus(found, visible)
     if not allowed:
         reason = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of {len(found)} GPUs" if found else "no GPU found"
-        return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else ())
+        return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else (), spares)
     unfit = [gpu.unfit for gpu in allowed if gpu.unfit]
     if len(unfit) == len(allowed):
-        return _on_cores(n, cores, quota, unfit[0].why, ())
+        return _on_cores(n, cores, quota, unfit[0].why, (), spares)
     allowed = [gpu for gpu in allowed if not gpu.unfit]
     idle = [gpu for gpu in allowed if not gpu.in_use_by_others(own_pid)]
     shared = len(idle) < len(allowed)
@@ -123,16 +142,28 @@ def plan_pins(
     if visible is not None and any(map(str.isdigit, visible.split(","))) and len({gpu.name for gpu in found}) > 1:
         notes = (f"CUDA_VISIBLE_DEVICES={visible} is read in nvidia-smi's order; the GPUs here differ.", *notes)
     if n is None and not idle:
-        return _on_cores(n, cores, quota, f"none of {len(allowed)} GPUs is idle", notes)
+        return _on_cores(n, cores, quota, f"none of {len(allowed)} GPUs is idle", notes, spares)
+    if spares and (n or 1) + spares > len(idle):
+        raise _uneven(n or 1, spares, len(idle), f"idle of {len(allowed)} GPUs")
     if n is not None and n > len(idle):
         raise _too_many(n, allowed, idle, notes)
-    if n is None and shared and len(idle) > 1:
-        notes += (f"One GPU is taken, since others use GPUs here. {len(idle)} are idle: -n {len(idle)} takes them.",)
+    if n is None and shared and len(idle) > 1 + spares:
+        most = len(idle) - spares
+        notes += (f"One GPU is taken, since others use GPUs here. {len(idle)} are idle: -n {most} takes them.",)
         n = 1
-    return _on_gpus(idle[:n], cores, quota, "idle", own_pid, notes)
+    return _on_gpus(idle[: n and n + spares], cores, quota, "idle", own_pid, notes, spares)
 
 
-def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+def _uneven(
+    n: int, spares: int, there: int, of_what: str, what: str = "Too few devices for the ranks and their spares."
+) -> UsageError:
+    ways = [f"-n {n} --spares {there - n}"] if there > n else []
+    ways += [f"-n {there - spares} --spares {spares}"] if there > spares else []
+    numbers = f"{_counted(n, 'rank')} and {_counted(spares, 'spare')}, {there} {of_what}"
+    return UsageError(what, numbers=numbers, hint="   or   ".join(ways or [f"-n {there}   without --spares"]))
+
+
+def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None, spares: int) -> list[Gpu]:
     if not found:
         raise UsageError("This machine shows no NVIDIA GPU.", numbers=f"--gpus {gpus}, 0 GPUs found", hint="--cpu")
     chosen = choose_gpus(found, gpus, visible)
@@ -140,7 +171,11 @@ def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None)
         if gpu.unfit:
             what = f"No rank can compute on GPU {gpu.number} ({gpu.name})."
             raise UsageError(what, numbers=gpu.unfit.why, hint=f"{gpu.unfit.fix}   or   --cpu")
-    if n is not None and n != len(chosen):
+    if spares and (spares >= len(chosen) or n not in (None, len(chosen) - spares)):
+        raise _uneven(
+            n or 1, spares, len(chosen), f"GPUs in --gpus {gpus}", "One GPU is listed per rank and per spare."
+        )
+    if n is not None and not spares and n != len(chosen):
         fitting = ",".join(chosen[rank % len(chosen)].number for rank in range(n))
         raise UsageError(
             "One GPU is listed per rank.",
@@ -168,7 +203,17 @@ def _on_gpus(
     reason: str,
     own_pid: int | None,
     notes: tuple[str, ...],
+    spares: int,
 ) -> Pinning:
+    count = len(chosen) - spares
+    if any(sum(gpu.chip == spare.chip for gpu in chosen) > 1 for spare in chosen[count:]):
+        chips = {gpu.chip: gpu.number for gpu in chosen}
+        fewer = min(spares, len(chips) - 1)
+        raise UsageError(
+            "A spare is a GPU of its own: it would fail with the rank that it is for.",
+            numbers=f"GPUs {', '.join(gpu.number for gpu in chosen)}, the last {spares} of them spare",
+            hint=f"--gpus {','.join(chips.values())}{f' --spares {fewer}' * (fewer > 0)}",
+        )
     shares = share_cores_near([gpu.near for gpu in chosen], cores)
     pins = tuple(
         Pin(
@@ -176,9 +221,10 @@ def _on_gpus(
             "gpu",
             {"CUDA_VISIBLE_DEVICES": gpu.uuid},
             share,
-            _threads(share, len(chosen), quota),
+            _threads(share, count, quota),
             f"GPU {gpu.number} {gpu.name}",
-            f"GPU {gpu.number} ({gpu.uuid}): {reason}; {show_cores(share)} of {len(cores)}{_near(gpu, share, cores)}",
+            f"GPU {gpu.number} ({gpu.uuid}): {reason}{', a spare' * (rank >= count)}; "
+            f"{show_cores(share)} of {len(cores)}{_near(gpu, share, cores)}",
         )
         for rank, (gpu, share) in enumerate(zip(chosen, shares, strict=True))
     )
@@ -189,11 +235,11 @@ def _on_gpus(
             told.append(f"This notebook's own kernel uses GPU {gpu.number}: {own}.")
         if reason != "idle" and (use := gpu.in_use_by_others(own_pid)):
             told.append(f"GPU {gpu.number} is taken though it is in use: {use}.")
-    doubled = _doubled(chosen)
+    doubled = _doubled(chosen[:count])
     shared = "" if all(gpu.slot is not None for gpu in chosen) else "; memory is shared"
     told += [f"{text}: gloo instead of NCCL, which refuses that{shared}." for text in doubled]
     told += _crowding(len(chosen), cores, quota)
-    return Pinning(pins, "gloo" if doubled else "nccl", tuple(told))
+    return Pinning(pins[:count], "gloo" if doubled else "nccl", tuple(told), pins[count:])
 
 
 def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
@@ -213,15 +259,28 @@ def _doubled(chosen: Sequence[Gpu]) -> list[str]:
     ]
 
 
-def _on_cores(n: int | None, cores: Sequence[int], quota: float | None, reason: str, notes: tuple[str, ...]) -> Pinning:
+def _on_cores(
+    n: int | None, cores: Sequence[int], quota: float | None, reason: str, notes: tuple[str, ...], spares: int
+) -> Pinning:
     count = _CPU_RANKS_WITHOUT_N if n is None else n
     pins = []
-    for rank, share in enumerate(share_cores(count, cores)):
+    for rank, share in enumerate(_shares(count, spares, cores)):
         threads = _threads(share, count, quota)
         where = show_cores(share)
-        why = f"CPU: {reason}; {where} of {len(cores)}, {_counted(threads, 'thread')}"
+        spare = ", a spare" * (rank >= count)
+        why = f"CPU: {reason}{spare}; {where} of {len(cores)}, {_counted(threads, 'thread')}"
         pins.append(Pin(rank, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, share, threads, where, why))
-    return Pinning(tuple(pins), "gloo", (*notes, *_crowding(count, cores, quota)))
+    left = len(cores) - sum(len(pin.cores) for pin in pins[count:])
+    return Pinning(tuple(pins[:count]), "gloo", (*notes, *_crowding(count, cores, quota, left)), tuple(pins[count:]))
+
+
+def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Ranks may have to share cores. A spare has some of its own: one that ranks are on would fail with theirs."""
+    if not spares or count + spares <= len(cores):
+        return share_cores(count + spares, cores)
+    if spares >= len(cores):
+        raise _uneven(1, spares, len(cores), "CPU cores")
+    return share_cores(count, cores[:-spares]) + [(core,) for core in cores[-spares:]]
 
 
 def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
@@ -229,10 +288,11 @@ def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
     return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
 
 
-def _crowding(count: int, cores: Sequence[int], quota: float | None) -> list[str]:
-    told = []
-    if count > len(cores):
-        told.append(f"{count} ranks share {_counted(len(cores), 'core')}, 1 thread each.")
+def _crowding(count: int, cores: Sequence[int], quota: float | None, left: int | None = None) -> list[str]:
+    """left: cores that are not kept for spares."""
+    told, left = [], len(cores) if left is None else left
+    if count > left:
+        told.append(f"{count} ranks share {_counted(left, 'core')}, 1 thread each.")
     if quota is not None and quota < len(cores):
         told.append(
             f"This container is granted the time of {quota:.3g} of {len(cores)} cores: threads are bounded by it."

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
@@ -25,7 +24,7 @@ from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher
 from nbkit.errors import ClusterError, ClusterExists
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.client import Client
-from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning
+from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
@@ -67,6 +66,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
             labels=tuple(pin.label for pin in pinning.pins),
             reasons=tuple(pin.why for pin in pinning.pins),
             options=options,
+            spares=tuple(pin.label for pin in pinning.spares),
         )
         registry.save(entry)
         return with_all_ranks(entry)
@@ -141,20 +141,11 @@ def _write_spec(folder: Path, name: str, pinning: Pinning, ttl: float) -> None:
         "ttl": ttl,
         "launcher": asdict(Process.of(os.getpid())),
         "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
-        "pins": [{"env": dict(p.env), "cores": list(p.cores), "threads": p.threads} for p in pinning.pins],
+        "pins": [pin.saved for pin in pinning.pins],
+        "spares": [pin.saved for pin in pinning.spares],
+        "retired": [pin.saved for pin in pinning.retired],
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-
-
-def pinning_of(entry: Entry) -> Pinning:
-    """The pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
-    spec = json.loads((entry.folder / "spec.json").read_text())
-    kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
-    pins = tuple(
-        Pin(rank, kind, saved["env"], tuple(saved["cores"]), saved["threads"], entry.labels[rank], entry.reasons[rank])
-        for rank, saved in enumerate(spec["pins"])
-    )
-    return Pinning(pins, "nccl" if spec["backend"] == "nccl" else "gloo")
 
 
 def _parent_launcher(folder: Path, name: str) -> ParentLauncher:

@@ -14,13 +14,19 @@ from nbkit.notebook.cluster.site_settings import Site
 
 
 def pins_within(
-    site: Site, machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False
+    site: Site,
+    machine: Machine,
+    n: int | None = None,
+    gpus: str | None = None,
+    *,
+    cpu: bool = False,
+    spares: int = 0,
 ) -> Pinning:
     """`pins_on`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
 
     Raises UsageError as `pins_on` does, and when so much was asked for, or nothing is left.
     """
-    plan = pins_on(machine, n, gpus, cpu=cpu)
+    plan = pins_on(machine, n, gpus, cpu=cpu, spares=spares)
     entries = [entry for entry in registry.entries() if entry.is_here and not entry.is_spread and entry.is_alive()]
     for key, most, noun, count, held in (
         ("max_ranks", site.max_ranks, "ranks", len(plan.pins), sum(entry.n for entry in entries)),
@@ -29,24 +35,25 @@ def pins_within(
         if most is None or count <= most - held:
             continue
         why = f"{key} is {most} in {site.sources[key]}"
-        if n is None and gpus is None and held < most:
-            fewer = pins_within(site, machine, most - held, cpu=plan.pins[0].kind == "cpu")
+        left = most - held - (spares if key == "max_gpus" else 0)
+        if n is None and gpus is None and left > 0:
+            fewer = pins_within(site, machine, left, cpu=plan.pins[0].kind == "cpu", spares=spares)
             return replace(fewer, notes=(*plan.notes, f"{most - held} of {count} {noun} are taken, since {why}."))
         others = f"; {held} are taken by {', '.join(entry.name for entry in entries)}" if held else ""
         raise UsageError(
             f"One user may not have so many {noun} here.",
             numbers=f"{count} {noun} asked for, {why}{others}",
-            hint=_ways_out(most - held, entries),
+            hint=_ways_out(left, entries),
         )
     return plan
 
 
 def _gpus(plan: Pinning) -> int:
-    return len({pin.label for pin in plan.pins if pin.kind == "gpu"})
+    return len({pin.label for pin in (*plan.pins, *plan.spares) if pin.kind == "gpu"})
 
 
 def _labels(entry: Entry) -> list[str]:
-    return [label for label in entry.labels if label.startswith("GPU")]
+    return [label for label in (*entry.labels, *entry.spares) if label.startswith("GPU")]
 
 
 def _ways_out(left: int, entries: Sequence[Entry]) -> str:

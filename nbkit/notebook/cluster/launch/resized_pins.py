@@ -16,11 +16,12 @@ def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
     here = len(now.pins)
     if n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"resize {n}", hint="%cluster resize 1")
+    machine = _without_reserve(machine, now)
     more = None if n <= here else _more(site, _without(machine, now), now, n)
     if now.pins[0].kind == "cpu":
-        return pins_on(machine, n, cpu=True)
+        return replace(pins_on(machine, n, cpu=True), spares=now.spares, retired=now.retired)
     if more is None:
-        return Pinning(now.pins[:n], now.backend)
+        return replace(now, pins=now.pins[:n], notes=())
     if more.backend != now.backend:
         raise UsageError(
             "The ranks that are there and the new ones would need different backends.",
@@ -28,7 +29,7 @@ def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
             hint=f"%cluster stop   and   %cluster start -n {n}",
         )
     added = tuple(replace(pin, rank=here + index) for index, pin in enumerate(more.pins))
-    return Pinning((*now.pins, *added), now.backend, more.notes)
+    return replace(now, pins=(*now.pins, *added), notes=more.notes)
 
 
 def _more(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
@@ -61,9 +62,15 @@ def _fits(site: Site, machine: Machine, now: Pinning, n: int) -> bool:
     return True
 
 
+def _without_reserve(machine: Machine, now: Pinning) -> Machine:
+    """`machine` without the cores in reserve, and without those that a rank was taken off."""
+    kept = {core for pin in (*now.spares, *now.retired) if pin.kind == "cpu" for core in pin.cores}
+    return replace(machine, cores=tuple(core for core in machine.cores if core not in kept))
+
+
 def _without(machine: Machine, now: Pinning) -> Machine:
     """`machine` without the GPUs of `now`, which look idle until a rank first computes on them."""
-    ours = {pin.env.get("CUDA_VISIBLE_DEVICES") for pin in now.pins}
+    ours = {pin.env.get("CUDA_VISIBLE_DEVICES") for pin in (*now.pins, *now.spares, *now.retired)}
     left = tuple(gpu for gpu in machine.gpus if gpu.uuid not in ours)
     # Where the CUDA driver alone has counted them, it would count all again.
     return replace(machine, survey=replace(machine.survey, gpus=left, is_installed=True))

@@ -89,7 +89,8 @@ def _told(event: dict[str, Any]) -> str:
     if event["kind"] == "switch":
         return f"{event.get('old', '')} → {event.get('new', '')}, {seconds(event.get('pause_s', 0.0))} without a step"
     if event["kind"] == "replaced":
-        return f"{event['why']}, replaced: {event['steps_lost']} steps and {seconds(event['seconds'])} lost"
+        lost = f"{event['why']}, replaced: {event['steps_lost']} steps and {seconds(event['seconds'])} lost"
+        return "; ".join((lost, *filter(None, [event.get("devices")])))
     if event["kind"] == "resized":
         ranks = f"{event['old_ranks']} → {event['ranks']} ranks"
         return f"{ranks}, {event['new']}, {seconds(event['pause_s'])} without a step"

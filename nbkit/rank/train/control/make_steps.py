@@ -12,7 +12,7 @@ from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hang_watch import hang_watch
-from nbkit.rank.train.replace.resume_fit import Span, go_on
+from nbkit.rank.train.replace.resume_fit import Span, go_on, leave_device
 from nbkit.rank.train.resize.shrink import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
@@ -71,6 +71,8 @@ def make_steps(
                 trainer.saves.collect(wait=True)
                 raise
             except Exception as error:
+                if replaceable:
+                    leave_device(error)
                 if not memory.went_back(error):
                     if not replaceable:
                         raise

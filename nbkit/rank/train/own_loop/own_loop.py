@@ -22,7 +22,7 @@ from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.replace.resume_fit import NewWorld, Span, meet_again
+from nbkit.rank.train.replace.resume_fit import NewWorld, Span, leave_device, meet_again
 
 Job = Any  # nbkit.rank.train.job's, which asks the host for the loop that it is read in
 
@@ -207,8 +207,11 @@ class OwnLoop:
 
     def goes_on(self, error: BaseException) -> bool:
         """Whether `error`, in the body, is that of a rank that has died and is replaced."""
-        under_way = self._around is not None or self._once
-        return under_way and resume_fit.host is not None and resume_fit.host.is_broken(error)
+        if not (self._around is not None or self._once) or resume_fit.host is None:
+            return False
+        if isinstance(error, Exception):
+            leave_device(error)
+        return resume_fit.host.is_broken(error)
 
     def join(self, span: Span) -> None:
         """See Trainer.join: how many steps are left says the loader."""

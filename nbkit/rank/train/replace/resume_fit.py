@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from nbkit.errors import NbkitError, Stopped, TrainingError
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import stages
@@ -66,11 +67,13 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
 
 @dataclass(frozen=True)
 class NewWorld:
-    """The world has been formed again. newcomers: its new ranks. how: who died, of what. since: when (time.time())."""
+    """The world has been formed again. newcomers: its new ranks. how: who died, of what. since: when (time.time()).
+    devices: what is to be told of the devices that new ranks are on, or ""."""
 
     newcomers: tuple[int, ...]
     how: str
     since: float
+    devices: str = ""
 
 
 class Host(Protocol):
@@ -122,6 +125,10 @@ class Host(Protocol):
         """This rank has waited for others for so long; 0: it goes on. due: whom it waits for is ended. Any thread."""
         ...
 
+    def leave_device(self, said: str) -> None:
+        """End this process: its device does not compute any more, which said so. Another process takes its place."""
+        ...
+
     def asks(self) -> bool:
         """Whether this rank waits for a line that a person types. From any thread."""
         ...
@@ -159,6 +166,15 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
         host.leave()
 
 
+def leave_device(error: Exception) -> None:
+    """In a training in which dead ranks are replaced: let this one die where `error` says that its device has failed.
+
+    On a spare device, or in a new process on this one, its part is computed again.
+    """
+    if host is not None and (said := accelerator().failed(error)):
+        host.leave_device(said)
+
+
 def go_on(trainer: Trainer, span: Span, error: Exception) -> Span:
     """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
 
@@ -188,6 +204,7 @@ def meet_again(trainer: Trainer, span: Span, error: Exception) -> NewWorld:
             trainer.job.follow_plan()
             return world
         except Exception as another:  # of a further rank that died meanwhile, or for good
+            leave_device(another)
             if not host.is_broken(another):
                 raise
             error = another
@@ -227,7 +244,7 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     steps_lost = largest([reached], device=job.device)[0] - job.step
     ranks = ", ".join(map(str, world.newcomers))
     seconds = time.time() - world.since
-    event = Replaced(job.step, ranks=ranks, why=world.how, steps_lost=steps_lost, seconds=seconds)
+    event = Replaced(job.step, ranks, world.how, steps_lost, seconds, world.devices)
     job.ledger.emit(event)
     if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
         host.tell(event.said)

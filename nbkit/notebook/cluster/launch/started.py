@@ -1,0 +1,39 @@
+"""A cluster that is ready: on this machine, or on other hosts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.hosts.start import launch_on_hosts
+from nbkit.notebook.cluster.hosts.start_request import Request
+from nbkit.notebook.cluster.launch.device_pinning import Pinning
+from nbkit.notebook.cluster.launch.launch import launch
+
+
+@dataclass(frozen=True)
+class Started:
+    """pinning: None where each host has pinned its own ranks. seconds: from nothing to ready;
+    0 for an attached one.
+    """
+
+    connection: Connection
+    pinning: Pinning | None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> Started:
+    began = time.monotonic()
+    connection = Connection(*launch(name, pinning, ttl, options))
+    notes = tuple(pinning.notes)
+    if pinning.pins[0].kind == "gpu":
+        notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
+    return Started(connection, pinning, time.monotonic() - began, notes)
+
+
+def launched_on_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> Started:
+    began = time.monotonic()
+    entry, client, notes = launch_on_hosts(name, request, ttl, options)
+    return Started(Connection(entry, client), None, time.monotonic() - began, notes)
