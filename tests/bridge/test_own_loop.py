@@ -152,6 +152,18 @@ for batch in job.batches(loader):
     job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()
     own += 1
 """
+OPAQUE = """
+class Pair:
+    def __init__(self, batch):
+        self.batch = batch
+
+class Pairs:
+    def __iter__(self):
+        return map(Pair, loader)
+
+for pair in job.batches(Pairs()):
+    job.backward(pair.batch); job.optimizer.step(); job.optimizer.zero_grad()
+"""
 STEP = "job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()"
 EPOCHS = f"for epoch in range(1):\n    for batch in job.batches(loader):\n        {STEP}"
 ITERATED = f"for batch in job.batches(each(loader)):\n    {STEP}"
@@ -186,8 +198,9 @@ def test_all_go_back_to_where_the_body_was_over_on_all(
         (OF_EACH, 2, "forward", "differs between ranks"),
         (EPOCHS, 0, "forward", "no statement of its own"),
         (ITERATED, 3, "forward", "its loader cannot begin again"),
+        (OPAQUE, 1, "forward", "no checksum can be made of its batches, which hold a Pair"),
     ],
-    ids=["behind the update", "names of each rank", "epochs", "an iterator"],
+    ids=["behind the update", "names of each rank", "epochs", "an iterator", "batches that nobody knows again"],
 )
 def test_a_loop_that_cannot_go_on_is_saved_and_the_checkpoint_goes_on(
     four: Cluster, undisturbed: Values, tmp_path: Path, cell: str, rank: int, where: str, why: str

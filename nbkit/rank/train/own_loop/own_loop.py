@@ -8,7 +8,7 @@ batches up to the boundary are read again, each under the seed of its step, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import fingerprint, rows_of
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
+from nbkit.rank.train.own_loop.batch_checksum import NoChecksum, checksum
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.resume_fit import NewWorld, Span, leave_device, meet_again
 
@@ -39,10 +39,10 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Read:
-    """A batch that was read after `step` finished steps. content: its checksum."""
+    """A batch that was read after `step` finished steps. content: its checksum; None where none can be made."""
 
     step: int
-    content: int
+    content: int | None
 
 
 class OwnLoop:
@@ -175,7 +175,7 @@ class OwnLoop:
         before = number < len(self.reads)
         if over and not before:
             return False
-        content = _content(batch)
+        content = None if over else self._content(batch)
         if not before:
             self.reads.append(Read(self.step, content))
         elif over or content != self.reads[number].content:
@@ -186,6 +186,13 @@ class OwnLoop:
                 hint="a loader that gives the same each time: draws of torch, numpy and random are seeded by the job",
             )
         return before
+
+    def _content(self, batch: Any) -> int | None:
+        try:
+            return checksum(batch)
+        except NoChecksum as part:
+            self.ends = self.ends or f"no checksum can be made of its batches, which hold {part}"
+            return None
 
     def boundary(self) -> None:
         """The body has run for all batches that were read: from here it may go on after a death."""
@@ -249,9 +256,3 @@ def _ended(loop: OwnLoop, world: NewWorld) -> TrainingError:
         numbers=f"{world.how}; it was replaced, and the training has ended after step {loop.step}, {saved}",
         hint=f"{load}   in a new job, then the loop over the batches that are left",
     )
-
-
-def _content(batch: Any) -> int:
-    with suppress(Exception):  # what a loop makes of its batches is its own matter
-        return fingerprint(batch, rows_of(batch))
-    return 0
