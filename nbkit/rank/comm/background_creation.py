@@ -68,6 +68,9 @@ class Forming:
 forming = Forming()
 
 
+BROKEN_OFF = "The forming of a process group was broken off."
+
+
 class Meeting:
     """Where the members of a group wait for each other, so that another thread can break it off: in Python, not in C++.
 
@@ -110,7 +113,7 @@ class BreakableStore(Store):
         pause = 0.0005
         while not self.inner.check(keys):
             if forming.broken:
-                raise ClusterError("The forming of a process group was broken off.", numbers=forming.broken)
+                raise ClusterError(BROKEN_OFF, numbers=forming.broken)
             if forming.too_late():
                 raise ClusterError("A process group could not be formed in time.", numbers=f"waiting for {keys}")
             time.sleep(pause)

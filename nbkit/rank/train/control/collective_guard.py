@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NotFinite, TrainingError
+from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
@@ -109,7 +110,8 @@ def let_go(failed: BaseException) -> None:
 
 def waited(error: BaseException) -> bool:
     """Whether this rank failed because it waited for one that had failed, or was broken out."""
-    return isinstance(error, Heard) or any(sign in str(error) for sign in PEER_GONE)
+    # The first use of a communicator of NCCL is a meeting in Python, which has an error of its own.
+    return isinstance(error, Heard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
 
 
 def _spoken(error: BaseException) -> str:

@@ -15,6 +15,7 @@ LEVELS = 6
 """Steps in a row that begin with more than the one before, which show a leak."""
 _SHARE = 0.02  # of what is in use, by which it has to have grown
 _MUCH = 0.1  # of the device
+_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process itself, beside torch's allocator
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Seen:
                 f"{_mb(gaps)} of {_mb(self.reserved)} that torch has reserved lie in gaps between tensors: "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %cluster start"
             )
-        if (others := self.used - self.reserved) > _MUCH * self.total > 0:
+        if (others := self.used - self.reserved - _OWN) > _MUCH * self.total > 0:
             found.append(f"{_mb(others)} of {_mb(self.total)} are held by others on this device: see nvidia-smi")
         return found
 
