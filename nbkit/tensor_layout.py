@@ -6,7 +6,7 @@ a packed projection split over ranks (query, key and value in one matrix) has on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +16,36 @@ def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
     each, extra = divmod(total, parts)
     start = index * each + min(index, extra)
     return start, start + each + (index < extra)
+
+
+Runs = tuple[tuple[int, int], ...]
+"""(first, one past the last) of things that follow each other; a part may have several, in ascending order."""
+
+Parting = Callable[[int, int, int], Runs]
+"""(total, parts, index) -> what part `index` holds. Every one gives each part as many things as `bounds` does."""
+
+
+def count(runs: Runs) -> int:
+    """How many things they are."""
+    return sum(stop - start for start, stop in runs)
+
+
+def contiguous(total: int, parts: int, index: int) -> Runs:
+    """As `bounds`: one run."""
+    return (bounds(total, parts, index),)
+
+
+def head_and_tail(total: int, parts: int, index: int) -> Runs:
+    """A run counted from the head and one counted from the tail, each half of what `bounds` gives the part.
+
+    Where a thing at i costs i + 1, as a query does that looks at all before it and itself, the parts cost the same:
+    to the last one if 2 * parts divides `total`.
+    """
+    lengths = [stop - start for start, stop in (bounds(total, parts, i) for i in range(index + 1))]
+    heads = [(length + 1) // 2 for length in lengths]
+    head, tail = sum(heads[:index]), total - sum(lengths) + sum(heads)
+    runs = (head, head + heads[index]), (tail, tail + lengths[index] - heads[index])
+    return tuple(run for run in runs if run[0] < run[1])
 
 
 @dataclass(frozen=True)

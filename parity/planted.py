@@ -182,8 +182,8 @@ def _own_gradient(reduce_scatter: Any) -> Any:
 def _mask_too_early(attend: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The proof before the training sees it, and has the module look at all positions: that would train right.
-        late = int(self.start > 0 and not isinstance(self.peers, Threads))
-        with patch.multiple(self, start=self.start - late, stop=self.stop - late):
+        late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
+        with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
             return attend(self, *args, **kwargs)
 
     return wrong

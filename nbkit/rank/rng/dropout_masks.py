@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
-from nbkit.rank.rng.shard_offsets import KINDS, place_of
+from nbkit.rank.rng.shard_offsets import KINDS, place_of, runs_of
+from nbkit.tensor_layout import count
 
 _WORD = (1 << 64) - 1
 _FIRST, _SECOND, _GOLDEN = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
@@ -76,14 +77,16 @@ def _folded(rows: Tensor, fold: int) -> Tensor:
 
 
 def _along(kind: str, num: int, like: Tensor) -> Tensor:
-    start, total = (kind and place_of(kind)) or (0, num)
-    if start + num > total:
+    runs = runs_of(kind, num)
+    if (held := count(runs)) < num:
+        start, total = place_of(kind) or (0, num)
         raise TrainingError(
             f"Dropout on a tensor that reaches beyond the {kind} it is a part of.",
-            numbers=f"elements {start} to {start + num} of {total}",
+            numbers=f"{num} elements from {start} on, of {total}; the part has {held}",
             hint="a strategy gathered the tensor and did not say so; report it",
         )
-    return torch.arange(start, start + num, dtype=torch.int32, device=like.device)
+    places = [torch.arange(start, stop, dtype=torch.int32, device=like.device) for start, stop in runs]
+    return places[0] if len(places) == 1 else torch.cat(places)
 
 
 @torch.no_grad()

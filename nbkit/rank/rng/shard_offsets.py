@@ -19,30 +19,33 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 from nbkit.errors import TrainingError
+from nbkit.tensor_layout import Runs
 
 KINDS = ("sequence", "head", "feature")
 
-Present = Mapping[str, tuple[tuple[int, int], ...]]
-"""kind -> (start, total) of every nested part, the innermost last; each counts in what is outside of it."""
+Present = Mapping[str, tuple[tuple[Runs, int], ...]]
+"""kind -> (runs, total) of every nested part, the innermost last; each counts in what is outside of it."""
 
 _present: ContextVar[Present] = ContextVar("extents", default=MappingProxyType({}))
 
 
 @contextmanager
-def extent(kind: str, start: int, total: int) -> Iterator[None]:
+def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
     """Inside, tensors begin at element `start` of the `total` elements that they had along `kind` outside.
 
-    Nested parts of one kind compose: a part of a part lies at the sum of both starts.
+    start: also the runs of those elements that they hold, one behind the other. Nested parts of one kind compose: a
+    part of a part lies at the sum of both starts.
     Raises TrainingError for an unknown kind and for a part that begins outside of the whole.
     """
-    if kind not in KINDS or not 0 <= start <= total:
+    runs = ((start, total),) if isinstance(start, int) else start
+    if kind not in KINDS or not runs or not all(0 <= first <= last <= total for first, last in runs):
         raise TrainingError(
             f"No extent of a {kind}." if kind not in KINDS else f"A part of a {kind} lies outside of it.",
             numbers=f"start {start} of {total}",
             hint=f"kinds: {', '.join(KINDS)}; 0 <= start <= total",
         )
     now = _present.get()
-    token = _present.set({**now, kind: (*now.get(kind, ()), (start, total))})
+    token = _present.set({**now, kind: (*now.get(kind, ()), (runs, total))})
     try:
         yield
     finally:
@@ -63,13 +66,38 @@ def gathered(kind: str) -> Iterator[None]:
 def extent_of(kind: str) -> tuple[int, int] | None:
     """(start, total) of the innermost part along `kind`, as `extent` was given them; None outside of all parts."""
     parts = _present.get().get(kind)
-    return parts[-1] if parts else None
+    return (parts[-1][0][0][0], parts[-1][1]) if parts else None
 
 
 def place_of(kind: str) -> tuple[int, int] | None:
-    """(start, total) of what tensors hold along `kind` here, in the whole of all ranks; None when they hold all."""
-    parts = _present.get().get(kind)
-    return (sum(start for start, _ in parts), parts[0][1]) if parts else None
+    """(start, total) of what tensors hold along `kind` here, in the whole of all ranks; None when they hold all.
+
+    Where they hold several runs, the first of these begins there: see `runs_of`.
+    """
+    if not (parts := _present.get().get(kind)):
+        return None
+    first = runs_of(kind, 1)
+    return first[0][0] if first else parts[0][1], parts[0][1]
+
+
+def runs_of(kind: str, num: int) -> Runs:
+    """The runs of elements, in the whole of all ranks, that a tensor `num` long along `kind` holds here.
+
+    They are fewer than `num` elements where it reaches beyond what it is a part of.
+    """
+    found: Runs = ((0, num),)
+    for runs, _ in reversed(_present.get().get(kind, ())):
+        found = tuple(run for start, stop in found for run in _within(runs, start, stop))
+    return found
+
+
+def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Elements `start` to `stop` of what `runs` hold, as runs of what they are of."""
+    for first, last in runs:
+        low, high = max(start, 0), min(stop, last - first)
+        if low < high:
+            yield first + low, first + high
+        start, stop = start - (last - first), stop - (last - first)
 
 
 def present() -> Present:

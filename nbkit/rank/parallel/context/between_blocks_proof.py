@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from nbkit.rank.parallel.context.block_proof import BlockCall, refusal
+from nbkit.rank.parallel.context.block_proof import BlockCall, Cut, refusal
 from nbkit.rank.parallel.context.context_parallel import dim_of_positions, ends
 from nbkit.rank.parallel.context.whole_modules import argument_names
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import nodes_behind
 from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.tensor.collectives import taken
 from nbkit.rank.rng.seeding import set_seed
-from nbkit.tensor_layout import bounds
 
 _ROUNDING = 32
 """Times the precision of a dtype: what an operation on fewer positions may round otherwise."""
@@ -72,11 +72,11 @@ def run_between(
     run: Callable[[], Any],
     whole: Any,
     loss: Callable[[Any], Tensor] | None,
-    size: int,
+    cut: Cut,
     found: Between,
     begins: frozenset[str] = frozenset(),
 ) -> None:
-    """Run the model on each of `size` parts, with what `calls` returned; note in `found` what it shows.
+    """Run the model on each of the parts, with what `calls` returned; note in `found` what it shows.
 
     whole: what `run` gave on all positions; loss: of what it gives. begins: blocks with which further chains begin.
     Raises Begins at a block to which all positions come, and StrategyError where a part is no part of the whole.
@@ -84,8 +84,8 @@ def run_between(
     names = list(dict.fromkeys(call.name for call in calls))
     first, last = ends(names, begins)
     params = {id(p): name for name, p in module.named_parameters()}
-    for rank in range(size):
-        part = _Part(calls, first, last, rank, size, params, found)
+    for rank in range(cut.size):
+        part = _Part(calls, first, last, rank, cut, params, found)
         set_seed(0)
         with replaced(module, names, part.instead):
             output = run()
@@ -107,7 +107,7 @@ class _Part:
     first: frozenset[str]
     last: frozenset[str]
     rank: int
-    size: int
+    cut: Cut
     params: Mapping[int, str]
     found: Between
     at: int = 0
@@ -189,8 +189,7 @@ class _Part:
         )
 
     def _slice(self, whole: Tensor, dim: int) -> Tensor:
-        start, stop = bounds(whole.shape[dim], self.size, self.rank)
-        return whole.narrow(dim, start, stop - start)
+        return taken(whole, dim, self.cut.parting(whole.shape[dim], self.cut.size, self.rank))
 
     def _returned(self, call: BlockCall) -> Any:
         leaves, spec = tree_flatten(call.output)

@@ -28,6 +28,7 @@ from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.rng.keyed_dropout import redrawing
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.tensor_layout import Parting, contiguous
 
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
@@ -58,21 +59,29 @@ def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
     return StrategyError(what, numbers=numbers, hint=hint or default)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Into how many parts of the positions, and which each of them holds."""
+
+    size: int
+    parting: Parting = contiguous
+
+
 def block_rules(
-    block: nn.Module, called: BlockCall, size: int, *, backward: bool, uncut: Sequence[frozenset[str]]
+    block: nn.Module, called: BlockCall, cut: Cut, *, backward: bool, uncut: Sequence[frozenset[str]]
 ) -> tuple[Rules, Way]:
     """How what the block returns lies in parts, and how it works on them. backward: compare gradients too.
 
     uncut: sets of arguments to leave whole, of which the first that is right counts. A module in which parts differ
     first is tried on all positions.
-    Raises StrategyError where `size` parts of the positions do not give what all of them give.
+    Raises StrategyError where the parts of the positions do not give what all of them give.
     """
     refused: StrategyError | None = None
     for args in dict.fromkeys(uncut):
         way = Way(uncut=args, across=None)
         for _ in range(_MODULES):
             try:
-                return _rules(block, called, size, way, backward)
+                return _rules(block, called, cut, way, backward)
             except _Differs as error:
                 refused = refused or error.refusal
                 more = _grown(block, way.whole, error.where)
@@ -96,14 +105,14 @@ def _grown(block: nn.Module, whole: frozenset[str], where: str | None) -> frozen
     return more if share_outside(block, more) >= _LEAST else None
 
 
-def _rules(block: nn.Module, called: BlockCall, size: int, way: Way, backward: bool) -> tuple[Rules, Way]:
+def _rules(block: nn.Module, called: BlockCall, cut: Cut, way: Way, backward: bool) -> tuple[Rules, Way]:
     failed: Exception | None = None
     where: str | None = None
     # Drawn weights may give NaN, and something inside may insist on another precision: then the model's own.
     for drawn, dtype in ((True, torch.float64), (False, torch.float64), (False, None)):
         try:
             with _weights(block, drawn, dtype), _on_all(block, way.whole):
-                comparison = _Comparison(block, _cast(called, dtype, drawn), size, way, backward)
+                comparison = _Comparison(block, _cast(called, dtype, drawn), cut, way, backward)
                 try:
                     rules = comparison.rules()
                 except StrategyError as error:
@@ -155,11 +164,11 @@ def _put_back(part: nn.Module, forward: Any) -> None:
 class _Comparison:
     """Of a block with itself, on all positions and on parts."""
 
-    def __init__(self, block: nn.Module, called: BlockCall, size: int, way: Way, backward: bool) -> None:
+    def __init__(self, block: nn.Module, called: BlockCall, cut: Cut, way: Way, backward: bool) -> None:
         self.noted: set[int] = set()
-        self.block, self.called, self.size, self.backward = block, called, size, backward
+        self.block, self.called, self.cut, self.backward = block, called, cut, backward
         self.plain, self.draws = block.forward, list[str]()
-        self.peers = Threads(size)
+        self.peers = Threads(cut.size, cut.parting)
         self.spread = Spread(
             called.name, self.peers, first=True, last=False, strict=False, attends=False, way=way, noted=self.noted
         )
@@ -175,7 +184,7 @@ class _Comparison:
             return None
         try:
             parts = self._parts()
-            pairs = [joined(w, p) for w, p in zip(whole, zip(*parts, strict=True), strict=True)]
+            pairs = [joined(w, p, self.cut.parting) for w, p in zip(whole, zip(*parts, strict=True), strict=True)]
         except NbkitError:
             raise
         except ValueError as error:
@@ -235,12 +244,12 @@ class _Comparison:
         where = f"{call} in {path}" if path else call
         return refusal(
             f"The block {self.called.name!r} does not compute each position by itself, attention aside.",
-            f"run on {self.size} parts of the positions: {numbers}" + (f"; first seen in {where}" if where else ""),
+            f"run on {self.cut.size} parts of the positions: {numbers}" + (f"; first seen in {where}" if where else ""),
         )
 
     def where(self) -> tuple[str, str | None]:
         """(the call in which parts differ first, the path of its module)."""
-        trace, logs = Trace(self.block), [list[Any]() for _ in range(self.size + 1)]
+        trace, logs = Trace(self.block), [list[Any]() for _ in range(self.cut.size + 1)]
         peers, args, kwargs = self.peers, self.called.args, self.called.kwargs
         try:
             around = self.spread.around(trace.around(self.plain, lambda: logs[peers.rank()]))
@@ -248,7 +257,7 @@ class _Comparison:
             peers.run(lambda: self._run(around, args, kwargs))
         except Exception:
             pass
-        return first_difference(logs[-1], logs[:-1]) or ("", None)
+        return first_difference(logs[-1], logs[:-1], self.cut.parting) or ("", None)
 
 
 def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCall:

@@ -1,9 +1,12 @@
 """Context parallelism: from the first block to the last every rank of the cp axis holds a part of the positions.
 
 Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), queries stay where
-they are: see attention. What else mixes positions in a module of a block is computed of all positions on every rank:
-see whole_modules. Embedding and head work on all positions on every rank. An encoder and a decoder, or two towers, are
-chains of their own: positions are joined behind the last block of each.
+they are: see attention. Where attention is causal, a part is a chunk from the head of the positions and one from their
+tail (there, too), so that attention costs every rank the same; otherwise it is contiguous.
+
+What else mixes positions in a module of a block is computed of all positions on every rank: see whole_modules.
+Embedding and head work on all positions on every rank. An encoder and a decoder, or two towers, are chains of their
+own: positions are joined behind the last block of each.
 
 On the wire over n ranks, in bytes sent per rank, with K the bytes of a block's keys and values and X those of a hidden
 state: per block (n-1)/n K in forward and in backward; (n-1)/n X once at each end of a chain, at the first block in
@@ -33,7 +36,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
-from nbkit.tensor_layout import bounds
+from nbkit.tensor_layout import contiguous, head_and_tail
 
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
@@ -72,13 +75,15 @@ class Positionwise:
 
     refused: why context parallelism would not train as one process does. between: names of parameters outside of the
     blocks that work on a part of the positions. ways: block -> how it does. begins: the blocks with which a further
-    chain begins, behind the first.
+    chain begins, behind the first. balanced: None where attention is not causal; whether parts are `head_and_tail`
+    where it is.
     """
 
     refused: StrategyError | None = None
     between: frozenset[str] = frozenset()
     ways: Mapping[str, Way] = field(default_factory=dict)
     begins: frozenset[str] = frozenset()
+    balanced: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,14 @@ def context_parallel(
         check_attention(module, tried=False)
     found = tried if tried is not None else Positionwise()
     first, last = ends(blocks, found.begins)
+    peers = Peers(group, head_and_tail if found.balanced else contiguous)
     own = [name for name in blocks if held is None or name in held]
     for name in own:
         block, way = module.get_submodule(name), found.ways.get(name, Way())
         check_mixing(name, block)
         wrapper = Spread(
             name,
-            Peers(group),
+            peers,
             first=name in first,
             last=name in last,
             strict=axes.size("tp") == 1,
@@ -141,7 +147,11 @@ def context_parallel(
             part.use_nested_tensor = False
     module.register_forward_pre_hook(_note_positions, with_kwargs=True)
     whole = [f"{name}.{path}" for name in own for path in sorted(found.ways.get(name, Way()).whole)]
-    notes = [f"positions in {axes.size('cp')} parts; embedding and head see all"]
+    num = axes.size("cp")
+    how = " of a chunk from the head and one from the tail" if found.balanced else ""
+    notes = [f"positions in {num} parts{how}; embedding and head see all"]
+    if found.balanced is False:
+        notes.append(f"causal attention costs the last of {num} contiguous parts {2 * num / (num + 1):.2f} of the mean")
     notes += [f"all positions, on every rank, are in {', '.join(whole)}"] if whole else []
     return ContextSplit(_partial(module, own, found.between), tuple(notes))
 
@@ -203,8 +213,10 @@ class Spread:
             if not torch.is_grad_enabled() and (_together.get() or total < 2 * self.peers.size()):
                 # Of a generation, the first tokens and what is kept for later ones: every rank computes them all.
                 return forward(*args, **kwargs)
-            start, stop = bounds(total, self.peers.size(), self.peers.rank())
-            if self.strict and not self.first and hidden.shape[1] != stop - start:
+            attention = Attention(
+                self.peers, total, self.way.across, lambda what, numbers: self._refusal(what, numbers, total)
+            )
+            if self.strict and not self.first and hidden.shape[1] != attention.own:
                 raise self._refusal("receives another number of positions than its part.", f"{hidden.shape[1]}", total)
             labels = [*names[: len(args)], *[""] * (len(args) - len(names))]
             given: dict[int, Tensor] = {}
@@ -216,20 +228,14 @@ class Spread:
                 key: self._placed(not args and key == next(iter(kwargs)), key, x, hidden, total, given)
                 for key, x in kwargs.items()
             }
-            attention = Attention(
-                self.peers,
-                (start, stop, total),
-                self.way.across,
-                lambda what, numbers: self._refusal(what, numbers, total),
-            )
-            with extent("sequence", start, total), working_on(Part(attention, given)), attention:
+            with extent("sequence", attention.runs, total), working_on(Part(attention, given)), attention:
                 output = forward(*placed, **of_kwargs)
             if self.noted is not None:
                 self.noted.update(attention.noted)
             if self.attends and not attention.calls:
                 hint = "attention by F.scaled_dot_product_attention"
                 raise self._refusal("calls no attention that context parallelism knows.", "0 calls", total, hint)
-            return tree_map_only(Tensor, partial(self._joined, stop - start, total), output) if self.last else output
+            return tree_map_only(Tensor, partial(self._joined, attention.own, total), output) if self.last else output
 
         return spread
 

@@ -15,13 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.tensor.collectives import together
+from nbkit.tensor_layout import Parting, contiguous, count
 
 _SEEN = 1e-7
 
 
-def joined(whole: Tensor, parts: Sequence[Tensor]) -> tuple[int | None, Tensor]:
+def joined(whole: Tensor, parts: Sequence[Tensor], parting: Parting = contiguous) -> tuple[int | None, Tensor]:
     """(dim of positions, the parts put together along it); (None, their mean) where each has the shape of `whole`: of
-    its gradient, each is given a share.
+    its gradient, each is given a share. parting: what each part holds.
 
     Raises ValueError where they do not make up `whole`.
     """
@@ -31,8 +33,13 @@ def joined(whole: Tensor, parts: Sequence[Tensor]) -> tuple[int | None, Tensor]:
     for dim in range(whole.ndim):
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
         same = rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])}
-        if same and sum(shape[dim] for shape in shapes) == whole.shape[dim]:
+        if not same or sum(shape[dim] for shape in shapes) != whole.shape[dim]:
+            continue
+        if parting is contiguous:
             return dim, torch.cat(list(parts), dim)
+        total, size = whole.shape[dim], len(parts)
+        if [shape[dim] for shape in shapes] == [count(parting(total, size, i)) for i in range(size)]:
+            return dim, together(parts, dim, total, parting)
     raise ValueError(f"{tuple(whole.shape)} is not made up of {', '.join(str(tuple(shape)) for shape in shapes)}")
 
 
@@ -87,9 +94,11 @@ class _Recording(TorchFunctionMode):
         return result
 
 
-def first_difference(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> tuple[str, str] | None:
+def first_difference(
+    whole: Sequence[Any], parts: Sequence[Sequence[Any]], parting: Parting = contiguous
+) -> tuple[str, str] | None:
     """(call, path of its module) of the first call of which the parts do not give the whole, or that they do not
-    make; from logs of a Trace. None where all do."""
+    make; from logs of a Trace. None where all do. parting: what each part holds."""
     for i, (name, path, tensors) in enumerate(whole):
         if any(len(part) <= i for part in parts):
             return _spelled(name), path
@@ -99,10 +108,10 @@ def first_difference(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> tu
         for j, tensor in enumerate(tensors):
             given = [other[2][j] for other in others]
             try:
-                rule, together = joined(tensor, given)
+                rule, put = joined(tensor, given, parting)
             except ValueError:
                 return _spelled(name), path
-            if any(gap(tensor, each) > _SEEN for each in (given if rule is None else [together])):
+            if any(gap(tensor, each) > _SEEN for each in (given if rule is None else [put])):
                 return _spelled(name), path
     return None
 

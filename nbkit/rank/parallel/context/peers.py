@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
-from nbkit.tensor_layout import bounds
+from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to, taken, together
+from nbkit.tensor_layout import Parting, Runs, contiguous
 
 
 class Peers:
-    """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given."""
+    """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._size, self._rank = group, group.size(), group.rank()
+    parting: which positions each of them holds. What is whole has all in their own order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parting: Parting = contiguous) -> None:
+        self._group, self._size, self._rank, self._parting = group, group.size(), group.rank(), parting
 
     def __str__(self) -> str:
         return f"cp={self._size}"
@@ -36,9 +39,13 @@ class Peers:
         """Which of them this one is."""
         return self._rank
 
+    def runs(self, total: int) -> Runs:
+        """The positions of this rank, of so many."""
+        return self._parting(total, self.size(), self.rank())
+
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Whole -> this rank's part."""
-        return split_to(x, self._group, dim)
+        return split_to(x, self._group, dim, self._parting)
 
     def copy(self, x: Tensor) -> Tensor:
         """Whole -> whole, of which every rank uses something."""
@@ -46,11 +53,11 @@ class Peers:
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
         """Parts -> whole, of which every rank uses something else."""
-        return gather_seq(x, self._group, dim, total)
+        return gather_seq(x, self._group, dim, total, self._parting)
 
     def join(self, x: Tensor, dim: int, total: int) -> Tensor:
         """Parts -> whole, with which every rank does the same."""
-        return gather_from(x, self._group, dim, total)
+        return gather_from(x, self._group, dim, total, self._parting)
 
 
 class Threads(Peers):
@@ -59,8 +66,9 @@ class Threads(Peers):
     A part is a part of the same tensor: gradients meet there, and what is copied is as it is.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size, self._here, self._news = size, threading.local(), threading.Condition()
+    def __init__(self, size: int, parting: Parting = contiguous) -> None:
+        self._size, self._parting = size, parting
+        self._here, self._news = threading.local(), threading.Condition()
         self._offers: dict[int, dict[int, Tensor]] = {}
         self._gone: set[int] = set()
 
@@ -72,8 +80,7 @@ class Threads(Peers):
         return number
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        start, stop = bounds(x.shape[dim], self._size, self.rank())
-        return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        return taken(x, dim, self.runs(x.shape[dim])).clone(memory_format=torch.contiguous_format)
 
     def copy(self, x: Tensor) -> Tensor:
         return x
@@ -88,7 +95,7 @@ class Threads(Peers):
             self._news.wait_for(lambda: len(offers) == self._size or self._gone - offers.keys())
         if len(offers) < self._size:
             raise RuntimeError("the parts do not attend equally often")
-        return torch.cat([offers[rank] for rank in range(self._size)], dim)
+        return together([offers[rank] for rank in range(self._size)], dim, total, self._parting)
 
     join = gather  # type: ignore[assignment]
 

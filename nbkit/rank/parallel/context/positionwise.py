@@ -8,11 +8,14 @@ which they are cannot be read off their modules: `cumsum`,
 2. each block runs on all positions and on parts of them, forward and backward: see block_proof;
 3. the model runs on each part, its blocks replaced by what they gave: see between_blocks_proof. Where all positions
    come to a block (a decoder behind an encoder, a second tower), a chain of its own begins, and 2 and 3 run again.
+
+Where attention is causal, a part is a chunk from the head of the positions and one from their tail. What is not right
+on such parts is tried on contiguous ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -25,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.between_blocks_proof import Begins, Between, labels, replaced, run_between
-from nbkit.rank.parallel.context.block_proof import BlockCall, block_rules, refusal
+from nbkit.rank.parallel.context.block_proof import BlockCall, Cut, block_rules, refusal
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.module.meta_module import homes
@@ -34,6 +37,10 @@ from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.tensor_layout import Parting, contiguous, head_and_tail
+
+_IS_CAUSAL = 5
+"""The place of `is_causal` among the arguments of F.scaled_dot_product_attention."""
 
 _SIZES = (3, 2, 5, 7, 4)
 """Numbers of parts to try with; better parts of other lengths, so that what goes by windows shows."""
@@ -87,15 +94,54 @@ def _tried(
 
     with torch.no_grad(), replaced(module, blocks, record):
         whole = run()
+
+    def proven(parting: Parting) -> Positionwise:
+        cut = Cut(_size(calls), parting)
+        begins, between = _chains(module, calls, run, whole, loss, cut, used, attends=attentions.count > 0, draws=draws)
+        if both := sorted(between.outer & (between.inner | inside)):
+            raise refusal(
+                f"The parameter {both[0]!r} is used within the blocks and outside of them.",
+                "within, a rank's gradient is of its positions; outside, of all positions",
+                "a strategy without cp",
+            )
+        ways = {each.name: replace(each.way, in_parts=frozenset(between.in_parts.get(each.name, ()))) for each in calls}
+        return Positionwise(None, frozenset(between.inner), ways, begins)
+
+    if not attentions.causal:
+        return proven(contiguous)
+    try:
+        return replace(proven(head_and_tail), balanced=True)
+    except Exception:
+        # Whatever it was: what is wrong on contiguous parts too, those say.
+        return replace(proven(contiguous), balanced=False)
+
+
+def _chains(
+    module: nn.Module,
+    calls: Sequence[BlockCall],
+    run: Callable[[], Any],
+    whole: Any,
+    loss: Callable[[Any], Tensor] | None,
+    cut: Cut,
+    used: Collection[str],
+    *,
+    attends: bool,
+    draws: Sequence[str],
+) -> tuple[frozenset[str], Between]:
+    """(the blocks with which further chains begin, what is between blocks); rules and ways are put into `calls`.
+
+    whole: what `run` gives; used: parameters of others that blocks use; attends: whether any block does by a function
+    that is known; draws: random numbers that the model draws by itself.
+    """
     begins: frozenset[str] = frozenset()
     while True:
-        _try_blocks(module, calls, begins)
-        if attentions.count == 0 and not any(each.way.whole for each in calls):
+        _try_blocks(module, calls, begins, cut.parting)
+        if not attends and not any(each.way.whole for each in calls):
             raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
         found = Between(inner=set(used))
         try:
-            run_between(module, calls, run, whole, loss, _size(calls), found, begins)
-            break
+            run_between(module, calls, run, whole, loss, cut, found, begins)
+            return begins, found
         except Begins as chain:
             begins |= {chain.block}
         except StrategyError:
@@ -106,17 +152,9 @@ def _tried(
                 f"by {draws[0]}",
                 "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
             ) from None
-    if both := sorted(found.outer & (found.inner | inside)):
-        raise refusal(
-            f"The parameter {both[0]!r} is used within the blocks and outside of them.",
-            "within, a rank's gradient is of its positions; outside, of all positions",
-            "a strategy without cp",
-        )
-    ways = {each.name: replace(each.way, in_parts=frozenset(found.in_parts.get(each.name, ()))) for each in calls}
-    return Positionwise(None, frozenset(found.inner), ways, begins)
 
 
-def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset[str]) -> None:
+def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset[str], parting: Parting) -> None:
     """Find rules and way of each call; of calls that are alike in every respect once, with gradients once a class.
 
     begins: blocks with which a further chain begins; what those behind get from the chain before stays whole.
@@ -132,7 +170,11 @@ def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset
             uncut = (frozenset[str](), _uncut(block, called))
             backward = (structure, further) not in built
             known[structure, setting, further] = block_rules(
-                block, called, _size([called]), backward=backward, uncut=uncut[::-1] if further else uncut
+                block,
+                called,
+                Cut(_size([called]), parting),
+                backward=backward,
+                uncut=uncut[::-1] if further else uncut,
             )
             built.add((structure, further))
         called.rules, called.way = known[structure, setting, further]
@@ -180,15 +222,18 @@ def _recording(name: str, forward: Any, calls: list[BlockCall], uses: MemoryUses
 
 
 class _Attentions(TorchFunctionMode):
-    """Counts the calls of attention."""
+    """Counts the calls of attention. causal: those of them whose kernel leaves out what is masked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.causal = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         self.count += func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        return func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self.causal += bool(kwargs.get("is_causal", args[_IS_CAUSAL] if len(args) > _IS_CAUSAL else False))
+        return func(*args, **kwargs)
 
 
 def _kind(block: nn.Module, called: BlockCall) -> tuple[Any, Any]:

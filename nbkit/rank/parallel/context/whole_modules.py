@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.rank.parallel.context.attention import Attention
+from nbkit.rank.parallel.tensor.collectives import taken
 from nbkit.rank.rng.shard_offsets import gathered
 
 MASKS = ("mask", "bias", "padding")
@@ -34,10 +35,9 @@ class Part:
 
     def whole(self, name: str, x: Tensor) -> Tensor:
         """An argument of a module in the block, of all positions."""
-        own = self.attention.stop - self.attention.start
         if id(x) in self.given:
             return self.given[id(x)]
-        if x.ndim < 3 or x.shape[1] != own or any(word in name.lower() for word in MASKS):
+        if x.ndim < 3 or x.shape[1] != self.attention.own or any(word in name.lower() for word in MASKS):
             return x
         return self.attention.peers.gather(x, 1, self.attention.total)
 
@@ -45,7 +45,7 @@ class Part:
         """Of what the module gave, the positions of this rank. first: the first tensor of it."""
         if x.ndim < 3 or x.shape[1] != self.attention.total or (x.ndim > 3 and x is not first):
             return x
-        return x.narrow(1, self.attention.start, self.attention.stop - self.attention.start).contiguous()
+        return taken(x, 1, self.attention.runs).contiguous()
 
 
 _part: ContextVar[Part | None] = ContextVar("part", default=None)

@@ -1,8 +1,9 @@
 """Collectives with a gradient: where tensors pass from one way of being spread over a group to another.
 
-A tensor is *whole* (the same on every rank, its gradient too), *split* along a dim (parts by `bounds`, which need not
-be equal), or *partial* (the truth is the sum over the ranks). Each function says what its input and its output are; the
-backward pass is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
+A tensor is *whole* (the same on every rank, its gradient too), *split* along a dim (parts as long as `bounds` says,
+which need not be equal), or *partial* (the truth is the sum over the ranks). A part is contiguous, or what another
+`parting` says; what is whole has its own order. Each function says what its input and its output are; the backward pass
+is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
 
     function              forward           backward          wire per rank, forward + backward, tensor of S bytes
     copy_to               -                 all-reduce        0 + 2 S (n-1)/n
@@ -15,6 +16,7 @@ backward pass is the transposed collective (Shoeybi et al. 2019, f and g; Korthi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.tensor_layout import bounds
+from nbkit.tensor_layout import Parting, Runs, contiguous
 
 # The names changed in torch 2.13; the older ones warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,24 +42,24 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Reduce.apply(x, group)  # type: ignore[no-any-return]
 
 
-def split_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def split_to(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting = contiguous) -> Tensor:
     """Whole -> this rank's part along `dim`."""
-    return _Split.apply(x, group, dim % x.ndim)  # type: ignore[no-any-return]
+    return _Split.apply(x, group, dim % x.ndim, parting)  # type: ignore[no-any-return]
 
 
-def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting = contiguous) -> Tensor:
     """Parts along `dim` -> whole, `total` long there, for a computation that every rank repeats."""
-    return _Gather.apply(x, group, dim % x.ndim, total)  # type: ignore[no-any-return]
+    return _Gather.apply(x, group, dim % x.ndim, total, parting)  # type: ignore[no-any-return]
 
 
-def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting = contiguous) -> Tensor:
     """Parts along `dim` -> whole, for a computation of which every rank does a part: gradients are summed and split."""
-    return _GatherSum.apply(x, group, dim % x.ndim, total)  # type: ignore[no-any-return]
+    return _GatherSum.apply(x, group, dim % x.ndim, total, parting)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_seq(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Partial -> this rank's part along `dim` of the sum."""
-    return _ReduceScatter.apply(x, group, dim % x.ndim)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, dim % x.ndim, contiguous)  # type: ignore[no-any-return]
 
 
 class _Copy(torch.autograd.Function):
@@ -83,37 +85,37 @@ class _Reduce(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return _own(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
+        ctx.group, ctx.dim, ctx.total, ctx.parting = group, dim, x.shape[dim], parting
+        return _own(x, group, dim, parting)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _all_gather(grad, ctx.group, ctx.dim, ctx.total), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group, ctx.dim, ctx.total, ctx.parting), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(x, group, dim, total)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting) -> Tensor:
+        ctx.group, ctx.dim, ctx.parting = group, dim, parting
+        return _all_gather(x, group, dim, total, parting)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _own(grad, ctx.group, ctx.dim), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return _own(grad, ctx.group, ctx.dim, ctx.parting), None, None, None, None
 
 
 class _GatherSum(_Gather):
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _reduce_scatter(grad, ctx.group, ctx.dim), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group, ctx.dim, ctx.parting), None, None, None, None
 
 
 class _ReduceScatter(_Split):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return _reduce_scatter(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
+        ctx.group, ctx.dim, ctx.total, ctx.parting = group, dim, x.shape[dim], parting
+        return _reduce_scatter(x, group, dim, parting)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -123,9 +125,27 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
-def _own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    start, stop = bounds(x.shape[dim], group.size(), group.rank())
-    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+def taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
+    """The `runs` of `x` along `dim`, one behind the other: a view where it is one."""
+    found = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+
+def together(parts: Sequence[Tensor], dim: int, total: int, parting: Parting) -> Tensor:
+    """The whole, `total` long along `dim`, of which `parts` (their ends may be padding) are what each rank holds."""
+    runs = []
+    for index, part in enumerate(parts):
+        at = 0
+        for start, stop in parting(total, len(parts), index):
+            runs.append((start, part.narrow(dim, at, stop - start)))
+            at += stop - start
+    return torch.cat([run for _, run in sorted(runs, key=lambda run: run[0])], dim)
+
+
+def _own(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
+    runs = parting(x.shape[dim], group.size(), group.rank())
+    own = taken(x, dim, runs)
+    return own if len(runs) > 1 else own.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
@@ -133,7 +153,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting) -> Tensor:
     """Parts are padded to the longest on the wire, which for n ranks is at most n - 1 slices in all."""
     size = group.size()
     longest = -(-total // size)
@@ -141,16 +161,15 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Te
     received = sent.new_empty((size, *sent.shape))
     if sent.numel():
         _gather_single(received.view(-1), sent.view(-1), group=group)
-    lengths = [stop - start for start, stop in (bounds(total, size, i) for i in range(size))]
-    if dim == 0 and min(lengths) == longest:
+    if dim == 0 and total == size * longest and parting is contiguous:
         return received.flatten(0, 1)
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received.unbind(0), lengths, strict=True)], dim)
+    return together(received.unbind(0), dim, total, parting)
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
     size, total = group.size(), x.shape[dim]
     longest = -(-total // size)
-    parts = [x.narrow(dim, a, b - a) for a, b in (bounds(total, size, i) for i in range(size))]
+    parts = [taken(x, dim, parting(total, size, i)) for i in range(size)]
     sent = torch.stack([_padded(part, dim, longest) for part in parts])
     received = sent.new_empty(sent.shape[1:])
     if prod(received.shape):

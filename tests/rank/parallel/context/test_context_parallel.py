@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.context.context_parallel import context_parallel
+from nbkit.rank.parallel.context.context_parallel import Positionwise, context_parallel
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.activation_checkpoint import recompute
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
@@ -73,6 +73,7 @@ def encoder_that_drops() -> nn.Module:
     return Causal(dropout=0.2)
 
 
+BALANCED = Positionwise(balanced=True)
 BLOCKS = tuple(f"encoder.layers.{i}" for i in range(4))
 MORE = {
     "causal encoder": Specimen(Causal, next_tokens, cross_entropy, BLOCKS),
@@ -93,15 +94,18 @@ def shorter(value: Any, length: int) -> Any:
     )
 
 
-def difference(name: str, axes: Axes, length: int, checkpoint: bool = False) -> float:
-    """||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over cp."""
+def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False) -> float:
+    """||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over cp.
+
+    balanced: a rank's part is a chunk from the head and one from the tail.
+    """
     specimen = {**ZOO, **MORE}[name]
     value, target = specimen.batch(3, dtype=torch.float64)
     value, target = shorter(value, length), shorter(target, length)
     truth, model = specimen.build(torch.float64), specimen.build(torch.float64)
     with KeyedDropout(truth, 5).step(7, range(3)):
         expected, _ = specimen.gradients(truth, value, target)
-    split = context_parallel(model, axes, specimen.blocks)
+    split = context_parallel(model, axes, specimen.blocks, tried=BALANCED if balanced else None)
     if checkpoint:
         recompute(model, specimen.blocks)
     with KeyedDropout(model, 5).step(7, range(3)):
@@ -118,7 +122,7 @@ def difference(name: str, axes: Axes, length: int, checkpoint: bool = False) -> 
     return (wrong / whole) ** 0.5
 
 
-def every_model(world: Any, cases: list[tuple[str, int, bool]]) -> dict[tuple[str, int, bool], float]:
+def every_model(world: Any, cases: list[Any]) -> dict[Any, float]:
     axes = Axes.of(Mesh(cp=world.place.world_size), world.place.rank)
     return {case: difference(case[0], axes, *case[1:]) for case in cases}
 
@@ -131,12 +135,16 @@ def test_gradients_are_those_of_one_process() -> None:
     # 15 positions are 8 + 7; dropout and recomputation on top.
     cases += [(name, LENGTH - 1, False) for name in ("gpt", "llama_tied", "encoder", "causal encoder", "modulated")]
     cases += [(name, LENGTH - 1, again) for name in ("gpt that drops", "encoder that drops") for again in (False, True)]
+    # 16 positions are 0 to 3 and 12 to 15, and 4 to 11; of 15 and 13, chunks and parts are not equally long.
+    cases += [(name, LENGTH, False, True) for name in NAMES] + [(name, 13, False, True) for name in NAMES]
+    cases += [(name, LENGTH - 1, True, True) for name in ("gpt", "gpt that drops", "encoder that drops")]
     for found in run_ranks(every_model, 2, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
 def test_on_four_ranks() -> None:
     cases = [("gpt", 14, False), ("causal encoder", 13, True), ("encoder", LENGTH, False), ("gpt that drops", 10, True)]
+    cases += [(*case[:3], True) for case in cases] + [("gpt", 8, False, True), ("llama", LENGTH, False, True)]
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
@@ -151,7 +159,7 @@ def evaluate(world: Any) -> list[float]:
         # torch's ragged path gives zeros where a row is padding: another function than the one that is trained.
         if name == "encoder":
             truth.encoder.use_nested_tensor = False
-        context_parallel(model, axes, specimen.blocks)
+        context_parallel(model, axes, specimen.blocks, tried=BALANCED if name == "gpt" else None)
         value, _ = specimen.batch(2)
         for length in (LENGTH, 5, 3, 1):
             with torch.no_grad():
