@@ -27,7 +27,7 @@ listeners: list[socket.socket] = []
 
 
 left_out: dict[str, Any] = {}
-"""What `Builder` looks at a model with, and the ranks of this test do without: name -> what it would answer.
+"""What a job looks at a model with, and the ranks of this test do without: name -> what it would answer.
 
 See the fixture `known_to_be_right`."""
 
@@ -144,6 +144,7 @@ def _be_rank(
 
     from nbkit.planner.link_speed import Link, Way
     from nbkit.rank.comm import link_probe
+    from nbkit.rank.data import first_batches
     from nbkit.rank.train import builder
     from nbkit.rank.world.world import Place, World
 
@@ -157,7 +158,9 @@ def _be_rank(
     ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
     link_probe._known = Link(n, ways, None, None, 2e9, (0,) * n, True)
     for name, answer in without.items():
-        setattr(builder, name, lambda *_, _answer=answer, **__: _answer)
+        for module in (builder, first_batches):
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, _answer=answer, **__: _answer)
     try:
         if join:
             address, port = bound[0].getsockname()
