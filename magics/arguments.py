@@ -140,6 +140,11 @@ def cluster_parser() -> MagicParser:
         metavar="TIME",
         help="for --slurm: a training is saved, and ends, so long before the job does (2min, at most a quarter)",
     )
+    start.add_argument(
+        "--requeue",
+        action="store_true",
+        help="for --slurm: where Slurm takes the hosts away, others are asked for, cells run again, a training goes on",
+    )
     start.add_argument("--python", default="", metavar="PATH", help="on the other hosts; default: the notebook's own")
     start.add_argument(
         "--container",

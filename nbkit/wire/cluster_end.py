@@ -21,11 +21,12 @@ HINT = "%cluster restart   then build the Trainer again, and trainer.load(path)"
 @dataclass(frozen=True)
 class ClusterEnd:
     """why: the cluster ends. step: after which the training in it has ended, -1 while it goes on. saved: what was saved
-    of it, or why nothing was."""
+    of it, or why nothing was. again: the hosts are taken away by a batch system, which may give others."""
 
     why: str
     step: int = -1
     saved: str = ""
+    again: bool = False
 
     @property
     def words(self) -> str:

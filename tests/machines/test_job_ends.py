@@ -10,7 +10,7 @@ import io
 import re
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,13 @@ def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
     return step, *([record["loss"] for record in trainer.history] for trainer in (loaded, alone))
 
 
+def left_alone(world: Any) -> list[float]:
+    """The losses of a training that nobody ends."""
+    names: dict[str, Any] = {}
+    exec(SETUP, names)
+    return [record["loss"] for record in names["made"](None, 0).fit(STEPS)]
+
+
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
     """The cluster says how its job has ended, to a cell and to whoever attaches; nothing of it is left."""
     until(lambda: not cluster.entry.is_alive())
@@ -133,6 +140,45 @@ def test_a_training_whose_job_is_put_back_in_the_queue_goes_on_after_a_restart(
     losses = cluster.run("[record['loss'] for record in trainer.history]").values[1]
     ((_, _, alone),) = run_ranks(gone_on, 1, str(tmp_path / "saved"))
     assert losses == pytest.approx(alone, abs=1e-10)
+    cluster.stop()
+    until(lambda: not slurm.jobs())
+
+
+STEPS = 400
+GOES_ON = f"""
+import os
+trainer = made(FOLDER, 0 if os.path.isdir(FOLDER) else 0.05)
+trainer.fit(until={STEPS}, resume='auto')
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)  # two starts under Slurm, and two trainings
+def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by_itself(
+    slurm: SlurmNodes, tmp_path: Path
+) -> None:
+    shown = io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(shown):
+        cluster = Cluster.start(name="returns", on=SlurmRequest(2, nodes=2, cpu=True, requeue=True), ttl=600)
+        cluster.run(SETUP)
+        cluster.push({"FOLDER": str(tmp_path / "saved")})
+        cluster.run("print('said once'); WIDTH = 3")
+        first, job = cluster.connection, job_of(slurm, "returns")
+        handle = cluster.run(GOES_ON, detach=True)
+        until(lambda: first.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+        slurm.command("scontrol", "requeue", job)
+        with pytest.raises(NbkitError, match=r"has ended after step"):
+            handle.wait(timeout=PATIENCE)
+        until(lambda: "and cell [" in shown.getvalue())
+        cluster.wait(PATIENCE)
+        seen = cluster.run("WIDTH, [record['loss'] for record in trainer.history]").values
+    assert re.search(rf"job {job} was put back in the queue.*saved to {tmp_path}", shown.getvalue())
+    assert shown.getvalue().count("said once") == 1
+    (alone,) = run_ranks(left_alone, 1)
+    for width, losses in seen.values():
+        assert width == 3 and losses == pytest.approx(alone, abs=1e-10)
+    new = job_of(slurm, "returns")
+    assert slurm.jobs() == [f"{new} RUNNING"] and new != job
     cluster.stop()
     until(lambda: not slurm.jobs())
 
@@ -224,10 +270,10 @@ def line(**changes: str) -> str:
 def test_how_a_job_ends_is_told_apart() -> None:
     ends = time.mktime(time.strptime("2026-03-02T14:00:00", "%Y-%m-%dT%H:%M:%S"))
     limit = f"job 7 reaches its time limit {moment(ends)}"
-    assert parsed("7", line()).seen(120) == Seen("running", "job 7 runs on n[1-2]", ends - 120, limit)
+    assert parsed("7", line()).seen(120) == Seen("running", "job 7 runs on n[1-2]", ends - 120, limit, again=True)
     assert parsed("7", line()).seen(86400).save_at == ends - 3600  # a quarter of its time
     making_way = parsed("7", line(PreemptTime="2026-03-02T11:00:00")).seen(120)
-    assert making_way.save_at == 0 and "is preempted by another job and ends" in making_way.why
+    assert making_way.again and making_way.save_at == 0 and "is preempted by another job and ends" in making_way.why
     assert parsed("7", line(EndTime="Unknown")).seen(120).save_at == float("inf")
     ending = {
         "was cancelled": {},
@@ -235,11 +281,13 @@ def test_how_a_job_ends_is_told_apart() -> None:
         "was preempted by another job": {"PreemptTime": "2026-03-02T11:00:00"},
     }
     for words, changes in ending.items():
-        assert parsed("7", line(JobState="COMPLETING", **changes)).seen(120) == Seen("ending", f"job 7 {words}")
+        again = words != "was cancelled"  # by somebody, who does not want it back
+        seen = parsed("7", line(JobState="COMPLETING", **changes)).seen(120)
+        assert seen == Seen("ending", f"job 7 {words}", again=again)
     over = {"CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit", "PREEMPTED": "was preempted"}
     for state, words in over.items():
         seen = parsed("7", line(JobState=state)).seen(120)
-        assert seen.state == "over" and words in seen.words
+        assert seen.state == "over" and words in seen.words and seen.again == (state != "CANCELLED")
     assert parsed("7", line(JobState="SIGNALING")).seen(120).state == "running"
     waits = parsed("7", line(JobState="PENDING", Reason="Resources", StartTime="Unknown")).seen(120)
     assert waits == Seen("pending", "job 7 is pending (Resources)")

@@ -39,6 +39,9 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == SlurmRequest(8, 2, "gpu", "1:00:00", options=("--mem=4G",))
     assert asked("--slurm -n 8 --detach --save-before 10min") == SlurmRequest(8, save_before=600)
     assert asked("--slurm -n 8").save_before == 120  # type: ignore[union-attr]
+    assert asked("--slurm -n 8 --requeue") == SlurmRequest(8, requeue=True)
+    with pytest.raises(UsageError, match="--requeue is for --slurm"):
+        asked("-n 2 --requeue")
     with pytest.raises(UsageError, match="--detach is for --slurm"):
         asked("-n 2 --detach")
     assert asked("--hosts node1:2,node2 --cpu") == SshRequest((("node1", 2), ("node2", 1)), cpu=True)

@@ -27,6 +27,7 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
+from nbkit.notebook.cluster.hosts.requeue import watch
 from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.hosts.start_request import Request, check_spares, loaded, saved
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
@@ -52,7 +53,7 @@ from nbkit.wire.cells import CellRequest
 
 REACH_SECONDS = 30.0
 _current: Cluster | None = None
-_observers: list[Callable[[Cluster, Execution], object]] = []
+_observers: list[Callable[[Cluster, Execution], object]] = [lambda cluster, cell: watch(cluster, cell, cluster._again)]
 
 
 def current() -> Cluster:
@@ -325,8 +326,15 @@ class Cluster:
             return CellHandle(self.connection, execution, timeout)
         return await wait_async(self.connection, execution, timeout)
 
-    def _send(self, request: CellRequest, note: str, *, at_step: bool, tabs: bool) -> Execution:
-        screen = display.here()
+    def _again(self, request: CellRequest, screen: display.Screen) -> Execution:
+        """Send a cell anew that ran on ranks which are gone; nobody waits for it, and `screen` gets its output."""
+        new = request_for(self.connection, request.source, request.ranks, detached=True)
+        return self._send(replace(new, number=request.number), "", at_step=False, tabs=False, screen=screen)
+
+    def _send(
+        self, request: CellRequest, note: str, *, at_step: bool, tabs: bool, screen: display.Screen | None = None
+    ) -> Execution:
+        screen = screen or display.here()
         if tabs and isinstance(screen, display.KernelScreen):
             screen = RankTabs(screen.kernel, request.ranks, self.connection.client.later)
         execution = self.connection.send(request, screen, note, live=at_step)

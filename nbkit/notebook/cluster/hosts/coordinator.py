@@ -286,7 +286,7 @@ class Coordinator:
             self._died(death, host, unregister=True)
         if not self.hosts:
             if (end := cluster_end.read(self.folder)) is not None:
-                cluster_end.write(self.folder, replace(end, why=how))
+                cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
             self.end(how)
 
     # Hosts that are taken away --------------------------------------------------------------------------------------
@@ -317,13 +317,14 @@ class Coordinator:
     def _tell(self, why: str, event: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: trainings are saved and end", flush=True)
         self.told = why
-        end = cluster_end.read(self.folder)
-        cluster_end.write(self.folder, replace(end, why=why) if end else ClusterEnd(why))
+        end = cluster_end.read(self.folder) or ClusterEnd(why)
+        cluster_end.write(self.folder, replace(end, why=why, again=self.look.again))
         self._pass_on({"event": event, "why": why}, None)
 
     def _training_ended(self, message: dict[str, Any]) -> None:
         """Written here too: the folder of the ranks is another one, and goes with them."""
-        cluster_end.write(self.folder, ClusterEnd(self.told or message["why"], message["step"], message["saved"]))
+        why, again = self.told or message["why"], self.look.again
+        cluster_end.write(self.folder, ClusterEnd(why, message["step"], message["saved"], again))
 
     # Life ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ class Seen:
 
     state "ending": it is ended now, and words say by what, unless it is ended from here.
     save_at: when a training has to be saved because its hosts are taken away soon, as time.time() says it; inf where
-    nothing is known of an end. why: they are taken away.
+    nothing is known of an end. why: they are taken away. again: a batch system does or did that, and nobody has wanted
+    it: others may be asked for.
     """
 
     state: Literal["pending", "running", "ending", "over"]
@@ -25,6 +26,7 @@ class Seen:
     save_at: float = float("inf")
     why: str = ""
     error: ClusterError | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def _requested(options: Any) -> Request | None:
         "--time": options.time,
         "--save-before": options.save_before,
         "--detach": options.detach,
+        "--requeue": options.requeue,
     }
     if options.slurm and (options.hosts or options.mpi):
         other = "--hosts" if options.hosts else "--mpi"
@@ -94,8 +95,9 @@ def _requested(options: Any) -> Request | None:
     if options.n is None:
         raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
     asked = SlurmRequest(
-        options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python
-    )
+        options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python,
+        requeue=options.requeue,
+    )  # fmt: skip
     return asked if options.save_before is None else replace(asked, save_before=options.save_before)
 
 

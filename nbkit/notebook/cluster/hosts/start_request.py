@@ -22,8 +22,9 @@ class SlurmRequest:
 
     cpu: CPU ranks, also where nodes have GPUs. options: of sbatch, as they are. python: "" for the notebook's own.
     save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
-    time. container: words in front of the agent's command, which put it, and so the ranks, into a container: "apptainer
-    exec --nv torch.sif", or options of srun's ("--container-image=..." of pyxis).
+    time. requeue: others are asked for where Slurm takes the hosts away under a training. container: words in front of
+    the agent's command, which put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options
+    of srun's ("--container-image=..." of pyxis).
     """
 
     n: int
@@ -35,6 +36,7 @@ class SlurmRequest:
     python: str = ""
     save_before: float = 120.0
     container: str = ""
+    requeue: bool = False
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):

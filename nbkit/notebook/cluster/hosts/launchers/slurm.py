@@ -186,7 +186,7 @@ class SlurmJob:
             elif self._restarts is not None and state.restarts > self._restarts:
                 # What would run again are ranks without the cells that this cluster has run.
                 self.end()
-                self._last = Seen("over", f"job {self.job} was put back in the queue")
+                self._last = Seen("over", f"job {self.job} was put back in the queue", again=True)
         return self._last
 
     def log(self) -> str:

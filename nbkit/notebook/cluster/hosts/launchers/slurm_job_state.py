@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.hosts.progress import Seen
@@ -26,6 +27,8 @@ _ENDS = {
     "REVOKED": "was moved to another cluster",
     "COMPLETED": "has ended",
 }
+_OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+"""Ends that nobody has wanted, and of which a job's program has no part."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
 
@@ -60,23 +63,27 @@ class JobState:
             expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
             return Seen("pending", f"{name} is pending ({self.reason}){expected}")
         if self.state == "COMPLETING":  # how it will be called is not said before it is over
-            return Seen("ending", f"{name} {self._how_it_ends()}")
+            return self._ended("ending", self._how_it_ends())
         if self.state not in _ENDS:  # RUNNING, or what it does meanwhile: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
             if self.ends is None:
                 return Seen("running", words)
             if self.preempted_at:
-                return Seen("running", words, 0.0, f"{name} is preempted by another job and ends {moment(self.ends)}")
+                why = f"{name} is preempted by another job and ends {moment(self.ends)}"
+                return Seen("running", words, 0.0, why, again=True)
             save_at = self.ends - min(save_before, self.seconds / 4)
-            return Seen("running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}")
+            return Seen("running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True)
         if self.preempted_at and self.state == "COMPLETED":  # it has made way before it was ended
-            return Seen("over", f"{name} {_ENDS['PREEMPTED']}")
-        return Seen("over", f"{name} {_ENDS[self.state]}")
+            return self._ended("over", "PREEMPTED")
+        return self._ended("over", self.state)
+
+    def _ended(self, state: Literal["ending", "over"], how: str) -> Seen:
+        return Seen(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
-            return _ENDS["PREEMPTED"]
-        return _ENDS["TIMEOUT" if self.reason == "TimeLimit" else "CANCELLED"]
+            return "PREEMPTED"
+        return "TIMEOUT" if self.reason == "TimeLimit" else "CANCELLED"
 
 
 def read_job(job: str) -> JobState:
