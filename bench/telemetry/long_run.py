@@ -3,12 +3,15 @@ and a dashboard in a real kernel. What the kernel, the ranks, their parent and t
 what they took after a third of the steps: what grows with every step shows there.
 
 For some minutes, with a history on the ranks that keeps a hundredth of what it keeps elsewhere, so that it is full
-before the measuring begins. With `--steps 1000000` until so many steps are made, hours, with the history as it is.
+before the measuring begins. With `--steps 1000000` until so many steps are made, with the history as it is: hours on
+two ranks, which mostly wait for each other; on one (`--ranks 1`), which sends as many records and lines, half an hour
+of a core.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -21,13 +24,15 @@ from bench.settings import Settings
 from bench.table import Row, absolute
 
 SECONDS, QUICK_SECONDS, EVERY_S = 170.0, 20.0, 1.0
+SAID_EVERY = 60  # samples: what is taken now is printed
+RANKS = 2
 FEWEST, STUCK_S = 9, 180.0  # samples; seconds without a step, after which it is an error
 FLAT = 1.05
 
 _START = """
 import json, os
 import nbkit
-cluster = nbkit.Cluster.start(2, cpu=True, name="long-run")
+cluster = nbkit.Cluster.start({ranks}, cpu=True, name="long-run")
 pids = cluster.run("import os; (os.getpid(), os.getppid())").values
 """
 _SHORT_HISTORY = """
@@ -35,14 +40,14 @@ from nbkit.rank.train.step import history
 history.KEPT = 100
 """
 _TRAIN = """
-x = [(torch.randn(4), torch.randn(4)) for _ in range(64)]
+x = [(torch.randn(1), torch.randn(1)) for _ in range(4096)]
 def note(trainer, record):
     if rank == 0 and record["step"] % 50 == 0:
         print("step", record["step"], "loss", record["loss"])
         with open({folder!r} + "/step.new", "w") as file:
             file.write(str(record["step"]))
         os.replace({folder!r} + "/step.new", {folder!r} + "/step")
-trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(4, 4), loss=torch.nn.functional.mse_loss, data=x, batch_size=8,
+trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, data=x, batch_size=world_size,
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), log_dir={folder!r} + "/runs", callbacks=[note],
     save_every=False, progress=False)
 """
@@ -55,9 +60,10 @@ def run(settings: Settings) -> list[Row]:
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
     train = "import os\n" + ("" if settings.steps else _SHORT_HISTORY) + _TRAIN.format(folder=str(folder))
+    (ranks,) = settings.ranks or (RANKS,)
     with Kernel(folder / "kernel") as kernel:
         try:
-            kernel.run(_START)
+            kernel.run(_START.format(ranks=ranks))
             pids = json.loads(kernel.run("print(json.dumps(sorted(pids.items())))").text)
             kernel.run(f"cluster.run({train!r})")
             kernel.run("handle = cluster.run('trainer.fit(10**9)', detach=True)\ndashboard = nbkit.Dashboard()")
@@ -118,6 +124,9 @@ def _sampled(
             for kind, memory in seen.items():
                 for process, values in zip(kinds[kind], memory, strict=True):
                     values.append(float(process.memory_info().rss))
+            if not len(steps) % SAID_EVERY:
+                newest_mb = (f"{kind} {max(one[-1] for one in memory) / 1e6:.1f}" for kind, memory in seen.items())
+                print(f"step {now:,.0f}: {', '.join(newest_mb)} MB", file=sys.stderr, flush=True)
     return steps, seen
 
 

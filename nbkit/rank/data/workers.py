@@ -7,11 +7,13 @@ nothing happens; where something does (a switch, a step that is made again, anot
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ Draws = tuple[int, int, int]
 """(seed of the job, step, rank): what reading a batch draws from."""
 
 _BATCHES_PER_WORKER = 2
+_ENDS_IN_S = 0.2  # a thread that nothing holds up
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,57 @@ class Loader(DataLoader[Any]):
         return
 
 
+class _Receiver:
+    """Takes the next batch over from torch's iterator while a step is computed, in a thread of its own.
+
+    A worker hands over a file for each tensor, and shakes hands for each: a millisecond, and more where cores are busy.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        self._come: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._asked = False
+        self._thread = threading.Thread(target=self._receive, name="nbkit-batches", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Any:
+        """The next batch; the one after it is received from now on. Raises what torch's iterator raises."""
+        self._ask()
+        batch, error = self._come.get()
+        self._asked = False
+        if error is not None:
+            raise error
+        self._ask()
+        return batch
+
+    def settle(self) -> None:
+        """Wait for what is being received, and forget it: torch's iterator is the caller's until `take`."""
+        if self._asked:
+            self._come.get()
+            self._asked = False
+
+    def end(self) -> None:
+        """End the workers, which get five seconds for what they read, and the thread."""
+        self._wanted.put(False)
+        self.batches._shutdown_workers()
+        self._thread.join(_ENDS_IN_S)
+        if self._thread.is_alive():  # it waits for a batch of workers that have ended
+            self.batches._worker_result_queue.put(None)
+
+    def _ask(self) -> None:
+        if not self._asked:
+            self._asked = True
+            self._wanted.put(True)
+
+    def _receive(self) -> None:
+        while self._wanted.get():
+            try:
+                self._come.put((next(self.batches), None))
+            except BaseException as error:
+                self._come.put((None, error))
+
+
 class ReadAhead:
     """The batches that follow a position, `workers` processes ahead."""
 
@@ -110,7 +164,7 @@ class ReadAhead:
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             generator=torch.Generator(),  # what it draws for its workers is not drawn from the job's
         )
-        self._batches: Iterator[Any] | None = None
+        self._receiver: _Receiver | None = None
 
     def __iter__(self) -> Iterator[ToRead]:
         for wanted in self._ahead:
@@ -123,12 +177,15 @@ class ReadAhead:
         Raises TrainingError for a sample that could not be read, with its index.
         """
         try:
-            if self._batches is None or not self._told or self._told[0] != wanted:
+            if self._receiver is None or not self._told or self._told[0] != wanted:
+                if self._receiver is not None:
+                    self._receiver.settle()
                 self._told.clear()
                 self._ahead = chain((wanted,), after())
-                self._batches = iter(self._loader)
+                batches = iter(self._loader)
+                self._receiver = self._receiver or _Receiver(batches)
             self._told.popleft()
-            batch = next(self._batches)
+            batch = self._receiver.take()
         except BaseException:
             self.close()
             raise
@@ -145,5 +202,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """End the workers; `next` starts others."""
-        self._batches, self._loader._iterator = None, None
+        receiver, self._receiver, self._loader._iterator = self._receiver, None, None
         self._told.clear()
+        if receiver is not None:
+            receiver.end()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from jobs import order, quiet
 from ranks import run_ranks
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
@@ -60,7 +63,7 @@ def with_and_without(world: Any) -> tuple[Any, ...]:
     read = quiet(data=data, workers=2)
     known = list(data.read)
     losses = trained(read)
-    return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._batches is None
+    return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._receiver is None
 
 
 @pytest.mark.usefixtures("known_to_be_right")
@@ -94,6 +97,53 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
         assert len(data.next((7, 3, 1)).data[0]) == 8
     finally:
         data.close()
+
+
+class Received:
+    """Of a sample from a worker: the thread of this process that has received it."""
+
+    threads: list[str] = []  # noqa: RUF012
+
+    def __reduce__(self) -> Any:
+        return _received, ()
+
+
+def _received() -> str:
+    Received.threads.append(threading.current_thread().name)
+    return Received.threads[-1]
+
+
+def test_the_next_batch_is_received_beside_the_step() -> None:
+    Received.threads.clear()
+    data = stream([Received() for _ in range(32)], workers=1)
+    try:
+        assert data.next().data == ["nbkit-batches"] * 8
+        until = time.monotonic() + 60
+        while len(Received.threads) < 16 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(Received.threads) == 16
+    finally:
+        data.close()
+
+
+class Hanging(list[int]):
+    def __getitem__(self, i: Any) -> Any:
+        return super().__getitem__(i) if i < 8 or get_worker_info() is None else time.sleep(1000)
+
+
+def test_a_worker_that_hangs_and_the_thread_that_waits_for_it_end_with_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    before = {*multiprocessing.active_children()}
+    data = stream(Hanging(range(32)), workers=2, shuffle=False)
+    assert data.next().data == [*range(8)]
+    (receiving,) = (thread for thread in threading.enumerate() if thread.name == "nbkit-batches")
+    time.sleep(0.3)  # it waits for the batch that hangs
+    data.close()
+    receiving.join(60)
+    assert not receiving.is_alive()
+    assert {*multiprocessing.active_children()} <= before
 
 
 def test_more_workers_than_cores_are_no_warning() -> None:

@@ -41,11 +41,12 @@ class BalancedOrder:
         found: list[int] = []
         while start < stop:
             stretch = (bisect_right(self._starts, start) - 1) // _NEIGHBOURS
-            if self._newest[0] != stretch:
-                self._newest = stretch, self._even(stretch)
+            newest = self._newest  # a thread reads on where workers are ahead
+            if newest[0] != stretch:
+                self._newest = newest = stretch, self._even(stretch)
             first = self._starts[stretch * _NEIGHBOURS]
-            found += self._newest[1][start - first : stop - first]
-            start = first + len(self._newest[1])
+            found += newest[1][start - first : stop - first]
+            start = first + len(newest[1])
         return found
 
     def _even(self, stretch: int) -> list[int]:
