@@ -1,9 +1,10 @@
 """What a death would take away (see backup_shares.py), kept twice in host memory: by the rank itself and by its buddy.
 
 After a step each rank copies its share beside the one before it, and sends it to its buddy, half the world away, which
-is mostly another host. The transfer goes beside the next step's forward pass: a rank waits for it before it launches
-that step's reduction. So whoever has the reduction's result knows that every rank holds the newest
-backup, and the one before it may be written over: no collective is added, and nobody asks. Two are held at any time, so
+is mostly another host. The transfer goes beside the next step's forward and backward passes: a rank waits for it before
+it launches the reduction of that step's numbers, which then comes last. So whoever has the reduction's result knows
+that every rank holds the newest backup, and the one before it may be written over: no collective is added, and nobody
+asks. Two are held at any time, so
 that a rank that dies in a transfer takes back to a boundary that is whole everywhere. On the wire: the share, once, and
 about a hundred bytes.
 """
@@ -131,6 +132,11 @@ class Backups:
         self.own = [each for each in self.own if each.step <= step]
         self.wards = [each for each in self.wards if each.step <= step]
         self._under_way, self._told, self._costs = None, None, []
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the newest backup travels, as far as this rank knows: the same on every rank of a training."""
+        return self._under_way is not None
 
     def due(self, step: int) -> bool:
         """Whether there is one after `step` steps. The first is, and all until it is known what one costs."""

@@ -129,6 +129,14 @@ class TrainingStep:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
 
+        # The result says that all backups have arrived: while one travels, it is asked for behind the backward pass.
+        late, laps = self.backups.under_way, list[float]()
+
+        def last_loss() -> None:
+            laps.append(ledger.clock.lap())
+            if not late:
+                launch()
+
         def launch() -> None:
             counts = sharded_model.counts
             self.backups.wait()  # who has the reduction's result knows that all ranks have their backups
@@ -138,7 +146,7 @@ class TrainingStep:
                 weighted=sums.summed,
                 stage=step_boundary.inbox.stage(request),
                 tokens=sums.tokens if counts else 0,
-                seconds=ledger.clock.lap(),
+                seconds=laps[0],
                 fingerprint=shard.fingerprint,
                 backup=self.backups.spent(),
                 ends=step_boundary.told_to_end(),
@@ -168,10 +176,12 @@ class TrainingStep:
             len(micros),
             forward,
             key=lambda i: shapes_of(micros[i].data),
-            launch=launch,
+            launch=last_loss,
             on_op=clock.on_op,
             autocast=self.precision.dtype is not None,
         )
+        if late:
+            launch()
         reduction.finish(canary)
         self.precision.unscale(sharded_model.held.values())
         if micros and sharded_model.gives_output:
