@@ -5,9 +5,11 @@ T positions, D width, V vocabulary, over t tensor and c context ranks. In elemen
     whole                 the inputs of the maps behind both norms                 2 T D / c
     over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
                           keys and values of all positions in place of its own     2 T D (1 - 1/c) / t
+                          attention from the head and from the tail, and together  T D / (t c)
                           the inner layer, before and behind its activation        8 T D / (t c)
     statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
 
+With c > 1 all blocks share the masks of causal attention from two of 2 c chunks: of (T / 2 c) (T + T / 2 c) elements.
 The count of Korthikanti et al. 2022 (section 4) without dropout masks and with an attention that keeps no scores.
 """
 
@@ -41,16 +43,20 @@ class GPTPieces:
         part = hidden / (tp * cp)
         keys = 2 * hidden * (1 - 1 / cp) / tp
         statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
-        kept = 2 * hidden / cp + 14 * part + keys + statistics
+        kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
+        masks = element * of.block**2 * (2 * cp + 1) / (2 * cp) ** 2 if cp > 1 else 0
         # Under tp what the outer maps give and take is whole for a moment.
         wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
         # Behind the activation, the inner map, attention's maps; and at the end, with all gradients of the block.
-        backward = (
+        backward: tuple[Line, ...] = (
             Line(4 * square, kept + wide),
             Line(8 * square, kept - 3 * hidden / cp),
             Line(12 * square, 5 * hidden / cp),
         )
+        if cp > 1:
+            # The gradients of all keys and values, on their way to the ranks they belong to.
+            backward = (*backward, Line(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
             again = tuple(Line(line.fixed, line.row + part) for line in backward)
             block = Piece((Line(0, top),), Line(0, part), again, Line(0, part))
@@ -59,9 +65,9 @@ class GPTPieces:
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
         first = Piece(
-            (Line(0, block.forward[0].row + part + ends),),
-            Line(0, block.kept.row + part),
-            tuple(Line(line.fixed, line.row + part) for line in block.backward),
+            (Line(masks, block.forward[0].row + part + ends),),
+            Line(masks, block.kept.row + part),
+            tuple(Line(line.fixed + masks, line.row + part) for line in block.backward),
             block.carried,
         )
         joined = hidden - part if cp > 1 else 0
@@ -132,10 +138,13 @@ class GPTPieces:
         return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
 
     def flops(self, tp: int = 1, cp: int = 1) -> float:
-        """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked."""
+        """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked.
+
+        Over cp ranks the head is on each, and of what is masked, attention from a chunk computes the chunk's square.
+        """
         of = self.config
-        maps = of.layers * 12 * of.width**2 + of.vocab * of.width
-        return 2.0 * of.block * (maps + of.layers * of.block * of.width) / (tp * cp)
+        attention = of.layers * of.block * of.width * (1 + 1 / (2 * cp) if cp > 1 else 1)
+        return 2.0 * of.block * ((of.layers * 12 * of.width**2 + attention) / cp + of.vocab * of.width) / tp
 
     def costs(self) -> tuple[float, ...]:
         """Multiplications of each piece: the head is the last one's."""

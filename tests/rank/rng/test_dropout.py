@@ -132,6 +132,15 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
             assert extent_of("sequence") == (1, 4) and place_of("sequence") == (3, LENGTH)
             with gathered("sequence"):
                 assert extent_of("sequence") == place_of("sequence") == (2, LENGTH)
+    with extent("sequence", ((1, 3), (LENGTH - 1, LENGTH)), LENGTH):
+        places = [1, 2, LENGTH - 1]
+        assert torch.equal(drop(hidden[:, places]), whole[:, places])
+        assert torch.equal(drop(probs[:, :, places]), attention[:, :, places])
+        assert extent_of("sequence") == place_of("sequence") == (1, LENGTH)
+        with extent("sequence", 1, 3):
+            assert torch.equal(drop(hidden[:, places[1:]]), whole[:, places[1:]])
+        with pytest.raises(TrainingError, match="reaches beyond the sequence"):
+            drop(hidden[:, :4])
     with extent("head", 1, HEADS):
         assert torch.equal(drop(probs[:, 1:]), attention[:, 1:])
         assert torch.equal(drop(probs[:, 1:].flatten(0, 1)), attention[:, 1])

@@ -92,7 +92,7 @@ class Attention(TorchFunctionMode):
         # What drops is one draw for all queries.
         for runs in [self.runs] if dropout_p else [(run,) for run in self.runs]:
             given = query.narrow(-2, at, count(runs))
-            outputs.append(_causal(given, key, value, runs, dropout_p, scale=scale, enable_gqa=enable_gqa))
+            outputs.append(self._causal(given, key, value, runs, dropout_p, scale=scale, enable_gqa=enable_gqa))
             at += count(runs)
         if len(outputs) == 1:
             return outputs[0]
@@ -124,13 +124,11 @@ class Attention(TorchFunctionMode):
             raise self.refuse("masks other keys than there are.", f"{rows} x {columns}")
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p: float, **named: Any) -> Tensor:
-    """Queries at the positions `runs`, to the keys up to theirs: none of them sees beyond the last."""
-    stop = runs[-1][1]
-    key, value = key[..., :stop, :], value[..., :stop, :]
-    if runs == ((0, stop),):
-        return F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, **named)
-    rows = torch.cat([torch.arange(first, last, device=query.device) for first, last in runs])
-    mask = rows[:, None] >= torch.arange(stop, device=query.device)
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **named)
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p: float, **named: Any) -> Tensor:
+        """Queries at the positions `runs`, to the keys up to theirs: none of them sees beyond the last."""
+        stop = runs[-1][1]
+        key, value = key[..., :stop, :], value[..., :stop, :]
+        if runs == ((0, stop),):
+            return F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, **named)
+        mask = self.peers.masks.of(runs, query)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **named)

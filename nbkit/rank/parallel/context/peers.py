@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.parallel.context.causal_masks import CausalMasks
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to, taken, together
 from nbkit.tensor_layout import Parting, Runs, contiguous
 
@@ -22,11 +23,12 @@ from nbkit.tensor_layout import Parting, Runs, contiguous
 class Peers:
     """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given.
 
-    parting: which positions each of them holds. What is whole has all in their own order.
+    parting: which positions each of them holds. What is whole has all in their own order. masks: see CausalMasks.
     """
 
     def __init__(self, group: dist.ProcessGroup, parting: Parting = contiguous) -> None:
         self._group, self._size, self._rank, self._parting = group, group.size(), group.rank(), parting
+        self.masks = CausalMasks()
 
     def __str__(self) -> str:
         return f"cp={self._size}"
@@ -68,7 +70,7 @@ class Threads(Peers):
 
     def __init__(self, size: int, parting: Parting = contiguous) -> None:
         self._size, self._parting = size, parting
-        self._here, self._news = threading.local(), threading.Condition()
+        self._here, self._news, self.masks = threading.local(), threading.Condition(), CausalMasks()
         self._offers: dict[int, dict[int, Tensor]] = {}
         self._gone: set[int] = set()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.tensor_layout import Parting, Runs, contiguous
+from nbkit.tensor_layout import Parting, Runs, contiguous, count
 
 # The names changed in torch 2.13; the older ones warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -169,11 +169,21 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parti
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
     size, total = group.size(), x.shape[dim]
     longest = -(-total // size)
-    parts = [taken(x, dim, parting(total, size, i)) for i in range(size)]
-    sent = torch.stack([_padded(part, dim, longest) for part in parts])
+    if parting is contiguous:
+        parts = [taken(x, dim, contiguous(total, size, i)) for i in range(size)]
+        sent = torch.stack([_padded(part, dim, longest) for part in parts])
+    else:
+        # Run by run, so that nothing else is in memory for a moment.
+        sent = x.new_empty((size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+        for i in range(size):
+            at = 0
+            for start, stop in parting(total, size, i):
+                sent[i].narrow(dim, at, stop - start).copy_(x.narrow(dim, start, stop - start))
+                at += stop - start
+            sent[i].narrow(dim, at, longest - at).zero_()
     received = sent.new_empty(sent.shape[1:])
     if prod(received.shape):
         _scatter_single(received.view(-1), sent.view(-1), group=group)
-    own = parts[group.rank()].shape[dim]
+    own = count(parting(total, size, group.rank()))
     # No view, so that the model may change it in place.
     return received if own == longest else received.narrow(dim, 0, own).clone()

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from models_zoo import HEADS, LENGTH, VOCAB, WIDTH, ZOO, Encoder, Specimen, classes, cross_entropy, next_tokens
 from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
@@ -147,6 +149,42 @@ def test_on_four_ranks() -> None:
     cases += [(*case[:3], True) for case in cases] + [("gpt", 8, False, True), ("llama", LENGTH, False, True)]
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+class Pairs(TorchFunctionMode):
+    """Counts the (query, key) pairs of attention, and the masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.masks = 0, list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.count += args[0].shape[-2] * args[1].shape[-2]
+            self.masks += [args[3]] if args[3] is not None else []
+        return func(*args, **(kwargs or {}))
+
+
+def pairs_of_a_pass(world: Any) -> dict[bool, tuple[int, int, int]]:
+    """Whether parts are from head and tail -> (pairs, calls with a mask, masks) of a forward on this rank."""
+    axes, found = Axes.of(Mesh(cp=world.place.world_size), world.place.rank), {}
+    for balanced in (True, False):
+        model = ZOO["gpt"].build()
+        context_parallel(model, axes, ZOO["gpt"].blocks, tried=BALANCED if balanced else None)
+        with Pairs() as seen:
+            model(ZOO["gpt"].batch(2)[0])
+        found[balanced] = seen.count, len(seen.masks), len({id(mask) for mask in seen.masks})
+    return found
+
+
+def test_ranks_attend_to_equally_many_pairs_and_blocks_share_their_masks() -> None:
+    found = run_ranks(pairs_of_a_pass, 4)
+    for balanced, most in ((True, 1.0), (False, 2 * 4 / (4 + 1))):
+        pairs = [rank[balanced][0] for rank in found]
+        assert max(pairs) / (sum(pairs) / 4) == pytest.approx(most), pairs
+    blocks = len(ZOO["gpt"].blocks)
+    # The first chunk is masked by the kernel itself.
+    assert [rank[True][1:] for rank in found] == [(blocks, 1)] + [(2 * blocks, 2)] * 3
 
 
 def evaluate(world: Any) -> list[float]:

@@ -347,6 +347,31 @@ def test_chains_and_what_sees_all_positions_are_known() -> None:
         ]
 
 
+class Telling(Block):
+    """Gives, beside its hidden states, two numbers for each position, which nobody uses."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = super().forward(x)
+        return x, x[..., :2].flatten(1)
+
+
+def told(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x, _ = block(x)
+    return x
+
+
+def test_parts_are_from_head_and_tail_where_attention_is_causal_and_that_is_right() -> None:
+    ids, blocks = rows(1)[0][0][None], ["blocks.0", "blocks.1"]
+    causal, told_too = built(lambda: LM(2)), built(doing(told, block=Telling))
+    both_ways = built(lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)))
+    assert try_in_parts(causal, blocks, partial(causal, ids)).balanced is True
+    assert try_in_parts(both_ways, blocks, partial(both_ways, ids)).balanced is None
+    # On contiguous parts alone these numbers are put together in their order.
+    found = try_in_parts(told_too, [f"blocks.{i}" for i in range(3)], partial(told_too, ids))
+    assert found.refused is None and found.balanced is False
+
+
 class Around:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)  # type: ignore[misc]

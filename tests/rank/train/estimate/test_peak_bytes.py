@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from nbkit.planner.peak.activations import most
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
@@ -58,12 +59,14 @@ def test_the_peak_with_activations_is_foretold_within_8_percent() -> None:
         assert abs(predicted / measured - 1) <= 0.08, (name, measured, predicted)
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (1, 4)])
 def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int) -> None:
     config = GPTConfig(vocab=256, block=64, layers=3, heads=4, width=128)
     model, ids = GPT(config), torch.zeros(2, 64, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
-    made = trace(skeleton_of(model), Options(chain=chain), TrainConfig(loss, example=(ids, ids)), tp=tp, cp=cp)
+    options = Options(chain=chain, positionwise=Positionwise(balanced=True))
+    made = trace(skeleton_of(model), options, TrainConfig(loss, example=(ids, ids)), tp=tp, cp=cp)
+    assert made.flops == GPTPieces(config).flops(tp, cp)
     for number, (said, measured) in enumerate(zip(GPTPieces(config).pieces(tp, cp), made.pieces, strict=True)):
         for rows in (4, 64):
             assert said.kept.at(rows) == pytest.approx(measured.kept.at(rows), rel=0.02), (number, rows)

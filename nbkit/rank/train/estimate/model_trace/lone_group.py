@@ -10,10 +10,10 @@ from nbkit.rank.parallel.process_groups import Connections
 
 
 class LoneGroup:
-    """The first of `ranks`. For what is computed on shapes, where no number matters."""
+    """Number `rank` of `ranks`. For what is computed on shapes, where no number matters."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, rank: int = 0) -> None:
+        self._ranks, self._rank = ranks, rank
 
     def size(self) -> int:
         """How many ranks it stands for."""
@@ -21,7 +21,7 @@ class LoneGroup:
 
     def rank(self) -> int:
         """The place of this one."""
-        return 0
+        return self._rank
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Torch waits for what an operation returns, unless that is None."""
@@ -31,7 +31,7 @@ class LoneGroup:
 
 
 def lone_connections(tp: int, cp: int) -> Connections:
-    """Of the first rank of a mesh with these axes."""
+    """Of a mesh with these axes: the first rank of tp; the last of cp, whose queries look at the most keys."""
     groups: dict[str, Any] = {"dp": None, "pp": None, "shard": None, "replicate": None}
-    groups |= {axis: LoneGroup(size) if size > 1 else None for axis, size in (("tp", tp), ("cp", cp))}
+    groups |= {"tp": LoneGroup(tp) if tp > 1 else None, "cp": LoneGroup(cp, cp - 1) if cp > 1 else None}
     return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), {}, (), {})
