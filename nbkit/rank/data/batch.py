@@ -53,6 +53,7 @@ class Shard:
     everything: makes a Sample of the whole global batch, where every rank has read it.
     parts: which rows of the global batch each rank has, where they are not contiguous.
     ends: shards of the data end in one of the next batches, as this rank has seen and the others have not.
+    hears: who is told the losses of this rank's samples, by their indices.
     """
 
     data: Any
@@ -63,6 +64,7 @@ class Shard:
     everything: Callable[[], tuple[Any, ...]] | None = None
     parts: Parts = None
     ends: bool = False
+    hears: Callable[[Sequence[int], Tensor], None] | None = None
 
     def most(self, ranks: int) -> int:
         """Rows of the rank that has most."""

@@ -14,9 +14,7 @@ from itertools import count
 import torch
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.balanced_order import BalancedOrder
-from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.data.batch import Parts, Shard, numbers_of, parts_by_speed
 from nbkit.rank.data.data_rng import Compared, content
 from nbkit.rank.data.stream import Stream, checked, fetched, shorter
@@ -106,12 +104,18 @@ class MapStream(Stream):
 
         def each() -> Iterator[ToRead]:
             for number in count(1):
+                if later._pauses():
+                    return  # what comes behind is not known yet
                 own = later._own(later._advance())
                 by = None if draws is None else (draws[0], draws[1] + number, draws[2])
                 if own:
                     yield ToRead(own, later.epoch, by)
 
         return each()
+
+    def _pauses(self) -> bool:
+        """Whether the batches that follow depend on steps that are not made yet."""
+        return False
 
     def _ordered(self, epoch: int) -> Order:
         if self.shuffle:
@@ -125,31 +129,3 @@ class MapStream(Stream):
     def _parts(self, indices: Sequence[int]) -> Parts:
         """Which rows of the batch each rank has; None: as many as every other."""
         return parts_by_speed(len(indices), self.speeds)
-
-
-class BalancedStream(MapStream):
-    """Shards of Balanced data, each of the same cost.
-
-    The batches of an epoch differ by one sample at most: a short last one could not be shared evenly.
-    """
-
-    data: Balanced
-
-    def __post_init__(self) -> None:
-        self.data.measured(together=True)
-        super().__post_init__()
-
-    def _ordered(self, epoch: int) -> Order:
-        if not self.shuffle:
-            return range(self.length)
-        return BalancedOrder(self.data.costs, self.data.groups, seed=self.seed, epoch=epoch)
-
-    def _rows(self, left: int) -> int:
-        if self.drop_last:
-            return self.batch_size
-        return -(-left // -(-left // self.batch_size))
-
-    def _parts(self, indices: Sequence[int]) -> Parts:
-        costs, groups = self.data.costs, self.data.groups
-        of_groups = None if groups is None else [groups[i] for i in indices]
-        return equal_shares([costs[i] for i in indices], self.ranks, of_groups, self.speeds)

@@ -10,9 +10,10 @@ import torch
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.balanced import Balanced
+from nbkit.rank.data.balanced.balanced_stream import BalancedStream
 from nbkit.rank.data.batch import Shard, bounds
 from nbkit.rank.data.iterable_stream import IterableStream
-from nbkit.rank.data.map_stream import BalancedStream, MapStream
+from nbkit.rank.data.map_stream import MapStream
 from nbkit.rank.data.split.data_shards import data_shards
 from nbkit.rank.data.split.shard_reader import Course, ShardReader
 from nbkit.rank.data.split.split_stream import SplitStream
@@ -26,7 +27,7 @@ def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [
     """
     _refuse_loader(data)
     if isinstance(data, Balanced):
-        return BalancedStream(data, **how)
+        return BalancedStream(data, gather=gather, **how)
     if is_map_style(data):
         return MapStream(data, **how)
     if not isinstance(data, Iterable):

@@ -71,6 +71,9 @@ class Stream(ABC):
         other.close()
         self.seek(other.epoch, other.offset)
 
+    def agree(self) -> None:  # noqa: B027
+        """Ranks have joined: what the others have learned of the data, they know too. Collective."""
+
     @abstractmethod
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""

@@ -188,6 +188,7 @@ class Trainer:
         """The Trainer of a process that joins a training under way. Collective: the others `reopen`."""
         self = cls.__new__(cls)
         self._begin(job, loop)
+        self._stream.agree()
         job.record_on(run_dir)
         self._listen()
         self.saves.last = saved
@@ -196,11 +197,12 @@ class Trainer:
     def reopen(self) -> None:
         """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
+        stream.follow(self._stream)
+        stream.agree()
+        self._stream = stream
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         self.snapshots.clear()
-        stream.follow(self._stream)
-        self._stream = stream
         self._rebalancing.forget()
         if self.run_dir is not None and mode() != "off":
             clock_offset(device=self.job.device)  # which ranks that join measure

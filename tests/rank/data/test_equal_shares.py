@@ -11,8 +11,8 @@ from code_files import lengths as file_lengths
 
 from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.balanced_order import BalancedOrder
+from nbkit.rank.data.balanced.balanced_stream import BalancedStream
 from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
-from nbkit.rank.data.map_stream import BalancedStream
 from nbkit.rank.data.open_stream import open_stream
 
 

@@ -12,22 +12,28 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from nbkit.errors import TrainingError
+from nbkit.rank.data.balanced.by_loss import ByLoss
+from nbkit.rank.data.balanced.by_seconds import BySeconds
+from nbkit.rank.data.balanced.difficulty import Difficulty
 from nbkit.rank.data.balanced.packing import Packed
 from nbkit.rank.data.data_rng import alike
 
 Cost = Callable[[Any], float] | Sequence[float]
+LEARNED: dict[str, Callable[[Sequence[float]], Difficulty]] = {"seconds": BySeconds, "loss": ByLoss}
+"""What `cost=` may name."""
 Group = Callable[[Any], Hashable] | Sequence[Hashable]
 
 
 class Balanced(Dataset[Any]):
     """`data` for a Trainer that divides every batch so that all ranks have the same cost, and the same of each group.
 
-    data: map-style. cost: of a sample, as a function of it or a number for each; without it, the length of the first
-    tensor of the sample. group: a label of a sample, as a function of it or one for each. Functions read all of the
-    data once, the ranks together, when the training is made.
+    data: map-style. cost: of a sample, as a function of it or a number for each; or what is learned of it while the
+    training runs: "seconds", by the size of a sample, which is the number of elements of its largest tensor (the
+    default), or "loss", that of each sample when it was seen last. group: a label of a sample, as a function of it or
+    one for each. Functions and sizes read all of the data once, the ranks together, when the training is made.
 
     pack: documents become blocks of so many positions, each by itself (see packing.Packed). cost is then that of a
-    piece of a document, called with its token ids, and group a label of a document.
+    piece of a document, called with its token ids (its length without one), and group a label of a document.
 
     Each sample comes once an epoch, shuffled by the Trainer's seed, in batches that differ by one sample at most, of
     like cost and groups; which they are does not depend on the strategy. Raises TrainingError for data that cannot be
@@ -35,7 +41,7 @@ class Balanced(Dataset[Any]):
     """
 
     def __init__(
-        self, data: Any, cost: Cost | None = None, group: Group | None = None, pack: int | None = None
+        self, data: Any, cost: Cost | str | None = None, group: Group | None = None, pack: int | None = None
     ) -> None:
         if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise TrainingError(
@@ -44,7 +50,16 @@ class Balanced(Dataset[Any]):
                 f"__getitem__ {hasattr(data, '__getitem__')}",
                 hint="nbkit.Balanced(list(data)), or a map-style dataset",
             )
+        if isinstance(cost, str) and cost not in LEARNED:
+            raise TrainingError(
+                f"{'cost=' + repr(cost)} is nothing that is measured of a sample.",
+                numbers=" ".join(LEARNED),
+                hint="cost='seconds', cost='loss', or cost=lambda sample: ...",
+            )
         self._values: tuple[list[float], list[Hashable] | None] | None = None
+        self._learned = "seconds" if cost is None and pack is None else cost if isinstance(cost, str) else None
+        self.difficulty: Difficulty | None = None
+        cost = None if isinstance(cost, str) else cost
         if pack is not None:
             if cost is not None and not callable(cost):
                 raise TrainingError(
@@ -70,8 +85,26 @@ class Balanced(Dataset[Any]):
 
     @property
     def costs(self) -> Sequence[float]:
-        """Of each sample."""
-        return self.measured()[0]
+        """Of each sample: as given, or as the newest training that reads this has learned them."""
+        newest = self.difficulty
+        return self.measured()[0] if newest is None else newest.of_shares(newest.newest)
+
+    @property
+    def why(self) -> str:
+        """How the costs were found, in a line."""
+        if self.difficulty is not None:
+            return f"cost: {self.difficulty.why}"
+        costs = self.measured()[0]
+        if self._learned is not None:
+            return (
+                f"cost: the size of a sample, {min(costs):g} to {max(costs):g}; a training learns its {self._learned}"
+            )
+        return f"cost: as given, {min(costs):g} to {max(costs):g}"
+
+    def begin(self) -> Difficulty | None:
+        """What a training that begins now is to learn of the samples; None where their costs are given."""
+        self.difficulty = None if self._learned is None else LEARNED[self._learned](self.measured()[0])
+        return self.difficulty
 
     @property
     def groups(self) -> Sequence[Hashable] | None:
@@ -96,7 +129,8 @@ class Balanced(Dataset[Any]):
                 costs = [cost for cost, _ in found] if costs is None or callable(costs) else costs
                 groups = [group for _, group in found] if callable(groups) else groups
             self._values = _numbers(costs, number), _checked("group", groups, number)
-            if number > 1 and groups is None and min(self._values[0]) == max(self._values[0]):
+            alike = number > 1 and groups is None and min(self._values[0]) == max(self._values[0])
+            if alike and self._learned != "loss":
                 warnings.warn(
                     f"every sample costs the same, {self._values[0][0]:g}: nothing is balanced. "
                     "cost=lambda sample: ... is called with a sample as the dataset gives it",
@@ -128,7 +162,7 @@ class Balanced(Dataset[Any]):
         return [parts[i % ranks][i // ranks] for i in range(len(self.data))]
 
     def _of(self, sample: Any) -> tuple[float, Hashable]:
-        cost = self._cost(sample) if callable(self._cost) else _length(sample) if self._cost is None else 0.0
+        cost = self._cost(sample) if callable(self._cost) else _size(sample) if self._cost is None else 0.0
         return cost, self._group(sample) if callable(self._group) else None
 
 
@@ -142,12 +176,15 @@ def check_packed(data: Any, model: nn.Module) -> None:
         )
 
 
-def _length(sample: Any) -> float:
-    """Entries of the first tensor (or list, or text) in a sample."""
-    while isinstance(sample, Mapping | tuple):
-        sample = next(iter(sample.values())) if isinstance(sample, Mapping) else sample[0]
-    if isinstance(sample, Tensor) and not sample.ndim:
-        return 1.0
+def _size(sample: Any) -> float:
+    """Elements of the largest tensor, array, list or text in a sample."""
+    if isinstance(sample, Tensor):
+        return float(sample.numel())
+    if isinstance(sample, Mapping | tuple):
+        parts = sample.values() if isinstance(sample, Mapping) else sample
+        return max(map(_size, parts), default=1.0)
+    if isinstance(size := getattr(sample, "size", None), int):  # of numpy
+        return float(size)
     return float(len(sample)) if hasattr(sample, "__len__") else 1.0
 
 

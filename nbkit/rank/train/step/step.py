@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, shapes_of, shard_of
+from nbkit.rank.data.batch import Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.row_losses import row_losses
 from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.module.batch_norm import check_level
@@ -157,6 +158,11 @@ class TrainingStep:
             micro = micros[number]
             with self._computing(micro, step):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
+                if part is not None and shard.hears is not None:
+                    target = pair(micro.data, self._forward.inputs)[1]
+                    each = row_losses(self._forward.loss, output, target, micro.rows, self.device)
+                    if sharded_model.counts:
+                        shard.hears([shard.indices[number] for number in micro.numbers], each)
             if part is None:
                 return output  # type: ignore[no-any-return]
             if not part.value.requires_grad:
