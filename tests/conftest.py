@@ -1,10 +1,13 @@
 """Makes tests/support and tests/models importable, here and in the processes that the tests start; shares the work."""
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 _TESTS = Path(__file__).resolve().parent
@@ -47,10 +50,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: _end(config))
     if config.getoption("--cpu") and not hasattr(config, "workerinput"):
         from cpu_seconds import CpuSeconds
 
         config.pluginmanager.register(CpuSeconds())
+
+
+def _end(config: pytest.Config) -> None:
+    """A run that is ended from outside, as by `timeout`, leaves no cluster: fixtures are torn down as at Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # by which workers are hurried
+    if config.pluginmanager.hasplugin("dsession"):
+        for worker in psutil.Process().children():
+            worker.terminate()
+    pytest.exit("ended by SIGTERM", returncode=128 + signal.SIGTERM)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
