@@ -17,7 +17,7 @@ from nbkit.planner.reshard.placement import orders, placed
 from nbkit.planner.reshard.rank_steps import steps
 from nbkit.planner.reshard.rounds import rounds
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Box, Layout
 
 Side = list[dict[str, Layout]]
 WIDTH, LAYERS, VOCABULARY = 512, 12, 8192
@@ -261,7 +261,7 @@ def test_rounds_stay_within_their_limit_and_make_every_move_once(pair: tuple[str
 
     for each in rounds(made, limit=limit, in_place=in_place):
         out, into = [0] * 4, [0] * 4
-        for keys, moves in each.parts:
+        for keys, moves, _ in each.parts:
             assert not set(keys) & set(closed)
             for src, dst, box in moves:
                 moved = box.numel * 4 * len(keys)
@@ -354,3 +354,62 @@ def test_what_a_rank_of_the_same_node_holds_comes_from_there() -> None:
         pairs = Plan.of(old, new, {"a": 4}, node_of=node_of).pairs
         assert any(node_of[src] != node_of[dst] for src, dst in pairs) is crosses
         assert sum(pairs.values()) == 4 * 16 * 4
+
+
+def crossing(made: Plan, node_of: tuple[int, ...]) -> int:
+    """Bytes between nodes."""
+    return sum(moved for (src, dst), moved in made.pairs.items() if node_of[src] != node_of[dst])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_no_rank_of_a_node_holds_crosses_to_it_once(seed: int) -> None:
+    ranks, node_of = 4, ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1))[seed % 3]
+    old, new, itemsize = scattered_sides(seed)
+
+    made = Plan.of(old, new, itemsize, node_of=node_of)
+
+    least = 0  # element by element: what somebody on a node lacks and nobody on it holds
+    for node in set(node_of):
+        there = [rank for rank in range(ranks) if node_of[rank] == node]
+        for key, size in itemsize.items():
+            shape = box_shape(old, key)
+            wanted = np.logical_or.reduce([painted(new[rank].get(key), shape) for rank in there])
+            here = np.logical_or.reduce([painted(old[rank].get(key), shape) for rank in there])
+            least += size * int((wanted & ~here).sum())
+    assert crossing(made, node_of) == least < crossing(made.without_relays(), node_of)
+    assert list(made.bytes) == lacking(old, new, itemsize) == list(made.without_relays().bytes)
+    assert sum(made.sent) == made.total_bytes
+
+
+def test_a_pipeline_over_two_nodes_becomes_ddp_with_each_stage_sent_across_once() -> None:
+    old, new = side(Mesh(dp=4, pp=2)), side(Mesh(dp=8))
+    state, node_of = bytes_of(new[0]), (0, 0, 0, 0, 1, 1, 1, 1)
+    sizes_of = sizes(old, new)
+
+    made = Plan.of(old, new, sizes_of, node_of=node_of)
+
+    assert crossing(made, node_of) == state  # each stage once, to the node of the other one
+    assert crossing(made.without_relays(), node_of) == 4 * state
+    arrives = [sum(moved for (src, dst), moved in made.pairs.items() if dst == at and node_of[src] != node_of[at])
+               for at in range(8)]  # fmt: skip
+    assert max(arrives) <= 2 * min(arrives)  # by the network cards of all ranks, not of one
+
+
+def test_what_is_handed_on_has_come_in_an_earlier_round() -> None:
+    node_of = (0, 0, 1, 1)
+    old, new, itemsize = scattered_sides(3)
+    made = Plan.of(old, new, itemsize, node_of=node_of)
+    got: set[tuple[int, str, tuple[int, ...]]] = set()
+    handed_on = 0
+    for each in rounds(made, limit=64):
+        sends = [(part, move, key) for part in each.parts for move in part.moves for key in part.keys]
+        for part, move, key in sends:
+            if part.relayed:
+                handed_on += 1
+                assert all((move.src, key, at) in got for at in elements(move.box))
+        got |= {(move.dst, key, at) for _, move, key in sends for at in elements(move.box)}
+    assert handed_on > 5
+
+
+def elements(box: Box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(a, a + n) for a, n in zip(box.start, box.shape, strict=True))))

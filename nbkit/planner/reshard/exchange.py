@@ -9,7 +9,7 @@ of moves, so that thousands of keys cost as much as a few dozen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -34,13 +34,17 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Alike:
-    """Tensors that move alike. itemsize: bytes of an element; sent, received: bytes of one tensor, per rank."""
+    """Tensors that move alike. itemsize: bytes of an element; sent, received: bytes of one tensor, per rank.
+
+    relayed: whoever sends has not held it before, and has got it in this exchange, for all who lack it on its node.
+    """
 
     keys: tuple[str, ...]
     itemsize: int
     moves: tuple[Move, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    relayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Plan:
     groups: tuple[Alike, ...]
     bytes: tuple[int, ...]
     sent: tuple[int, ...]
+    node_of: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -62,13 +67,15 @@ class Plan:
         itemsize: Mapping[str, int],
         *,
         node_of: Sequence[int] = (),
+        relays: bool = True,
     ) -> Plan:
         """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
 
         itemsize: bytes of an element, per key. node_of: of each rank, its node; () for one. A box comes from whichever
-        has the least to send, of the ranks of the same node that hold it, or else of all. Raises TrainingError when a
-        layout has a gap, when a tensor has other global shapes before and after, and when no rank holds a part that is
-        needed.
+        has the least to send, of the ranks of the same node that hold it, or else of all. What several ranks of a node
+        lack and none of it holds crosses once, to one of them, which hands it on; not without `relays`. Raises
+        TrainingError when a layout has a gap, when a tensor has other global shapes before and after, and when no rank
+        holds a part that is needed.
         """
         ranks, found = len(new), spreads(old, new, itemsize)
         _check(found)
@@ -76,30 +83,44 @@ class Plan:
         _raise_missing(found, [lacking for _, lacking in cells])
         load, forced, free = [0] * ranks, [], []
         for number, ((size, _, _), keys) in enumerate(found):
-            forced.append([Move(who[0], dst, box) for dst, box, who in cells[number][0] if len(who) == 1])
+            shared, direct = _shared(cells[number][0], node_of if relays else ())
+            forced.append([Move(who[0], dst, box) for dst, box, who in direct if len(who) == 1])
             for move in forced[-1]:
                 load[move.src] += move.box.numel * size * len(keys)
             # Tensors alike need not come from the same rank: a few variants of the choice level what each one sends.
-            choice = [cell for cell in cells[number][0] if len(cell[2]) > 1]
-            variants = min(len(keys), _VARIANTS) if choice else 1
-            free += [(number, keys[i::variants], choice) for i in range(variants)]
-        groups = []
+            choice = [cell for cell in direct if len(cell[2]) > 1]
+            variants = min(len(keys), _VARIANTS) if choice or shared else 1
+            free += [(number, keys[i::variants], choice, shared) for i in range(variants)]
+        groups, relayed = [], []
         largest_first = sorted(
-            free, key=lambda each: -sum(box.numel for _, box, _ in each[2]) * found[each[0]][0][0] * len(each[1])
+            free,
+            key=lambda each: (
+                -sum(box.numel for _, box, _ in (*each[2], *each[3])) * found[each[0]][0][0] * len(each[1])
+            ),
         )
-        for number, keys, choice in largest_first:
+        for number, keys, choice, shared in largest_first:
             size, moves = found[number][0][0], list(forced[number])
             for dst, box, who in choice:
                 near = [rank for rank in who if node_of[rank] == node_of[dst]] if node_of else ()
                 src = min(near or who, key=lambda rank: (load[rank], rank))
                 load[src] += box.numel * size * len(keys)
                 moves.append(Move(src, dst, box))
-            groups.append(_alike(tuple(keys), size, tuple(moves), ranks))
+            crossing, handed_on = _relayed(shared, node_of, load, size * len(keys))
+            groups.append(_alike(tuple(keys), size, (*moves, *crossing), ranks))
+            if handed_on:
+                relayed.append(replace(_alike(tuple(keys), size, tuple(handed_on), ranks), relayed=True))
+        groups += relayed
         received = [0] * ranks
         for group in groups:
             for rank, each in enumerate(group.received):
                 received[rank] += each * len(group.keys)
-        return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load))
+        return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load), tuple(node_of))
+
+    def without_relays(self) -> Plan:
+        """The same exchange, in which each rank gets all from those that hold it before."""
+        if not any(group.relayed for group in self.groups):
+            return self
+        return Plan.of(self.old, self.new, self.itemsize, node_of=self.node_of, relays=False)
 
     @property
     def total_bytes(self) -> int:
@@ -190,6 +211,55 @@ def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> t
         for box, who in known[id(own), id(wanted)]:
             (cells if who else lacking).append((dst, box, who))
     return cells, lacking
+
+
+def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell], list[_Cell]]:
+    """Those that no rank of the receiver's node holds, on nodes where several ranks have such; and all others."""
+    far = [bool(node_of) and all(node_of[rank] != node_of[dst] for rank in who) for dst, _, who in cells]
+    receivers: dict[int, set[int]] = {}
+    for (dst, _, _), is_far in zip(cells, far, strict=True):
+        if is_far:
+            receivers.setdefault(node_of[dst], set()).add(dst)
+    shared = [is_far and len(receivers[node_of[cell[0]]]) > 1 for cell, is_far in zip(cells, far, strict=True)]
+    return (
+        [cell for cell, together in zip(cells, shared, strict=True) if together],
+        [cell for cell, together in zip(cells, shared, strict=True) if not together],
+    )
+
+
+def _relayed(
+    shared: Sequence[_Cell], node_of: Sequence[int], load: list[int], size: int
+) -> tuple[list[Move], list[Move]]:
+    """What crosses to each node, every element once, and what is handed on there by who has got it.
+
+    size: bytes of an element, of all tensors that move so. load: what each rank sends, which this adds to.
+    """
+    wanted: dict[int, dict[int, list[tuple[Box, tuple[int, ...]]]]] = {}
+    for dst, box, who in shared:
+        wanted.setdefault(node_of[dst], {}).setdefault(dst, []).append((box, who))
+    crossing: list[Move] = []
+    handed_on: list[Move] = []
+
+    def send(src: int, dst: int, box: Box, into: list[Move]) -> None:
+        load[src] += box.numel * size
+        into.append(Move(src, dst, box))
+
+    for ranks in wanted.values():
+        here: list[Move] = []  # what has crossed to this node
+        # Who has the least to send is the first, and hands on to the others.
+        for dst in sorted(ranks, key=lambda rank: (load[rank], rank)):
+            own: list[Move] = []
+            for box, who in ranks[dst]:
+                left = [box]
+                for _, gateway, there in here:
+                    for hit in [hit for part in left if (hit := part.meet(there)) is not None]:
+                        send(gateway, dst, hit, handed_on)
+                    left = uncovered(left, (there,))
+                for part in left:
+                    send(min(who, key=lambda rank: (load[rank], rank)), dst, part, own)
+            here += own
+        crossing += here
+    return crossing, handed_on
 
 
 def _sources(missing: Box, holders: Mapping[Box, Sequence[int]], apart: bool) -> list[tuple[Box, tuple[int, ...]]]:

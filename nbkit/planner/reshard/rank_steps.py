@@ -29,11 +29,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box on the wire, for each of `keys` one behind the other. here: in the tensor, there: in the box."""
+    """A box on the wire, for each of `keys` one behind the other. here: in the tensor, there: in the box.
+
+    relayed: it is sent from the new tensor, which has got it in an earlier round.
+    """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     places: tuple[Place, ...]
+    relayed: bool = False
 
 
 @dataclass
@@ -70,16 +74,16 @@ def steps(plan: Plan, made: Sequence[Round], rank: int) -> list[Step]:
     found, opened = [], set[str]()
     for each in made:
         step = Step(len(plan.new), each.num_bytes == 0, each.closes)
-        for keys, moves in each.parts:
+        for keys, moves, relayed in each.parts:
             size, before, after = plan.itemsize[keys[0]], old.get(keys[0]), new.get(keys[0])
             if id(moves) not in mine:
                 mine[id(moves)] = [move for move in moves if rank in (move.src, move.dst)]
             for src, dst, box in mine[id(moves)]:
                 sends = src == rank
-                layout = before if sends else after
+                layout = before if sends and not relayed else after
                 assert layout is not None
                 places = _places(layout, box)
-                (step.sends[dst] if sends else step.receives[src]).append(Piece(keys, box.shape, places))
+                (step.sends[dst] if sends else step.receives[src]).append(Piece(keys, box.shape, places, relayed))
                 if sends:
                     step.sent[dst] += len(keys) * box.numel * size
                 else:

@@ -22,10 +22,11 @@ _WINDOW = 16
 
 
 class Part(NamedTuple):
-    """In one round, every tensor of `keys` makes `moves`; all these tensors are spread alike."""
+    """In one round, every tensor of `keys` makes `moves`; all these tensors are spread alike. relayed: see Alike."""
 
     keys: tuple[str, ...]
     moves: tuple[Move, ...]
+    relayed: bool = False
 
 
 @dataclass
@@ -42,11 +43,21 @@ def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round
 
     in_place: tensors go one by one, in an order that keeps memory low, and on no rank do the new tensors that a round
     begins take more bytes than this (or it begins a single one). The same list on every rank; a round of 0 bytes is
-    no matter between ranks.
+    no matter between ranks. What is handed on comes last, when it is there.
     """
+    order = list(_evenly(plan) if in_place is None else _frugally(plan))
+    made: list[Round] = []
+    for relayed in (False, True):
+        made += _filled(plan, [each for each in order if plan.groups[each[0]].relayed == relayed], limit, in_place)
+    last = {key: at for at, each in enumerate(made) for part in each.parts for key in part.keys}
+    for key, at in last.items():
+        made[at].closes.append(key)
+    return made
+
+
+def _filled(plan: Plan, order: Sequence[tuple[int, tuple[str, ...]]], limit: int, in_place: int | None) -> list[Round]:
     made: list[Round] = []
     filling: list[_Filling] = []
-    order = _evenly(plan) if in_place is None else _frugally(plan)
     for number, keys in order:
         for item in _items(plan, plan.groups[number], keys, limit):
             rest = item
@@ -61,12 +72,8 @@ def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round
                     filling.append(into := _Filling(len(plan.new)))
                     count = max(1, into.room(rest, limit, in_place))
                 into.add(rest, count)
-                rest = rest._replace(part=Part(rest.part.keys[count:], rest.part.moves))
-    made += [each.round for each in filling]
-    last = {key: at for at, each in enumerate(made) for part in each.parts for key in part.keys}
-    for key, at in last.items():
-        made[at].closes.append(key)
-    return made
+                rest = rest._replace(part=rest.part._replace(keys=rest.part.keys[count:]))
+    return made + [each.round for each in filling]
 
 
 _Bytes = tuple[tuple[int, int], ...]
@@ -100,7 +107,7 @@ class _Filling:
         return count
 
     def add(self, item: _Item, count: int) -> None:
-        self.round.parts.append(Part(item.part.keys[:count], item.part.moves))
+        self.round.parts.append(item.part._replace(keys=item.part.keys[:count]))
         for used, each in ((self.sent, item.sent), (self.received, item.received), (self.fresh, item.fresh)):
             for rank, size in each:
                 used[rank] += count * size
@@ -110,7 +117,7 @@ class _Filling:
 def _items(plan: Plan, group: Alike, keys: tuple[str, ...], limit: int) -> Iterator[_Item]:
     fresh = _where_any(_gain_and_loss(plan, group)[0])
     if max((*group.sent, *group.received)) <= limit:
-        yield _Item(Part(keys, group.moves), _where_any(group.sent), _where_any(group.received), fresh)
+        yield _Item(Part(keys, group.moves, group.relayed), _where_any(group.sent), _where_any(group.received), fresh)
         return
     # Too large for one round: its boxes are cut, and all ranks that send this tensor do so at the same time.
     most = max(1, limit // group.itemsize // 8)
@@ -120,7 +127,7 @@ def _items(plan: Plan, group: Alike, keys: tuple[str, ...], limit: int) -> Itera
         begins = fresh
         for _, _, move in sorted(turns, key=lambda each: each[:2]):
             size = move.box.numel * group.itemsize
-            yield _Item(Part((key,), (move,)), ((move.src, size),), ((move.dst, size),), begins)
+            yield _Item(Part((key,), (move,), group.relayed), ((move.src, size),), ((move.dst, size),), begins)
             begins = ()
 
 

@@ -144,8 +144,9 @@ def carry_out(step: Step, old: Mapping[str, Tensor], new: Mapping[str, Tensor], 
     outgoing, incoming = buffers[0][: sum(step.sent)], buffers[1][: sum(step.received)]
     at = 0
     for piece in (piece for pieces in step.sends for piece in pieces):
+        source = new if piece.relayed else old
         for key in piece.keys:
-            at = _pack(outgoing, at, old[key][piece.places[0].here.slices])
+            at = _pack(outgoing, at, source[key][piece.places[0].here.slices])
     dist.all_to_all_single(incoming, outgoing, step.received, step.sent)
     at = 0
     for piece in (piece for pieces in step.receives for piece in pieces):

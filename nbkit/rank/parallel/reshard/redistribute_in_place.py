@@ -42,7 +42,9 @@ class InPlace:
     """
 
     def __init__(self, plan: Plan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
-        self.plan, self.rank, self.limit = plan, rank, limit
+        # What is handed on comes last, and an old tensor could not be freed before.
+        self.plan = plan = plan.without_relays()
+        self.rank, self.limit = rank, limit
         self.rounds = rounds(plan, limit=limit, in_place=limit)
         self._steps = steps(plan, self.rounds, rank)
         self._room = room_of(self._steps)
