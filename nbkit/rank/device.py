@@ -16,8 +16,11 @@ from torch import Tensor
 BACKENDS = {"cuda": "nccl"}
 """Kind of device -> the backend between devices of that kind. What is not here trains on the CPU."""
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate")
-"""In an error of torch's allocator on the CPU, which has no type of its own."""
+_NO_MEMORY = (
+    *("can't allocate memory", "not enough memory: you tried to allocate"),  # torch's allocator on the CPU
+    *("Failed to CUDA calloc", "Failed to CUDA malloc", "'out of memory'"),  # NCCL, for a communicator
+)
+"""In errors that have no type of their own."""
 
 _CONTEXT_LOST = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
 """In an error of CUDA: every later call in this process gives the same one."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from jobs import quiet
 from pretend import Communicator, Limits, PretendAccelerator, checked, join, works
+from pretend.communicator import Work
 from ranks import next_generation, run_ranks
 from torch import nn
 
@@ -23,9 +24,12 @@ from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank import device
 from nbkit.rank.comm import link_probe
 from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.parallel import device_mesh
+from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.parallel.pipeline.p2p import Channels
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.world import watchdog
+from nbkit.strategy import Strategy
 
 
 def blocks() -> nn.Module:
@@ -96,7 +100,7 @@ def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
 
     gc.collect()
     others = 0
-    trainer, others = writer("ddp"), open_now()
+    trainer, others = writer("ddp"), open_now() - 1  # its own is made when it connects
     trainer.fit(1)
     counts = [open_now()]
     for number, strategy in enumerate(CHAIN):
@@ -106,6 +110,85 @@ def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
     trainer.undo()
     trainer.fit(1)
     return counts
+
+
+def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
+    """What a switch to tp has done of: the allocator's reserve given back, and communicators made, before it builds."""
+    trainer, done = writer("ddp"), list[str]()
+    trainer.fit(1)
+    known = list(Communicator.everyone)
+
+    def trim() -> None:
+        new = [one for one in Communicator.everyone if one.met and one not in known]
+        done.append(f"reserve given back, {len(new)} made")
+
+    gpu.trim = trim  # type: ignore[method-assign]
+    try:
+        trainer.job.builder.connect(Strategy.parse("tp", 2), alike=True)
+    finally:
+        del gpu.trim
+    return [*done, *(one.key.partition("/")[2] for one in Communicator.everyone if one.met and one not in known)]
+
+
+def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
+    """Open communicators beside that of all ranks after three switches, the first from zero3 whose group was forgotten;
+    then how many groups are left that were, of which one was on rank 0 alone."""
+
+    def open_now() -> int:
+        return sum(one.met and not one.shut for one in Communicator.everyone) - others
+
+    gc.collect()
+    trainer, others, counts = writer("ddp"), 0, list[int]()
+    trainer.switch("zero3")
+    trainer.fit(1)
+    others = open_now() - 1
+    if gpu.rank == 0:
+        device_mesh._made[device_mesh.key_of("left", (0,))] = dist.new_group([0], use_local_synchronization=True)
+    for strategy in ("zero2", "tp", "zero3"):
+        # As where an interrupt has reached one rank before a group was made, and another after it.
+        if strategy == "zero2":
+            device_mesh.forget(torch.device("cpu"))
+            trainer.job.builder._connected.clear()
+        trainer.switch(strategy)
+        trainer.fit(1)
+        counts.append(open_now())
+    counts.append(sum(key[-1] < device_mesh._forgotten for key in device_mesh._made))
+    return counts
+
+
+def half_done(world: Any, gpu: PretendAccelerator) -> bool:
+    """Whether rank 0 knows that it has made an update behind a sum that was broken off, of which the last part was
+    made: NCCL sends in parts, each through a channel of its own."""
+    whole = Work.wait
+
+    def wait(work: Work, *timeout: Any) -> bool:
+        whole(work, *timeout)
+        if work._where.aborted.is_set():
+            for output in work._outputs:
+                output.data.zero_()
+                output.data.view(-1)[-1:] = ALIVE
+        return True
+
+    def leaves(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 and gpu.rank == 1:
+            raise RuntimeError("on purpose")
+
+    trainer = quiet(model=blocks, strategy="ddp", callbacks=[leaves])
+    timer = threading.Timer(3.0, watchdog.break_out, ["a test"])
+    if gpu.rank == 0:
+        timer.start()
+    Work.wait = wait  # type: ignore[method-assign]
+    try:
+        trainer.fit(8)
+    except (RuntimeError, NbkitError):
+        pass
+    finally:
+        Work.wait = whole  # type: ignore[method-assign]
+    timer.cancel()
+    found = trainer.job.integrity.half_way
+    Communicator.give_up()
+    next_generation(world)
+    return found
 
 
 def _released(wait: Callable[[], Any]) -> str:
@@ -196,9 +279,10 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """By rank: what became of the scenes after which the ranks go on."""
-    first = [ten_switches]  # no other scene has made groups yet
-    scenes = [*first, telemetry, pipeline, generating, stuck_in_two, alone_in_a_first_use, asserted, queues, leaving]
-    return run_ranks(each, 2, scenes, join=False, generations=5, timeout=120)
+    first = [ten_switches, connecting, forgotten]  # no other scene has made groups yet
+    stuck = [half_done, stuck_in_two, alone_in_a_first_use]
+    scenes = [*first, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
+    return run_ranks(each, 2, scenes, join=False, generations=6, timeout=180)
 
 
 def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: list[dict[str, Any]]) -> None:
@@ -230,6 +314,31 @@ def test_of_ten_switches_only_the_communicators_are_left_that_the_strategy_or_an
 
     for rank in lasting:
         assert rank["ten_switches"] == expected
+
+
+def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_has_given_back(
+    lasting: list[dict[str, Any]],
+) -> None:
+    for rank in lasting:
+        first, *made = rank["connecting"]
+        assert first == "reserve given back, 0 made" and len(made) == 1
+
+
+def test_groups_that_were_forgotten_are_closed_when_nobody_uses_them(lasting: list[dict[str, Any]]) -> None:
+    for rank in lasting:
+        # The one in force beside the one that an undo goes back to: first both along dp, then dp and tp.
+        assert rank["forgotten"] == [2, 2, 2, 0]
+
+
+def test_an_update_behind_a_sum_that_was_made_in_part_is_known_to_be_torn(lasting: list[dict[str, Any]]) -> None:
+    assert lasting[0]["half_done"] is True
+
+
+def test_nccl_without_memory_for_a_communicator_is_out_of_memory() -> None:
+    said = "NCCL error in: NCCLUtils.cpp:76, unhandled cuda error\nLast error:\n{}"
+    for last in ("Failed to CUDA calloc 8388608 bytes", "Cuda failure 2 'out of memory'"):
+        assert device.accelerator().out_of_memory(dist.DistBackendError(said.format(last)))
+    assert not device.accelerator().out_of_memory(dist.DistBackendError(said.format("Connection closed")))
 
 
 def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:

@@ -29,6 +29,10 @@ _DELEGATED = {"gloo", "nccl"}
 _ABORT_SECONDS = _RELEASE_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
+breaking_off: list[Callable[[], None]] = []
+"""Called, from any thread, before operations that may be under way are broken off. Who waits for a device learns of it
+here: an abort may end the last part of what NCCL sends and not the others, since each goes through another channel."""
+
 
 def install() -> None:
     """Make every gloo or nccl group of this process a delegating one. A second call changes nothing."""
@@ -67,6 +71,8 @@ def install() -> None:
 def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGroup], Broken]) -> None:
     """Take the inner groups out of `groups` for good: their connections are shut, and the last references dropped."""
     groups = list(groups)
+    for tell in breaking_off:
+        tell()
     for group in groups:
         sockets.shut(group.sockets)
     interrupt("its group has ended")

@@ -16,14 +16,22 @@ from nbkit.node_levels import BETWEEN, WITHIN, levels_of
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.comm.delegating_group import Broken, DelegatingGroup
+from nbkit.rank.comm.group_creation import abort
 
 MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None]
 """See `group_of`."""
 
-GroupKey = tuple[str, tuple[int, ...]]
-"""(axis, its ranks of the world) of a group."""
+GroupKey = tuple[str, tuple[int, ...], int]
+"""(axis, its ranks of the world, how often groups had been forgotten when it was made) of a group."""
 
 _made: dict[GroupKey, dist.ProcessGroup] = {}
+_forgotten = 0
+"""How often groups have been forgotten; see `forget`."""
+
+
+def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:
+    """Of the group that `group_of` makes now, or finds."""
+    return axis, ranks, _forgotten
 
 
 def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -35,10 +43,11 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
     for ranks in every:
         if len(ranks) == 1:
             continue
-        if (axis, ranks) not in _made:
-            _made[axis, ranks] = dist.new_group(list(ranks), group_desc=axis)
+        key = key_of(axis, ranks)
+        if key not in _made:
+            _made[key] = dist.new_group(list(ranks), group_desc=axis)
         if rank in ranks:
-            own = _made[axis, ranks]
+            own = _made[key]
     return own
 
 
@@ -51,14 +60,20 @@ def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
     """Close the groups that no rank keeps; who wants one again has it made anew. Collective over the world.
 
     Nothing may be under way in them. kept: by this rank. All close the same ones in one order: a communicator may end
-    only when all of its members end it.
+    only when all of its members end it. A forgotten one that some ranks do not have was never used: they are not
+    asked.
     """
     own = sorted(_made.keys() - set(kept))
-    everyone = all_gather_objects(own, world_size=dist.get_world_size(), device=device)
+    told = frozenset(own), _made.keys() & set(kept)
+    everyone = all_gather_objects(told, world_size=dist.get_world_size(), device=device)
     for key in own:
-        if not all(key in left for left in everyone):
-            continue
-        _close(_made.pop(key))
+        everywhere = all(key in left for left, _ in everyone)
+        forgotten = key[-1] < _forgotten and not any(key in held for _, held in everyone)
+        if everywhere or forgotten:
+            group = _made.pop(key)
+            if not everywhere and isinstance(group, DelegatingGroup):
+                abort([group])
+            _close(group)
 
 
 def close_all() -> None:
@@ -66,8 +81,10 @@ def close_all() -> None:
 
     Those that no such process was in would be formed again whenever another rank dies, for nobody.
     """
+    global _forgotten
     for key in sorted(_made):
         _close(_made.pop(key))
+    _forgotten = 0  # as on a new rank
 
 
 def _close(group: dist.ProcessGroup) -> None:
@@ -82,16 +99,21 @@ def groups_made() -> int:
     An interrupt may have reached one rank before a group was made and another after it.
     """
     forming.join()
-    return zlib.crc32(repr((sorted(_made), c10d._world.group_count)).encode())
+    made = sorted(key for key in _made if key[-1] == _forgotten)
+    return zlib.crc32(repr((made, c10d._world.group_count)).encode())
 
 
 def forget(device: torch.device) -> None:
-    """Later strategies get groups of their own. Collective: torch names a group by a count that ranks must agree on."""
-    _made.clear()
+    """Later strategies get groups of their own; those that are there serve who holds them, until `close_all_but`.
+
+    Collective: torch names a group by a count that ranks must agree on, and so are they called here.
+    """
+    global _forgotten
+    _forgotten += 1
     if dist.get_world_size() > 1:
-        count = torch.tensor(c10d._world.group_count, device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        c10d._world.group_count = int(count)
+        counts = torch.tensor([c10d._world.group_count, _forgotten], device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        c10d._world.group_count, _forgotten = counts.tolist()
 
 
 def groups_along(
@@ -154,6 +176,14 @@ class Axes:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of this rank along `axis`, None when it is alone there."""
         return self._groups[axis]
+
+    def used(self, edges: object) -> list[dist.ProcessGroup]:
+        """This rank's groups that a step makes collectives in. edges: of a pipeline, which then has none along pp."""
+        halved = self.shard not in (1, self.mesh.dp)
+        axes = {"tp", "cp", *(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
+        axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
+        return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
 
     def levels(self, axis: str) -> LevelGroups | None:
         """The two levels of an all-reduce along `axis`; None where it has one."""

@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 
 from nbkit.rank.comm.thread_group import Meeting
-from nbkit.rank.parallel.device_mesh import Axes, GroupKey, MakeGroup, all_made, close_all_but, group_of, groups_along
-from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups, ranks_of_edges
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.device_mesh import (
+    Axes,
+    GroupKey,
+    MakeGroup,
+    all_made,
+    close_all_but,
+    group_of,
+    groups_along,
+    key_of,
+)
+from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups, has_met, meet, meet_all, ranks_of_edges
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
@@ -51,6 +61,21 @@ def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: S
     return made
 
 
+def meet_groups(connections: Connections, device: torch.device) -> None:
+    """The first use of this rank's groups that have not met since they were formed. Collective over the world.
+
+    NCCL takes the memory of a communicator at its first use: here, before tensors of a strategy take it, and with what
+    torch's allocator has in reserve. In a step, who finds none would leave the others waiting.
+    """
+    if dist.get_backend() == "nccl" and accelerator().holds(device):
+        groups = [*connections.axes.used(connections.edges), *(group for group, _ in connections.ties)]
+        if any(not has_met(group) for group in (*groups, *connections.edges.values())):
+            accelerator().trim()
+        for group in groups:
+            meet_all(group, device)
+    meet(connections.edges, device)
+
+
 def close_unused(device: torch.device) -> None:
     """Close the groups of strategies whose `Connections` nobody holds any more, on any rank. Collective.
 
@@ -84,7 +109,7 @@ def group_keys(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[
     along = groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     tied = [("pp", every) for every, _ in _tied(strategy, rank_layouts)]
     edges = ranks_of_edges(strategy.mesh.groups("pp"))
-    return {(axis, ranks) for axis, every in (*along.items(), *tied, *edges) for ranks in every if len(ranks) > 1}
+    return {key_of(axis, ranks) for axis, every in (*along.items(), *tied, *edges) for ranks in every if len(ranks) > 1}
 
 
 def _ties(

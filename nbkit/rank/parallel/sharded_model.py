@@ -71,6 +71,11 @@ class ShardedModel:
         """Number of the stage that gives the output."""
         return 0 if self.pipeline is None else self.pipeline.schedule.num_stages - 1
 
+    @property
+    def sums_numbers(self) -> bool:
+        """Whether the messages by which all ranks meet at the end of a step with rows can sum a few numbers."""
+        return self.pipeline is not None and self.pipeline.sums_over(self.strategy.mesh.size)
+
     def stage(self, stage: int, value: Any, received: tuple[Tensor, ...]) -> Any:
         """Forward of one stage: what goes to the next one, or the model's output."""
         if self.staged is None:
@@ -95,17 +100,20 @@ class ShardedModel:
         launch: Callable[[], None],
         on_op: OnOp | None = None,
         autocast: bool = False,
+        numbers: Tensor | None = None,
     ) -> Tensor | None:
         """All forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
 
         forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
         other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
-        left to hide behind. on_op: see Pipeline.run. autocast: whether `forward` is under it. Returns the data axis'
+        left to hide behind. on_op: see Pipeline.run. autocast: whether `forward` is under it. numbers: float64, into
+        which `launch` writes what is summed over all ranks by the end, where `sums_numbers`. Returns the data axis'
         canary. Of a pipeline on CPU ranks none returns before all in it have their gradients.
         """
         with self.data.computing(autocast=autocast):
             if self.pipeline is not None and micros:
-                self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op)
+                count = 0 if numbers is None else numbers.numel()
+                self.pipeline.run(micros, forward, key, launch=launch, on_op=on_op, numbers=count)
                 self.data.hold()
                 self.data.start()
             elif micros:
@@ -122,7 +130,7 @@ class ShardedModel:
             canary = self.data.finish()
         self._sum_partial()
         if self.pipeline is not None and micros:
-            self.pipeline.meet()
+            self.pipeline.meet(numbers)
         return canary
 
     def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:

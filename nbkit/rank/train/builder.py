@@ -33,8 +33,7 @@ from nbkit.rank.parallel.module.meta_module import hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
-from nbkit.rank.parallel.pipeline.p2p_groups import meet
-from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, served
+from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
@@ -234,7 +233,7 @@ class Builder:
         self.agree_on(strategy)
         connections = self._connections(strategy)
         # Groups of an earlier visit too: in a new generation of the world they have not met.
-        meet(connections.edges, self.device)
+        meet_groups(connections, self.device)
         return connections
 
     def _connections(self, strategy: Strategy) -> Connections:

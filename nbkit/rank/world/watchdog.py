@@ -43,6 +43,8 @@ def wake(reason: str) -> None:
     aborted; who waits for peers in the first use of one waits in Python.
     """
     background_creation.forming.broken = background_creation.forming.broken or reason
+    for tell in group_creation.breaking_off:
+        tell()
     group_creation.shut_all()
     interruptible_wait.interrupt(reason)
     # Aborting may itself wait for the device; the caller may not.

@@ -89,6 +89,7 @@ class Pipeline:
         rounds: int | None = None,
         launch: Callable[[], None] | None = None,
         on_op: OnOp | None = None,
+        numbers: int = 0,
     ) -> list[tuple[Tensor, ...]]:
         """Every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other ranks.
 
@@ -97,7 +98,8 @@ class Pipeline:
         stage may return any tensors. rounds: as nbkit.schedules.token_rounds has them, of num_micro / rounds
         sequences, in which `forward` brings the token from the last stage to the first. launch: called once, when all
         forwards of this rank are done and no other rank waits for it any more; where `meet` does nothing, at the end.
-        What `forward` raises is raised here; the run is then over on this rank.
+        numbers: how many of them `meet` will sum, where it `sums_over` all ranks. What `forward` raises is raised here;
+        the run is then over on this rank.
         """
         if num_micro == 0:
             return []
@@ -109,7 +111,7 @@ class Pipeline:
             with torch.set_grad_enabled(training):
                 for index, op in enumerate(ops):
                     if training and index == len(ops) - 1:
-                        self._expect_all(routes.needs[index])
+                        self._expect_all(routes.needs[index], numbers)
                     run.do(index, op, on_op)
                     if index == idle and launch is not None:
                         launch()
@@ -119,21 +121,25 @@ class Pipeline:
             raise
         return [run.results[micro] for micro in sorted(run.results)]
 
-    def meet(self) -> None:
+    def sums_over(self, ranks: int) -> bool:
+        """Whether `meet` can sum numbers over `ranks` ranks: as many as the pipeline has, where they meet."""
+        return self._barrier is not None and self._barrier.sums and self._barrier.size == ranks
+
+    def meet(self, numbers: Tensor | None = None) -> None:
         """After a `run` with gradients, and what else makes them: wait until every rank of the pipeline is here.
 
-        Nothing on NCCL, nor for a rank that is alone.
+        numbers: see `run`; float64, which become their sums. Nothing on NCCL, nor for a rank that is alone.
         """
         if self._barrier is not None:
-            self._barrier.meet()
+            self._barrier.meet(numbers)
 
-    def _expect_all(self, last: Message | None) -> None:
+    def _expect_all(self, last: Message | None, numbers: int) -> None:
         """Post the receives of `meet`, behind that of the last message: they come in the order in which all are sent,
         by which telemetry knows both ends of one."""
         if self._barrier is not None:
             if last is not None:
                 self._channels.post(last)
-            self._barrier.open(self._channels.tag_of_end)
+            self._barrier.open(self._channels.tag_of_end, numbers)
 
     def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes]:
         """This rank's operations and messages; without training, the forwards of the same lists."""

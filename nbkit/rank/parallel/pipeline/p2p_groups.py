@@ -52,7 +52,7 @@ def meet(edges: Edges, device: torch.device) -> None:
     """
     for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
         group = edges[edge]
-        if _has_met(group):
+        if _meets_again(group):
             continue
         token = torch.zeros(1, device=device)
         if edge[0] == dist.get_rank():
@@ -67,15 +67,23 @@ def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
     NCCL connects at the first collective and blocks until all members are there: in the middle of a run, a rank that
     comes to one first would keep from the others what they need to come.
     """
-    if not _has_met(group):
+    if not _meets_again(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _has_met(group: dist.ProcessGroup) -> bool:
+def has_met(group: dist.ProcessGroup) -> bool:
+    """Whether it has met since it was formed."""
+    return _met.get(group) == _formed(group)
+
+
+def _meets_again(group: dist.ProcessGroup) -> bool:
     """Whether it has met since it was formed; from now on it has."""
-    formed = group.formed if isinstance(group, DelegatingGroup) else 1
-    before, _met[group] = _met.get(group), formed
-    return before == formed
+    before, _met[group] = has_met(group), _formed(group)
+    return before
+
+
+def _formed(group: dist.ProcessGroup) -> int:
+    return group.formed if isinstance(group, DelegatingGroup) else 1
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:

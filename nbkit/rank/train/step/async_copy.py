@@ -16,6 +16,10 @@ class Underway:
         if accelerator().holds(tensor):
             self._host, self._copied = accelerator().fetch(tensor)
 
+    def arrived(self) -> bool:
+        """Whether the tensor is on the host already. Any thread."""
+        return self._copied is None or bool(self._copied.query())
+
     def read(self) -> Tensor:
         """The tensor on the host; waits until it is there."""
         if self._copied is not None:

@@ -185,6 +185,7 @@ class TrainingStep:
             launch=last_loss,
             on_op=clock.on_op,
             autocast=self.precision.dtype is not None,
+            numbers=reduction.carried() if micros and sharded_model.sums_numbers else None,
         )
         if late:
             launch()

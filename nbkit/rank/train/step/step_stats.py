@@ -2,7 +2,8 @@
 
 One all-reduce of a few float64, launched before the backward pass of the last micro-batch, so that it hides behind it;
 in a pipeline on CPU ranks, as soon as no other rank waits for this one; in one on GPUs, and while a backup of the step
-before is under way (see replace/backup.py), after the last operation. From
+before is under way (see replace/backup.py), after the last operation. Where all ranks are in one pipeline, the messages
+by which its stages meet at the end of a step carry the numbers. From
 GPUs it is read one step later, so that no host waits for its device. CPU ranks wait for it before their update: that it
 is launched early is why it mostly is there by then.
 """
@@ -10,12 +11,15 @@ is launched early is why it mostly is there by then.
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.comm.group_creation import breaking_off
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
@@ -52,13 +56,25 @@ class StepNumbers:
     data_ends: bool = False
 
 
+_on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
+"""The newest that were launched where the host does not wait for them: more are never under way."""
+
+
 class StepReduction:
     """Sums one step's numbers over the ranks, without waiting for them until `read`."""
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._work: dist.Work | None = None
+        self._carried: Tensor | None = None
+        self._underway: Underway | None = None
+        self._broken_off = False
         self._numbers: StepNumbers | None = None
+
+    def carried(self) -> Tensor:
+        """Memory for the numbers: who asks for it sums them over the ranks, between `launch` and `finish`."""
+        self._carried = torch.zeros(_SHARED + 4 * self.world_size, dtype=torch.float64)
+        return self._carried
 
     def launch(
         self,
@@ -90,8 +106,10 @@ class StepReduction:
         vector[_WEIGHT] = weight
         told = _ENDS * ends + _DATA_ENDS * data_ends
         vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
-        self._vector = vector
-        if self.world_size > 1:
+        if accelerator().holds(self.device):
+            _on_devices.append(weakref.ref(self))
+        self._vector = vector if self._carried is None else self._carried.copy_(vector)
+        if self.world_size > 1 and self._carried is None:
             self._work = dist.all_reduce(vector, async_op=True)
 
     def finish(self, canary: Tensor | None) -> None:
@@ -104,6 +122,14 @@ class StepReduction:
             self._work = None
         self._vector[_CANARY] = ALIVE if canary is None else canary
         self._underway = Underway(self._vector)
+
+    def break_off(self) -> None:
+        """What is under way is broken off now: gradients whose sum the host does not know of are whole on no rank.
+
+        The canary alone does not tell: it is one element, and others may have come through another channel.
+        """
+        if self._numbers is None and (self._underway is None or not self._underway.arrived()):
+            self._broken_off = True
 
     def per_weight(self, divided_by: float = 1.0) -> Tensor:
         """`divided_by` / the weight of all ranks, on the device; 0 when nothing has weight. After `finish`."""
@@ -123,8 +149,9 @@ class StepReduction:
         return self._numbers
 
     def _read(self) -> StepNumbers:
+        assert self._underway is not None
         values = self._underway.read().tolist()
-        if values[_CANARY] != ALIVE or not all(map(math.isfinite, values[_WEIGHTED:])):
+        if self._broken_off or values[_CANARY] != ALIVE or not all(map(math.isfinite, values[_WEIGHTED:])):
             # Broken off on a device, where no call raises: what is there was never a sum, and may be anything.
             none = [0] * self.world_size
             return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
@@ -156,3 +183,12 @@ class StepResult:
     def loss(self) -> Tensor:
         """Of the whole global batch, on the device, 0-dimensional, not waited for."""
         return self._reduction.loss  # worked out for who asks: four operations, of which a Trainer needs none
+
+
+def _break_off() -> None:
+    for one in list(_on_devices):
+        if (reduction := one()) is not None:
+            reduction.break_off()
+
+
+breaking_off.append(_break_off)

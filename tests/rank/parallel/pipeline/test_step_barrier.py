@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import quiet
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -16,6 +17,10 @@ from nbkit.rank.parallel.pipeline.p2p_groups import edge_groups
 from nbkit.rank.parallel.pipeline.step_barrier import Barrier
 from nbkit.rank.telemetry import collectives
 from nbkit.schedules import NAMES, Schedule
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3))
 
 
 def came(world: Any) -> list[list[bool]]:
@@ -36,6 +41,48 @@ def came(world: Any) -> list[list[bool]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_barrier_opens_when_the_last_rank_has_come(ranks: int) -> None:
     assert run_ranks(came, ranks) == [[[True] * ranks] * ranks] * ranks
+
+
+def summed(world: Any) -> list[tuple[float, ...]]:
+    """Numbers of each rank, summed in rounds in which another rank comes late."""
+    rank, ranks = world.place.rank, world.place.world_size
+    barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
+    found = []
+    for round_ in range(ranks):
+        barrier.open(tag=round_, count=2)
+        if rank == round_:
+            time.sleep(0.2)
+        store.set(f"{round_}/{rank}", "here")
+        numbers = torch.tensor([0.1 ** (rank + 1), 10.0**rank], dtype=torch.float64)
+        barrier.meet(numbers)
+        assert store.check([f"{round_}/{other}" for other in range(ranks)])
+        found.append(tuple(numbers.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_barrier_carries_sums_that_are_equal_on_all_ranks(ranks: int) -> None:
+    found = run_ranks(summed, ranks)
+
+    assert all(rank == found[0] for rank in found)
+    assert found[0][0] == pytest.approx((sum(0.1 ** (rank + 1) for rank in range(ranks)), (10**ranks - 1) / 9))
+
+
+def pipelined(world: Any, strategy: str) -> tuple[list[str], list[float]]:
+    """(collectives of a steady step, losses)."""
+    ends: list[int] = []
+    callbacks = [lambda trainer, record: ends.append(collectives.ring.end)]
+    trainer = quiet(model=blocks, strategy=strategy, callbacks=callbacks)
+    trainer.fit(5)
+    calls = collectives.ring.between(ends[2], ends[3])[0]
+    return [call.op for call in calls if call.peer is None], [record["loss"] for record in trainer.history]
+
+
+def test_a_step_of_one_pipeline_makes_no_reduction_of_its_own_for_its_numbers() -> None:
+    (alone, losses), (beside, expected) = run_ranks(pipelined, 2, "pp=2")[0], run_ranks(pipelined, 2, "ddp")[0]
+
+    assert "all_reduce" in beside and alone == []
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def order(world: Any, edges: bool) -> dict[str, list[str]]:
