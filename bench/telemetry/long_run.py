@@ -47,7 +47,8 @@ def note(trainer, record):
         with open({folder!r} + "/step.new", "w") as file:
             file.write(str(record["step"]))
         os.replace({folder!r} + "/step.new", {folder!r} + "/step")
-trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, data=x, batch_size=world_size,
+trainer = nbkit.Trainer(
+    model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, data=x, batch_size=world_size,
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), log_dir={folder!r} + "/runs", callbacks=[note],
     save_every=False, progress=False)
 """
