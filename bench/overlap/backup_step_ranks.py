@@ -7,41 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nbkit
-from bench.pipeline.sleeping_rank import last
+from bench.overlap.sleeping_block import SleepingBlock, drawn_rows
 from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.rank.train.replace.backup import Backups, Generation
 from nbkit.rank.world.world import World
 
 _WIDTH, _BLOCKS, _ROWS = 256, 8, 16
 _WARM = 3
-
-
-class _Block(nn.Module):
-    """Forward takes a third of `seconds`, backward the rest."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(_WIDTH, _WIDTH, bias=False), seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.linear(x)
-        last(self.seconds / 3)
-        return _Backward.apply(x, 2 * self.seconds / 3)  # type: ignore[no-any-return]
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        last(ctx.seconds)
-        return grad, None
 
 
 class Worker:
@@ -63,9 +38,7 @@ class Worker:
                 self._link.rate = None
 
         Backups._send = slow  # type: ignore[method-assign]
-        draw = torch.Generator().manual_seed(0)
-        rows = torch.randn(_ROWS * 4, 2, _WIDTH, generator=draw)
-        self._data = [(x, y) for x, y in rows]
+        self._data = drawn_rows(_ROWS * 4, _WIDTH)
         self._trainers = {every: self._trainer(strategy, every) for every in (1, 0)}
         self._began: list[float] = []
 
@@ -75,7 +48,7 @@ class Worker:
         parts = 8 / ranks if strategy == "pp" else 1
         block_s = self._compute / (_BLOCKS * parts)
         return nbkit.Trainer(
-            model=lambda: nn.Sequential(*(_Block(block_s) for _ in range(_BLOCKS))),
+            model=lambda: nn.Sequential(*(SleepingBlock(_WIDTH, block_s / 3, 2 * block_s / 3) for _ in range(_BLOCKS))),
             loss=nn.functional.mse_loss,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
             data=self._data,

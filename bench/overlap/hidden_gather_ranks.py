@@ -9,24 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import nbkit
-from bench.pipeline.sleeping_rank import last
+from bench.overlap.sleeping_block import SleepingBlock, drawn_rows
 from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.rank.parallel.data_parallel import zero1_2
 
 _WIDTH = 64
 _BUCKET = 4 * _WIDTH * _WIDTH  # bytes: one block
 _WARM = 2
-
-
-class _Block(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(_WIDTH, _WIDTH, bias=False), seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.linear(x)
-        last(self.seconds)
-        return x  # type: ignore[no-any-return]
 
 
 class _Watched:
@@ -48,9 +37,7 @@ class Worker:
 
     def __init__(self, *, blocks: int, seconds: float) -> None:
         self._link, self._blocks, self._seconds = SleptLink(), blocks, seconds
-        draw = torch.Generator().manual_seed(0)
-        rows = torch.randn(64, 2, _WIDTH, generator=draw)
-        self._data = [(x, y) for x, y in rows]
+        self._data = drawn_rows(64, _WIDTH)
         gather = zero1_2.all_gather
 
         def watched(*args: Any) -> tuple[Tensor, Any]:
@@ -65,7 +52,7 @@ class Worker:
         late: nobody holds weights between two steps.
         """
         trainer = nbkit.Trainer(
-            model=lambda: nn.Sequential(*(_Block(self._seconds) for _ in range(self._blocks))),
+            model=lambda: nn.Sequential(*(SleepingBlock(_WIDTH, self._seconds) for _ in range(self._blocks))),
             loss=nn.functional.mse_loss,
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
             data=self._data,

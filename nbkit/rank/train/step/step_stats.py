@@ -3,9 +3,9 @@
 One all-reduce of a few float64, launched before the backward pass of the last micro-batch, so that it hides behind it;
 in a pipeline on CPU ranks, as soon as no other rank waits for this one; in one on GPUs, and while a backup of the step
 before is under way (see replace/backup.py), after the last operation. Where all ranks are in one pipeline, the messages
-by which its stages meet at the end of a step carry the numbers. From
-GPUs it is read one step later, so that no host waits for its device. CPU ranks wait for it before their update: that it
-is launched early is why it mostly is there by then.
+by which its stages meet at the end of a step carry the numbers. From GPUs it is read one step later, so that no host
+waits for its device. CPU ranks wait for it before their update: that it is launched early is why it mostly is there by
+then.
 """
 
 from __future__ import annotations
