@@ -101,7 +101,8 @@ why: $(READY)
 drills: $(READY)
 	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/drills.md)
 
-# Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill
+# Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill     make chaos C=pairs
+# By its name alone, 40 minutes:  make chaos C="goodput MINUTES=20"
 chaos: $(READY)
 	@$(BIN)/python -m tests.support.chaos $(C)
 

@@ -3,11 +3,14 @@
 python -m tests.support.chaos                   all of it, as make chaos
 python -m tests.support.chaos faults N=20 SEED=3    20 runs from seed 3 on; others: kill, pairs
 python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies alone
+python -m tests.support.chaos goodput MINUTES=20 EVERY=100     takes 40 minutes, and is no part of "all of it"
 
 kill    a rank is killed in each strategy: seconds to the first step after it, by part; steps lost; the curve.
 faults  one of a list, at a random moment, under a random strategy, with a switch and saves on the way. Each run ends
         with its curve equal to that of one left alone, or in order: with its reason, and a checkpoint that goes on.
 pairs   two of 4 and of 8 ranks at once, buddies of each other or not.
+goodput ranks are killed all the time, under zero3 and then ddp: steps per second beside those of the same training
+        without kills, which takes as long.
 
 What is random is drawn from the number of the run: SEED=17 N=1 makes run 17 again.
 """
@@ -24,6 +27,7 @@ from pathlib import Path
 from nbkit.notebook.cluster import registry
 from tests.support.chaos_bench import STRATEGIES, Bench
 from tests.support.chaos_faults import FAULTS, faults
+from tests.support.chaos_goodput import GOODPUT, goodput
 from tests.support.chaos_kill import kill, pairs
 
 
@@ -60,6 +64,11 @@ def main(words: Sequence[str]) -> int:
             bench.end()
         if not parts or "pairs" in parts:
             wrong += pairs((4, 8))
+        if "goodput" in parts:
+            bench = Bench()
+            minutes, every = numbers.get("MINUTES", 20), numbers.get("EVERY", 100)
+            wrong += goodput(bench, minutes, every, strategies or GOODPUT, numbers.get("SEED", 0))
+            bench.end()
     for line in wrong:
         print(line)
     return len(wrong) > 0
