@@ -28,6 +28,7 @@ from IPython.core.displayhook import DisplayHook
 
 from nbkit.bridge.debugging.debugger import Debugger
 from nbkit.bridge.debugging.prompts import Prompts
+from nbkit.bridge.import_under_way import LONGEST_S, is_importing, when_imported
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.length_limit import shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
@@ -71,6 +72,7 @@ class Runner:
         self.requests: dict[str, CellRequest] = {}  # of the records that are kept
         self.in_user_code = False
         self.target: Running | None = None  # of the interrupt that is on its way
+        self._held: tuple[Running, float] | None = None  # whose interrupt waits for the end of an import, since when
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
         # Programs look for it to see whether somebody types at this process: Lightning then refuses ddp.
@@ -230,7 +232,17 @@ class Runner:
                 return
             target.stopped = True
         if self.in_user_code and (target is None or not target.ended.is_set()):
+            if is_importing(frame) and self._waits_for_import(target or self.running[-1]):
+                return
+            self._held = None
             raise KeyboardInterrupt
+
+    def _waits_for_import(self, running: Running) -> bool:
+        """Interrupt `running` once what it imports is there. Returns whether that may be waited for any longer."""
+        if self._held is None or self._held[0] is not running:
+            held = self._held = running, time.monotonic()
+            when_imported(lambda: self.interrupt(running), lambda: self._held is held and not running.ended.is_set())
+        return time.monotonic() < self._held[1] + LONGEST_S
 
     def _showing_traceback(self, *args: Any, **kwargs: Any) -> None:
         """A late interrupt must not break into the report of what ended the user's code, if that has ended."""

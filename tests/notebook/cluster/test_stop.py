@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,46 @@ def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
     # No interrupt is left over for the cell that comes next.
     assert two.run("import time; time.sleep(0.5); kept").values == {0: 1, 1: 2}
     assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
+
+
+SLOW_PACKAGE = """
+import builtins, pathlib, time
+builtins.times_begun = getattr(builtins, "times_begun", 0) + 1
+pathlib.Path({begun!r}).touch()
+for _ in range(15):
+    time.sleep(0.1)
+value = 7
+"""
+
+
+@pytest.mark.parametrize("ends", ["release", "stop"])
+def test_a_release_and_a_stop_wait_for_the_import_of_what_is_installed(two: Cluster, tmp_path: Path, ends: str) -> None:
+    begun, installed, name = tmp_path / "begun", tmp_path / "site-packages", f"slow_{ends}"
+    installed.mkdir()
+    (installed / f"{name}.py").write_text(SLOW_PACKAGE.format(begun=str(begun)))
+    two.run(f"import builtins, pathlib, sys, time; sys.path.append({str(installed)!r}); builtins.times_begun = 0")
+    other = f"while not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.01)\n    "
+    other += "raise ValueError('meanwhile')" if ends == "release" else "time.sleep(60)"
+    handle = two.run(f"if rank == 0:\n    import {name}\n    time.sleep(60)\nelse:\n    {other}", detach=True)
+    if ends == "stop":
+        when(begun.exists)
+        assert handle.stop().status == "interrupted"
+    else:
+        with pytest.raises(CellError, match="Rank 1 failed: ValueError: meanwhile"):
+            handle.wait()
+
+    found = two.run(f"import {name}; ({name}.value, builtins.times_begun)", ranks="0")
+    assert found.values == {0: (7, 1)}
+
+
+def test_a_module_of_the_users_own_is_interrupted_at_once(two: Cluster, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "own_training.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
+    )
+    handle = two.run(f"import sys; sys.path.append({str(tmp_path)!r}); import own_training", ranks="0", detach=True)
+    when(begun.exists)
+    assert handle.stop().status == "interrupted"
 
 
 def test_a_single_rank_that_holds_its_interpreter_is_reached_too(two: Cluster) -> None:
