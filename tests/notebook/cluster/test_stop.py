@@ -138,7 +138,7 @@ SLOW_PACKAGE = """
 import builtins, pathlib, time
 builtins.times_begun = getattr(builtins, "times_begun", 0) + 1
 pathlib.Path({begun!r}).touch()
-for _ in range(15):
+for _ in range(30):
     time.sleep(0.1)
 value = 7
 """
