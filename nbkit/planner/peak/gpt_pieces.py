@@ -58,14 +58,15 @@ class GPTPieces:
             # The gradients of all keys and values, on their way to the ranks they belong to.
             backward = (*backward, Line(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
-            again = tuple(Line(line.fixed, line.row + part) for line in backward)
-            block = Piece((Line(0, top),), Line(0, part), again, Line(0, part))
+            # What is computed again makes its masks again.
+            again = tuple(Line(line.fixed + masks, line.row + part) for line in backward)
+            block, masks = Piece((Line(masks, top),), Line(0, part), again, Line(0, part)), 0
         else:
             block = Piece((Line(0, top),), Line(0, kept), backward, Line(0, part))
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
         first = Piece(
-            (Line(masks, block.forward[0].row + part + ends),),
+            (Line(block.forward[0].fixed + masks, block.forward[0].row + part + ends),),
             Line(masks, block.kept.row + part),
             tuple(Line(line.fixed + masks, line.row + part) for line in block.backward),
             block.carried,
