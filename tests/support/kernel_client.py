@@ -38,6 +38,10 @@ class Cell:
                 parts.append("\n".join(content["traceback"]) + "\n")
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
 
+    def said(self, line: str) -> bool:
+        """Whether ranks 0 and 1 have printed this: see `said`."""
+        return said(self.text, line)
+
     @property
     def prompts(self) -> list[str]:
         """What was asked of who sits at the keyboard."""
@@ -46,6 +50,11 @@ class Cell:
     def when(self, text: str) -> float:
         """Seconds after which `text` was on screen."""
         return next(at for at, kind, content in self.messages if kind == "stream" and text in content["text"])
+
+
+def said(text: str, line: str) -> bool:
+    """Whether ranks 0 and 1 have printed this: in one line, or each in its own where the machine let one wait."""
+    return f"[0-1] {line}" in text or all(f"[{rank}] {line}" in text for rank in (0, 1))
 
 
 class Kernel:
