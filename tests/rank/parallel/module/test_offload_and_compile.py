@@ -111,3 +111,18 @@ def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said(strate
         assert "compile= has no effect under tp=2, whose layers hold collectives" in found["tp"]
         assert "in halves" in found["split"]
         assert "compile= has no effect with dropout" in found["dropping"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "why"),
+    [
+        *(("zero3", 2, ""), ("ddp", 2, ""), ("pp", 2, ""), ("pp schedule=interleaved", 2, "")),
+        *(("tp", 2, "hold collectives"), ("cp=2", 2, "hold collectives"), ("dp=2 tp=2", 4, "hold collectives")),
+        *(("pp schedule=zb", 2, "in halves"), ("pp schedule=zbv", 2, "in halves")),
+    ],
+)
+def test_the_reason_is_that_of_the_strategy(strategy: str, ranks: int, why: str) -> None:
+    said = not_compiled(Options(compile=True), Strategy.parse(strategy, ranks))
+
+    assert (why in said and "under " in said) if why else said == ""
+    assert "recompute=True" in not_compiled(Options(compile=True, recompute=True), Strategy.parse(strategy, ranks))
