@@ -4,9 +4,8 @@ After a step each rank copies its share beside the one before it, and sends it t
 is mostly another host. The transfer goes beside the next step's forward and backward passes: a rank waits for it before
 it launches the reduction of that step's numbers, which then comes last. So whoever has the reduction's result knows
 that every rank holds the newest backup, and the one before it may be written over: no collective is added, and nobody
-asks. Two are held at any time, so
-that a rank that dies in a transfer takes back to a boundary that is whole everywhere. On the wire: the share, once, and
-about a hundred bytes.
+asks. Two are held at any time, so that a rank that dies in a transfer takes back to a boundary that is whole
+everywhere. On the wire: the share, once, and about a hundred bytes.
 """
 
 from __future__ import annotations
