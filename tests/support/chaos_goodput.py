@@ -81,7 +81,7 @@ def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: i
     alone, losses = _trained(bench, strategy, compute, steps, [])
     kills = drawn(seconds, every, bench.n, seed)
     disturbed, found = _trained(bench, strategy, compute, steps, kills)
-    apart = max(abs(one - other) for rank in range(bench.n) for one, other in zip(found[rank], losses[0], strict=True))
+    apart = max(abs(one - other) for each in found for one, other in zip(each, losses[0], strict=True))
     if apart > EQUAL:
         raise Wrong(f"losses differ by {apart:.2g}")
     said = [said for key, (_, said) in bench.cluster.connection.replaced.items() if key not in known]
@@ -99,7 +99,7 @@ def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: i
 
 def _trained(
     bench: Bench, strategy: str, compute: float, steps: int, kills: list[Kill]
-) -> tuple[float, dict[int, list[float]]]:
+) -> tuple[float, list[list[float]]]:
     """(seconds of the training, losses by rank)."""
     cluster, over = bench.cluster, threading.Event()
     cluster.run(f"asleep = 0.0\ntrainer = make({strategy!r}, model=computing, callbacks=[])", timeout=RUN_SECONDS)
@@ -112,15 +112,16 @@ def _trained(
                 return
             cluster.entry.ranks[each.rank].end(each.number)
 
-    handle: Any = cluster.run(f"trainer.fit({steps})\nlosses()", detach=True)
+    handle: Any = cluster.run(f"trainer.fit({steps}); found = losses()", detach=True)
     killing = threading.Thread(target=kill, daemon=True)
     killing.start()
     try:
-        values = handle.wait(timeout=steps * compute * 10 + RUN_SECONDS).values
+        handle.wait(timeout=steps * compute * 10 + RUN_SECONDS)
         took = time.monotonic() - began
     finally:
         over.set()
         killing.join()
-    if any(len(values.get(rank) or []) != steps for rank in range(bench.n)):
-        raise Wrong(f"steps of {steps}, by rank: { {rank: len(found or []) for rank, found in values.items()} }")
+    values: list[list[float]] = cluster.pull("found", None)
+    if any(len(found) != steps for found in values):
+        raise Wrong(f"steps of {steps}, by rank: {[len(found) for found in values]}")
     return took, values
