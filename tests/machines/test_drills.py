@@ -148,15 +148,16 @@ store
 """
 
 
-def test_the_store_of_the_world_admits_the_hosts_of_the_job_alone(on_ssh: Cluster) -> None:
-    for _ in range(2):  # in the first generation and in the next one
-        stores = on_ssh.run(STORE).values
+def test_the_store_of_the_world_admits_the_hosts_of_the_job_alone(spread: Cluster) -> None:
+    for _ in range(2):  # in one generation and in the next
+        stores = spread.run(STORE).values
         address, port = stores[0]
         assert stores == {rank: [address, port] for rank in range(4)}  # each has been at it, also from the other host
-        with pytest.raises(TimeoutError):  # the notebook's host has no rank
-            socket.create_connection((address, port), 1)
+        if not address.startswith("127."):  # Slurm's two nodes are this machine
+            with pytest.raises(TimeoutError):  # the notebook's host has no rank
+                socket.create_connection((address, port), 1)
         with pytest.raises(CellError):
-            on_ssh.run("1 / 0 if rank == 3 else dist.barrier()")
+            spread.run("1 / 0 if rank == 3 else dist.barrier()")
 
 
 def test_a_rank_that_dies_is_named_and_the_other_host_is_released(spread: Cluster) -> None:
