@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def main() -> None:
             into.append(sock)
     for sock in asked:
         for rank in range(2):
-            sock.send_multipart(forged(mark, rank), zmq.NOBLOCK)
+            with suppress(zmq.Again):  # who listens there has hung up already: it does not speak zmq, or not so
+                sock.send_multipart(forged(mark, rank), zmq.NOBLOCK)
     print("listening", file=sys.stderr, flush=True)
     ports = heard(subscribed, secret.encode(), 3.0)
     context.destroy(linger=0)
