@@ -7,6 +7,7 @@ and take (activations.py) and what the data axis has under way:
     zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
                 update, of two, what is gathered
     int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
+    sync_every  the weights of the last average, and how they move
     zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
     a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
                 hidden states that arrive for the next operations; from an I to its W also the gradients behind each
@@ -124,6 +125,7 @@ def peak(
     highest = max(step.moments(), key=lambda moment: moment.total)
     # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
     kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
+    kept += 2.0 * rest.gradients * (strategy.levers.sync_every > 1)
     return Peak(
         rest.parameters + buffers,
         rest.gradients if strategy.dp > 1 else round(highest.gradients),

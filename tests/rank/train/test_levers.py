@@ -91,6 +91,8 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     trainer.fit(1)  # ends with an average
     one = flat(trainer.model)
     found: dict[str, Any] = {"one": one, "norm": trainer.history[0]["grad_norm"]}
+    trainer.fit(1)
+    found["two"] = flat(trainer.model)
     found["bytes"], _, found["ops"] = sent(trainer, 8)
     trainer.switch("ddp")
     found["switched"] = all_of(trainer)
@@ -151,22 +153,31 @@ def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
     ranks = run_ranks(partial(apart, tmp_path / "saved"), RANKS)
     torch.manual_seed(SEED)
     begin = wide().state_dict()
-    own = []
-    for rank in range(RANKS):
-        model = wide()
-        model.load_state_dict(begin)
-        rows = data[rank * ROWS // RANKS : (rank + 1) * ROWS // RANKS]
-        mean_loss(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])).backward()
-        own.append(torch.cat([(p.detach() - 0.1 * p.grad).flatten() for p in model.parameters()]))
+    replicas = [wide() for _ in range(RANKS)]
+    optimizers, means = [Momentum(model) for model in replicas], []
+    moved, weights = torch.zeros(()), torch.cat([p.flatten() for p in begin.values()])
+    for step in range(2):
+        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            nn.utils.vector_to_parameters(weights.clone(), model.parameters()) if step else model.load_state_dict(begin)
+            rows = data[step * ROWS + rank * ROWS // RANKS : step * ROWS + (rank + 1) * ROWS // RANKS]
+            optimizer.zero_grad()
+            mean_loss(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])).backward()
+            optimizer.step()
+        mean = torch.stack([flat(model) for model in replicas]).mean(0)
+        # Slow momentum: 1 - 1 / sqrt(3) of the movement before.
+        moved = mean - weights + (1 - RANKS**-0.5) * moved
+        weights = weights + moved
+        means.append(weights)
     size = 4 * sum(p.numel() for p in wide().parameters())
 
     for found in ranks:
         torch.testing.assert_close(found["loaded"], found["saved"], rtol=0, atol=0)
-        torch.testing.assert_close(found["one"], torch.stack(own).mean(0))
+        torch.testing.assert_close(found["one"], means[0])
+        torch.testing.assert_close(found["two"], means[1])
         assert found["ops"] == {"all_reduce"}
         # Two averages in eight steps.
         assert found["bytes"] == pytest.approx(2 * (2 * (RANKS - 1) / RANKS) * size, rel=1e-6)
-        for key in ("switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
+        for key in ("two", "switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
             assert _equal(found[key], ranks[0][key]), key
         assert found["losses"][-1] < found["losses"][0]
     strategies = [f"dp=3{lever}" for lever in (" sync_every=4", " compress=int8", "") for _ in range(2)]

@@ -1,8 +1,13 @@
-"""Replicas that train apart and meet now and then: local SGD (Stich 2019).
+"""Replicas that train apart and meet now and then: local SGD (Stich 2019), with slow momentum (Wang et al. 2020).
 
 Each makes `every` steps with the gradients of its own rows; then weights are averaged: an all-reduce of the bytes of
 all parameters in `every` steps. The optimizer's state stays each replica's own. So that a replica's gradient is that of
 a mean, the step multiplies the loss by `apart`: the mean over the replicas is the gradient of the whole batch.
+
+The mean falls behind one process: a replica's gradients are noisier by the square root of the replicas, and Adam's
+steps along what they have in common are smaller by as much (Malladi et al. 2022). So from one average to the next the
+weights move by a momentum of their movements, whose sum is larger by that root: 1 / (1 - momentum). Every rank has it
+from the averages alone. It begins anew at a switch, a load and a step that breaks.
 """
 
 from __future__ import annotations
@@ -19,6 +24,11 @@ from nbkit.rank.parallel.data_parallel.two_levels import all_reduce
 from nbkit.rank.parallel.device_mesh import LevelGroups
 
 
+def momentum(replicas: int) -> float:
+    """Of the movement from one average to the next."""
+    return float(1 - replicas**-0.5)
+
+
 class LocalSteps(Replicas):
     """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average."""
 
@@ -31,18 +41,35 @@ class LocalSteps(Replicas):
         levels: LevelGroups | None = None,
         every: int,
     ) -> None:
+        # By name: the weights of the last average, None where they are not those of all ranks; and how they move.
+        self._begun: dict[str, Tensor] | None = None
+        self._moving: dict[str, Tensor] = {}
+        self._since = 1
         super().__init__(model, world_size=1)
         self._replicas, self._across, self._levels, self._every = replicas, across, levels, every
         self._since = 0
 
     def begin_again(self) -> None:
-        super().begin_again()
         # Some ranks may have come to the average and others not: all count from here, and the next `unite` is made.
         self._since = 1
+        super().begin_again()
+        self._begun = None
+        self._moving.clear()
 
     @property
     def apart(self) -> int:
         return self._replicas
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._begun = None
+        self._moving.clear()
+
+    @torch.no_grad()
+    def reset(self, *, passes: int = 1) -> None:
+        super().reset(passes=passes)
+        if not self._since and self._begun is None:
+            self._begun = {name: p.detach().clone() for name, p in self._averaged().items()}
 
     def finish(self) -> Tensor | None:
         canary = super().finish()
@@ -59,9 +86,27 @@ class LocalSteps(Replicas):
 
     def unite(self, state: Iterable[Tensor] = ()) -> None:
         if self._since:
-            self._average([p.detach() for p in self._params.values() if p.requires_grad])
+            self._average([p.detach() for p in self._averaged().values()])
+            self._move_on()
         self._since = 0
         self._average(list(state))
+
+    def _averaged(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._params.items() if p.requires_grad}
+
+    @torch.no_grad()
+    def _move_on(self) -> None:
+        """From the last average not by the difference to this one, but by the momentum of such differences."""
+        begun, self._begun = self._begun, None  # the next step notes where it begins: somebody may set weights between
+        for name, p in self._averaged().items():
+            if begun is None or name not in begun:
+                self._moving.pop(name, None)
+                continue
+            moved = p.detach() - begun[name]
+            if name in self._moving:
+                moved.add_(self._moving[name], alpha=momentum(self._replicas))
+            self._moving[name] = moved
+            p.copy_(begun[name].add_(moved))
 
     @torch.no_grad()
     def _average(self, tensors: list[Tensor]) -> None:
