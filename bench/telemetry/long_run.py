@@ -61,7 +61,7 @@ def run(settings: Settings) -> list[Row]:
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
     train = "import os\n" + ("" if settings.steps else _SHORT_HISTORY) + _TRAIN.format(folder=str(folder))
-    (ranks,) = settings.ranks or (RANKS,)
+    ranks = min(settings.ranks or (RANKS,))
     with Kernel(folder / "kernel") as kernel:
         try:
             kernel.run(_START.format(ranks=ranks))

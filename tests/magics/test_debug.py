@@ -172,9 +172,10 @@ def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
     assert cell.status == "ok" and "Nothing has moved" not in cell.text, cell.text
 
 
-def test_torchs_own_breakpoint_asks_here_too(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed\nhere = rank * 3\ndist.breakpoint(1)\nhere", typed=["p here", "c"])
-    assert cell.status == "ok" and "[1] 3" in cell.text, cell.text
+def test_torchs_own_breakpoint_and_pdbs_ask_here_too(kernel: Kernel) -> None:
+    for asks in ("dist.breakpoint(1)", "import pdb\nif rank == 1: pdb.set_trace()"):
+        cell = kernel.run(f"%%distributed\nhere = rank * 3\n{asks}\nhere", typed=["p here", "c"])
+        assert cell.status == "ok" and "[1] 3" in cell.text, cell.text
 
 
 def test_without_a_keyboard_the_cell_says_so_and_goes_on(kernel: Kernel) -> None:
