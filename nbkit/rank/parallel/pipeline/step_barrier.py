@@ -6,8 +6,8 @@ answers to what it sends, 1 to 2 ms on gloo. In a dissemination barrier (Hensgen
 receives were posted before the last backward pass, all that it waits for has arrived. The messages are empty.
 
 Where the number of ranks is a power of two, the messages can go both ways between pairs and carry a sum of a few
-numbers (recursive doubling): a step whose ranks are all in one pipeline needs no all-reduce of its own for them, which
-on gloo costs as much of a core as four messages.
+numbers (recursive doubling): a step whose ranks are all in one pipeline needs no all-reduce of its own for them. On
+two ranks that takes a quarter of the CPU of both, 0.1 ms a rank instead of 0.4.
 """
 
 from __future__ import annotations
