@@ -7,7 +7,7 @@ and take (activations.py) and what the data axis has under way:
     zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
                 update, of two, what is gathered
     int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
-    sync_every  the weights of the last average, and how they move
+    sync_every  under Adam and its like the weights of the last average, and how they move; counted of all optimizers
     zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
     a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
                 hidden states that arrive for the next operations; from an I to its W also the gradients behind each

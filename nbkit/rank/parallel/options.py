@@ -45,8 +45,9 @@ class Options:
     into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden: (positions,
     width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the ways to split
     the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
-    running the model on parts of the positions has shown; None when nothing could be run to find out. looked: the facts
-    that were looked for (see model_facts.py), None where all were, or nothing can be run.
+    running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
+    optimizer's steps do not grow with the gradients, as Adam's do not. looked: the facts that were looked for (see
+    model_facts.py), None where all were, or nothing can be run.
     """
 
     chain: Chain | None = None
@@ -65,6 +66,7 @@ class Options:
     proof: Proof = field(default_factory=Proof)
     gathers: GatherPlan | None = None
     positionwise: Positionwise | None = None
+    adaptive: bool = False
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:

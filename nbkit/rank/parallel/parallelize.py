@@ -56,6 +56,7 @@ class Cut:
     notes: Sequence[str]
     gathers: GatherPlan | None
     casts: Casts | None
+    adaptive: bool
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give it memory, and a pipeline its channels. Sends nothing."""
@@ -79,6 +80,7 @@ class Cut:
             rooted=plan.rooted,
             proven=self.gathers is not None,
             casts=self.casts,
+            adaptive=self.adaptive,
         )
         if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(self.strategy))
@@ -160,9 +162,8 @@ def cut(
         notes.append(casts.spelled(skeleton))
     units = [module.get_submodule(name) for name in blocks]
     split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
-    return Cut(
-        strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes), gathers, casts
-    )
+    made = (strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
+    return Cut(*made, gathers, casts, options.adaptive)
 
 
 def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:

@@ -365,6 +365,7 @@ class Builder:
             hooked=hooked_gradient(self.module),
             cut=config.microbatch_size is not None,
             compile=config.compile,
+            adaptive=self.template.is_adaptive(),
         )
         if config.example is None:
             return options

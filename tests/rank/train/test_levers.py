@@ -57,6 +57,11 @@ def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
     return sum(call.bytes * each[call.op] for call in calls), len(calls), {call.op for call in calls}
 
 
+class Adam(torch.optim.Adam):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+
+
 def all_of(trainer: Any) -> tuple[Tensor, Tensor]:
     """Weights, and what the optimizer keeps."""
     state = trainer.optimizer.inner.state.values()
@@ -93,6 +98,9 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"one": one, "norm": trainer.history[0]["grad_norm"]}
     trainer.fit(1)
     found["two"] = flat(trainer.model)
+    adaptive = trained("ddp sync_every=2", shuffle=False, optimizer=Adam, data=points(ROWS * 4))
+    adaptive.fit(2), adaptive.fit(2)
+    found["adaptive"] = flat(adaptive.model)
     found["bytes"], _, found["ops"] = sent(trainer, 8)
     trainer.switch("ddp")
     found["switched"] = all_of(trainer)
@@ -148,36 +156,48 @@ def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_late
         assert (mean_ - mean).norm() < 0.3 * (rounded_ - first).norm()
 
 
+def by_hand(kind: Any, begin: Any, data: Any, *, every: int, slow: float) -> list[Tensor]:
+    """The weights after each average of replicas of one process."""
+    replicas = [wide() for _ in range(RANKS)]
+    for model in replicas:
+        model.load_state_dict(begin)
+    optimizers, found = [kind(model) for model in replicas], []
+    weights, moved = flat(replicas[0]), torch.zeros(())
+    for step in range(len(data) // ROWS):
+        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            rows = data[step * ROWS + rank * ROWS // RANKS : step * ROWS + (rank + 1) * ROWS // RANKS]
+            optimizer.zero_grad()
+            mean_loss(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])).backward()
+            optimizer.step()
+        if (step + 1) % every == 0:
+            mean = torch.stack([flat(model) for model in replicas]).mean(0)
+            moved = mean - weights + slow * moved
+            weights = weights + moved
+            found.append(weights)
+            for model in replicas:
+                nn.utils.vector_to_parameters(weights.clone(), model.parameters())
+    return found
+
+
 def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
     data = points(ROWS * 3)
     ranks = run_ranks(partial(apart, tmp_path / "saved"), RANKS)
     torch.manual_seed(SEED)
     begin = wide().state_dict()
-    replicas = [wide() for _ in range(RANKS)]
-    optimizers, means = [Momentum(model) for model in replicas], []
-    moved, weights = torch.zeros(()), torch.cat([p.flatten() for p in begin.values()])
-    for step in range(2):
-        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            nn.utils.vector_to_parameters(weights.clone(), model.parameters()) if step else model.load_state_dict(begin)
-            rows = data[step * ROWS + rank * ROWS // RANKS : step * ROWS + (rank + 1) * ROWS // RANKS]
-            optimizer.zero_grad()
-            mean_loss(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])).backward()
-            optimizer.step()
-        mean = torch.stack([flat(model) for model in replicas]).mean(0)
-        # Slow momentum: 1 - 1 / sqrt(3) of the movement before.
-        moved = mean - weights + (1 - RANKS**-0.5) * moved
-        weights = weights + moved
-        means.append(weights)
+    one, two = by_hand(Momentum, begin, data[: 2 * ROWS], every=1, slow=0.0)
+    slow = 1 - RANKS**-0.5  # of the movement before
+    adaptive = by_hand(Adam, begin, points(ROWS * 4), every=2, slow=slow)[-1]
     size = 4 * sum(p.numel() for p in wide().parameters())
 
     for found in ranks:
         torch.testing.assert_close(found["loaded"], found["saved"], rtol=0, atol=0)
-        torch.testing.assert_close(found["one"], means[0])
-        torch.testing.assert_close(found["two"], means[1])
+        torch.testing.assert_close(found["one"], one)
+        torch.testing.assert_close(found["two"], two)
+        torch.testing.assert_close(found["adaptive"], adaptive)
         assert found["ops"] == {"all_reduce"}
         # Two averages in eight steps.
         assert found["bytes"] == pytest.approx(2 * (2 * (RANKS - 1) / RANKS) * size, rel=1e-6)
-        for key in ("two", "switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
+        for key in ("two", "adaptive", "switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
             assert _equal(found[key], ranks[0][key]), key
         assert found["losses"][-1] < found["losses"][0]
     strategies = [f"dp=3{lever}" for lever in (" sync_every=4", " compress=int8", "") for _ in range(2)]

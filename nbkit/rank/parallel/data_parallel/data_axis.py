@@ -28,7 +28,7 @@ from nbkit.rank.parallel.data_parallel.base import DataAxis, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
 from nbkit.rank.parallel.data_parallel.compressed import CompressedReplicas
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
-from nbkit.rank.parallel.data_parallel.local_steps import LocalSteps
+from nbkit.rank.parallel.data_parallel.local_steps import LocalSteps, momentum
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace
@@ -51,10 +51,12 @@ def data_axis(
     rooted: Collection[str] = (),
     proven: bool = False,
     casts: Casts | None = None,
+    adaptive: bool = False,
 ) -> DataAxis:
     """Give the skeleton `module` memory, and its gradients their way over the data axis. Local; sends nothing.
 
     layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor.
+    adaptive: see Options.
     For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
     keep: gather once, in the first forward, and let go in `finish` (pipelines, whose forwards precede their backwards);
     ahead: units gathered before the backward pass comes to them;
@@ -63,7 +65,7 @@ def data_axis(
     casts: parameters that are gathered in the dtype of autocast where that is on.
     """
     if zero == 0 or axes.size("shard") == 1:
-        return _replicated(module, layouts, axes, levers)
+        return _replicated(module, layouts, axes, levers, adaptive)
     if zero < 3:
         return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=levers.bucket)
     links = Links.of(axes)
@@ -72,7 +74,9 @@ def data_axis(
     )
 
 
-def _replicated(module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers) -> Replicas:
+def _replicated(
+    module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers, adaptive: bool
+) -> Replicas:
     """Every rank holds everything."""
     for name, places in homes(module).items():
         param = getattr(*places[0])
@@ -81,7 +85,10 @@ def _replicated(module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, le
             replace(places, fresh(memory, param))
     ranks, group, levels = axes.size("dp"), axes.group("dp"), axes.levels("dp")
     if levers.sync_every > 1:
-        found: Replicas = LocalSteps(module, replicas=ranks, across=group, levels=levels, every=levers.sync_every)
+        slow = momentum(ranks) if adaptive else 0.0
+        found: Replicas = LocalSteps(
+            module, replicas=ranks, across=group, levels=levels, every=levers.sync_every, momentum=slow
+        )
     elif levers.compress:
         found = CompressedReplicas(module, Links(group, ranks, axes.index("dp"), None, 0), levers)
     else:

@@ -4,10 +4,11 @@ Each makes `every` steps with the gradients of its own rows; then weights are av
 all parameters in `every` steps. The optimizer's state stays each replica's own. So that a replica's gradient is that of
 a mean, the step multiplies the loss by `apart`: the mean over the replicas is the gradient of the whole batch.
 
-The mean falls behind one process: a replica's gradients are noisier by the square root of the replicas, and Adam's
-steps along what they have in common are smaller by as much (Malladi et al. 2022). So from one average to the next the
-weights move by a momentum of their movements, whose sum is larger by that root: 1 / (1 - momentum). Every rank has it
-from the averages alone. It begins anew at a switch, a load and a step that breaks.
+Of an optimizer whose steps do not grow with the gradients, such as Adam, the mean falls behind one process: a replica's
+gradients are noisier by the square root of the replicas, and steps along what they have in common are smaller by as
+much (Malladi et al. 2022). So there, from one average to the next, the weights move by a momentum of their movements,
+whose sum is larger by that root: 1 / (1 - momentum). Every rank has it from the averages alone. It begins anew at a
+switch, a load and a step that breaks. SGD's mean is the step of the mean gradient already.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def momentum(replicas: int) -> float:
 
 
 class LocalSteps(Replicas):
-    """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average."""
+    """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average.
+
+    momentum: of the movement from one average to the next; 0 where there is none.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class LocalSteps(Replicas):
         across: dist.ProcessGroup | None,
         levels: LevelGroups | None = None,
         every: int,
+        momentum: float,
     ) -> None:
         # By name: the weights of the last average, None where they are not those of all ranks; and how they move.
         self._begun: dict[str, Tensor] | None = None
@@ -47,6 +52,7 @@ class LocalSteps(Replicas):
         self._since = 1
         super().__init__(model, world_size=1)
         self._replicas, self._across, self._levels, self._every = replicas, across, levels, every
+        self._momentum = momentum
         self._since = 0
 
     def begin_again(self) -> None:
@@ -68,7 +74,7 @@ class LocalSteps(Replicas):
     @torch.no_grad()
     def reset(self, *, passes: int = 1) -> None:
         super().reset(passes=passes)
-        if not self._since and self._begun is None:
+        if not self._since and self._momentum and self._begun is None:
             self._begun = {name: p.detach().clone() for name, p in self._averaged().items()}
 
     def finish(self) -> Tensor | None:
@@ -104,7 +110,7 @@ class LocalSteps(Replicas):
                 continue
             moved = p.detach() - begun[name]
             if name in self._moving:
-                moved.add_(self._moving[name], alpha=momentum(self._replicas))
+                moved.add_(self._moving[name], alpha=self._momentum)
             self._moving[name] = moved
             p.copy_(begun[name].add_(moved))
 

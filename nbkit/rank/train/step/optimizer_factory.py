@@ -120,6 +120,19 @@ class Template:
                 hint="strategy='ddp', or an optimizer such as AdamW or SGD",
             )
 
+    def is_adaptive(self) -> bool:
+        """Whether steps by gradients ten times as large are hardly larger, as Adam's are: tried on a small matrix."""
+        torch_state = torch.get_rng_state()
+        weight, grad = torch.zeros(4, 6), torch.linspace(1.0, 2.0, 24).reshape(4, 6)
+        try:
+            group = {**self._made.param_groups[0], "weight_decay": 0.0}
+            small, large = (self._tried(group, [weight], [[grad * times]])[0].norm().item() for times in (1, 10))
+        except Exception:  # whatever an optimizer wants of real parameters
+            return False
+        finally:
+            torch.set_rng_state(torch_state)
+        return small > 0 and large < 2 * small
+
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
         weight = nn.Parameter(torch.zeros(4, 6))

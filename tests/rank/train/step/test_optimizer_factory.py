@@ -46,3 +46,9 @@ def test_an_optimizer_that_fails_is_not_said_to_mix_elements() -> None:
 
     assert caught.value.numbers == "NameError: name 'rows' is not defined"
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_is_tried_whether_steps_grow_with_the_gradients() -> None:
+    adaptive = torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, Mixing
+    assert [factory(kind).is_adaptive() for kind in adaptive] == [True] * len(adaptive)
+    assert not any(factory(kind).is_adaptive() for kind in (torch.optim.SGD, Broken))
