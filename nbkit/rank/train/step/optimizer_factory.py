@@ -131,7 +131,7 @@ class Template:
             return False
         finally:
             torch.set_rng_state(torch_state)
-        return small > 0 and large < 2 * small
+        return bool(0 < small and large < 2 * small)
 
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
