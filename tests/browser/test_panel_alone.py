@@ -314,3 +314,34 @@ def test_no_figure_runs_into_the_next_column(window: Any) -> None:
     })""")
     page.close()
     assert len(apart) > 3 and min(apart) >= 4
+
+
+def test_a_reader_of_the_screen_hears_outcomes_once_no_steps_and_rows_with_the_names_of_their_columns(
+    page: Any,
+) -> None:
+    page.evaluate(
+        """() => {
+          window.drawn = [];
+          const regions = document.querySelectorAll("[role='status'], [aria-live]");
+          const named = ({ target }) => target.className || target.parentElement?.className;
+          new MutationObserver((news) => drawn.push(...news.map(named))).observe(
+            document.querySelector(".nbkit-panel"), { subtree: true, childList: true, characterData: true });
+          const live = () => drawn.filter((name) => [...regions].some((region) => region.className === name)).length;
+          const pulse = (more) => model.set("pulse", { ...model.get("pulse"), ...more });
+          window.heard = async () => { await new Promise((done) => setTimeout(done)); return live(); };
+          window.step = (number) => pulse({ headline: `training · step ${number}` });
+          window.outcome = (line) => pulse({ results: [{ ok: true, line, figures: [], proof: "" }] });
+        }"""
+    )
+    page.evaluate("step(1); step(2)")
+    assert page.evaluate("heard()") == 0
+    page.evaluate("outcome('dp=4 → tp=4 after step 3')")
+    once = page.evaluate("heard()")
+    page.evaluate("step(4); step(5)")
+    assert once > 0 and page.evaluate("heard()") == once
+    assert "tp=4 after step 3" in page.locator(".told[role='status']").inner_text()
+
+    row = page.locator("tr[data-strategy='tp=4']")
+    spoken, titles = row.get_attribute("aria-label"), page.locator("th").all_inner_texts()[1:]
+    assert [title for title in titles if f", {title} " not in spoken] == []
+    assert row.locator("td").nth(1).inner_text().strip() in spoken

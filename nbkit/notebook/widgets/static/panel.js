@@ -16,6 +16,7 @@ const TITLES = {
   "pause": "seconds without a step while the switch is made, predicted",
   "pays back": "steps after which the pause is won back",
 };
+const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
 const UNTOLD = "what this strategy keeps for backward is not known";
 const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
@@ -52,8 +53,7 @@ function render({ model, el }) {
   const root = make("div", "nbkit-panel");
   root.dataset.lmSuppressShortcuts = "true"; // what is typed here is no command of the notebook
   const head = make("div", "head");
-  const headline = make("span", "headline");
-  headline.setAttribute("role", "status");
+  const headline = make("span", "headline"); // no live region: it changes with every step
   const name = make("span", "name");
   head.append(make("span", "dot"), headline, name);
   for (const kind of ["keydown", "keyup"]) {
@@ -72,6 +72,7 @@ function render({ model, el }) {
   const sum = make("span", "sum");
   line.append(input, sum);
   const said = make("div", "said");
+  said.setAttribute("role", "status");
 
   const body = make("div", "body");
   const drawing = make("div", "job");
@@ -91,11 +92,13 @@ function render({ model, el }) {
   keys.append(aside);
   const told = make("div", "told");
   const note = make("div", "note");
+  for (const region of [told, note]) region.setAttribute("role", "status");
   root.append(head, line, said, body, keys, told, note);
   el.append(root);
 
   let draft = null; // the strategy that the user looks at; null: the one in force
   let verdict = null; // what Python says of a draft that is in no row
+  let shown = ""; // the outcome that is on the page
   const unheard = new Set(); // presses of buttons in this page
 
   const job = () => model.get("job");
@@ -152,6 +155,9 @@ function render({ model, el }) {
   }
 
   function drawTold(outcome) {
+    const words = JSON.stringify(outcome ?? null);
+    if (words === shown) return; // what is drawn again is read out again
+    shown = words;
     told.replaceChildren();
     if (!outcome) return;
     told.append(make("span", outcome.ok ? "" : "bad", outcome.line));
@@ -333,7 +339,7 @@ function render({ model, el }) {
       memory.title = row.memory_words;
       if (row.tight) memory.classList.add("tight");
       element.append(memory);
-      for (const name of ["peak", "step", "sends", "moved", "pause", "payback"]) {
+      for (const [, name] of COLUMNS.slice(1)) {
         const known = row[name] !== "unknown";
         const cell = make("td", known ? "" : "dim", known ? row[name] : "?");
         if (!known) cell.title = name === "peak" ? UNTOLD : UNKNOWN;
@@ -345,9 +351,17 @@ function render({ model, el }) {
       why.colSpan = Object.keys(TITLES).length - 1;
       element.append(why);
     }
+    element.setAttribute("aria-label", spoken(row));
     // At once: news can redraw the table before the button of the mouse is let go, and there is no click then.
     for (const kind of ["mousedown", "click"]) element.addEventListener(kind, () => choose(row.strategy));
     return element;
+  }
+
+  // An option is read out as one text: each figure with the name of its column.
+  function spoken(row) {
+    const name = [row.label, row.label === row.strategy ? "" : row.strategy, row.recommended ? "recommended" : "", row.current ? "in force" : ""];
+    const figures = COLUMNS.map(([column, key]) => row[key] && `${column} ${row[key]}${key === "step" && row.foretold ? ` ${row.foretold}` : ""}`);
+    return [...name, ...(row.ok ? figures : [row.why])].filter(Boolean).join(", ");
   }
 
   rows.addEventListener("keydown", (event) => {
