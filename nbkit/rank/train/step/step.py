@@ -132,6 +132,7 @@ class TrainingStep:
 
         # The result says that all backups have arrived: while one travels, it is asked for behind the backward pass.
         late, laps = self.backups.under_way, list[float]()
+        carried = reduction.carried() if micros and sharded_model.sums_numbers and not late else None
 
         def last_loss() -> None:
             laps.append(ledger.clock.lap())
@@ -185,7 +186,7 @@ class TrainingStep:
             launch=last_loss,
             on_op=clock.on_op,
             autocast=self.precision.dtype is not None,
-            numbers=reduction.carried() if micros and sharded_model.sums_numbers else None,
+            numbers=carried,
         )
         if late:
             launch()

@@ -229,6 +229,17 @@ def test_a_backup_travels_beside_the_backward_pass_too() -> None:
         assert log == [*["backward"] * 4, "wait"] * 3
 
 
+def of_one_pipeline(world: Any) -> list[float]:
+    trainer = made("pp=2 microbatches=2", backup_every=2)
+    trainer.fit(STEPS)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_the_numbers_of_a_step_in_one_pipeline_are_summed_while_a_backup_travels_too(expected: list[float]) -> None:
+    for losses in run_ranks(of_one_pipeline, 2):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 def crowded(world: Any) -> tuple[list[str], list[bool]]:
     os.environ["NBKIT_MEMORY_LIMIT"] = "1"
     trainer, said, on = made("zero3"), [], []
