@@ -10,6 +10,7 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,9 +101,14 @@ def _step(pipeline: Pipeline, num_micro: int, seconds: float) -> tuple[float, fl
         return (x.sum(),) if stage == last else (x,)
 
     spent: list[int] = []
+
+    def on_op(kind: str, stage: int, micro: int) -> Callable[[], None]:
+        began = time.perf_counter_ns()
+        return lambda: spent.append(time.perf_counter_ns() - began)
+
     dist.barrier()
     start = time.monotonic()
-    pipeline.run(num_micro, forward, lambda micro: "same", on_op=lambda *op: spent.append(op[4] - op[3]))
+    pipeline.run(num_micro, forward, lambda micro: "same", on_op=on_op)
     mine = torch.tensor([start, time.monotonic(), sum(spent) / 1e9], dtype=torch.float64)
     every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)

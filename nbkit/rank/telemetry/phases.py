@@ -22,7 +22,7 @@ PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
 _LAPS_AT_MOST = 1 << 16  # of one step: whoever evaluates for an hour inside a step must not fill the memory
 
 Stamp = Any  # ns of perf_counter, or a CUDA event
-PipelineOp = tuple[str, int, int, int, int]
+PipelineOp = tuple[str, int, int, Stamp, Stamp]
 
 
 class Step:
@@ -41,15 +41,20 @@ class Step:
 
     def intervals(self) -> list[tuple[str, int, int]]:
         """(state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is the host's."""
-        stamps = [stamp for _, stamp in self.laps] + [self.stop]
-        first = stamps[0]
-        if not isinstance(first, int):
-            stamps = [self.base + round(first.elapsed_time(stamp) * 1e6) for stamp in stamps]
+        stamps = [self._ns(stamp) for _, stamp in self.laps] + [self._ns(self.stop)]
         return [
             (state, start, stop)
             for (state, _), start, stop in zip(self.laps, stamps[:-1], stamps[1:], strict=True)
             if stop > start
         ]
+
+    def operations(self) -> list[tuple[str, int, int, int, int]]:
+        """(kind, stage, micro, start, stop) of a pipeline's, by the same clock: see records.PipelineOp."""
+        return [(op, stage, micro, self._ns(start), self._ns(stop)) for op, stage, micro, start, stop in self.ops]
+
+    def _ns(self, stamp: Stamp) -> int:
+        first = self.laps[0][1]
+        return int(stamp) if isinstance(first, int) else self.base + round(first.elapsed_time(stamp) * 1e6)
 
 
 class StepClock:
@@ -129,10 +134,15 @@ class StepClock:
         else:
             self._complete = False
 
-    def on_op(self, kind: str, stage: int, micro: int, start_ns: int, stop_ns: int) -> None:
-        """A pipeline's operation is done (ns of perf_counter): see nbkit.records.records.PipelineOp."""
-        if self.laps is not None and len(self.ops) < _LAPS_AT_MOST:
-            self.ops.append((kind, stage, micro, start_ns, stop_ns))
+    def on_op(self, kind: str, stage: int, micro: int) -> Callable[[], None]:
+        """A pipeline's operation begins; what is returned is called when it is done."""
+        start = self._stamp()
+
+        def done() -> None:
+            if self.laps is not None and len(self.ops) < _LAPS_AT_MOST:
+                self.ops.append((kind, stage, micro, start, self._stamp()))
+
+        return done
 
     def _open(self, start: Stamp) -> None:
         self.laps, self.ops, self._complete, self._base = [(self.state, start)], [], True, now()

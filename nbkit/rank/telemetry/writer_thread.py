@@ -136,7 +136,7 @@ class Writer:
         if outside:
             records.append(Outside(step.number, traffic_of(outside)))
         if laps and mark.in_detail:
-            ops = tuple(PipelineOp(*op) for op in step.ops)
+            ops = tuple(PipelineOp(*op) for op in step.operations())
             records.append(Detail(step.number, tuple(laps), timed_calls(inside[:_CALLS_IN_DETAIL]), ops))
         lines = self._write(records)
         if self._overview is not None:

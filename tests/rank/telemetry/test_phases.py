@@ -98,6 +98,19 @@ def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phas
     assert laps(made[0]) == [("forward", 10.0), *dp, *dp, ("backward", 30.0), ("wait dp", 5.0), again]
 
 
+def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[phases.Step]) -> None:
+    for micro in range(2):
+        Device.computes(4)
+        done = clock.on_op("F", 0, micro)
+        Device.computes(20)
+        done()
+    clock.step(1)
+
+    begun = made[0].base
+    times = [(start - begun, stop - begun) for *_, start, stop in made[0].operations()]
+    assert times == [(4 * MS, 24 * MS), (28 * MS, 48 * MS)]
+
+
 def test_outside_of_backward_no_other_thread_says_what_the_step_does(made: list[phases.Step]) -> None:
     with phase("backward"):
         with phase("forward"):

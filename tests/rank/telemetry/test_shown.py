@@ -77,10 +77,10 @@ def pipe(rank: int, group: Any) -> None:
     for op in Schedule.of("1f1b", 2, 4).ops[rank]:
         if (op.kind == "F") == (rank == 1):
             dist.recv(torch.ones(1), 1 - rank, group=group)
-        began = time.perf_counter_ns()
+        done = clock.on_op(op.kind, op.stage, op.micro)
         with phase("forward" if op.kind == "F" else "backward"):
             time.sleep(FORWARD if op.kind == "F" else BACKWARD)
-        clock.on_op(op.kind, op.stage, op.micro, began, time.perf_counter_ns())
+        done()
         if (op.kind == "F") == (rank == 0):
             # Sends of the one direction must not wait for receives of the other.
             waiting.append(dist.isend(torch.ones(1), 1 - rank, group=group))

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter_ns
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,8 @@ from nbkit.schedules.token_rounds import token_rounds
 Forward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """(stage, micro, what the stage before returned) -> what the next one gets; of the last stage: (loss, and any more)."""
 
-OnOp = Callable[[str, int, int, int, int], None]
-"""(kind, stage, micro, start, stop): an operation without its waits, in nanoseconds of `time.perf_counter_ns`."""
+OnOp = Callable[[str, int, int], Callable[[], None]]
+"""(kind, stage, micro) of an operation that begins, its waits behind it -> what is called when it is done."""
 
 _AHEAD = 2  # receives are posted for this many operations after the present one
 
@@ -186,9 +185,9 @@ class _Run:
         if on_op is None:
             produced = work()
         else:
-            start = perf_counter_ns()
+            done = on_op(kind, stage, micro)
             produced = work()
-            on_op(kind, stage, micro, start, perf_counter_ns())
+            done()
         give = self.routes.gives[index]
         if give is not None:
             self.channels.send(give, produced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,8 +105,8 @@ def order(world: Any, edges: bool) -> dict[str, list[str]]:
             x = weight * (received[0] if received else 1.0)
             return (x.sum(),) if stage == last else (x,)
 
-        def on_op(kind: str, stage: int, micro: int, start: int, stop: int, done: list[str] = done) -> None:
-            done.append(f"{kind}{stage}")
+        def on_op(kind: str, stage: int, micro: int, done: list[str] = done) -> Callable[[], None]:
+            return lambda: done.append(f"{kind}{stage}")
 
         def told(done: list[str] = done) -> None:
             done.append("told")
