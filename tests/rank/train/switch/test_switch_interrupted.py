@@ -169,7 +169,7 @@ def while_groups_are_made(world: Any) -> dict[str, Any]:
     trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
-            patch.setattr(builder, "meet", interrupt)
+            patch.setattr(builder, "meet_groups", interrupt)
         else:
             make = torch.distributed.new_group
             patch.setattr(torch.distributed, "new_group", lambda *args, **named: interrupt(make(*args, **named)))
