@@ -23,7 +23,9 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.broke = False  # the network, or the other host, did not answer; a process that ended closes its end
+        # The network, or the other host, did not answer: here, or there, where this host was given up (a reset).
+        # A process that ended closes its end, which is neither.
+        self.broke = False
         self._lock = threading.Lock()
         self._rest = b""
 
@@ -39,7 +41,7 @@ class Link:
         try:
             data = self.sock.recv(65536)
         except OSError as error:
-            self.broke = not isinstance(error, ConnectionError)
+            self.broke = isinstance(error, ConnectionResetError) or not isinstance(error, ConnectionError)
             return None
         if not data:
             return None

@@ -7,7 +7,9 @@ its own, which ends with its job.
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -94,6 +96,18 @@ def left_alone(world: Any) -> list[float]:
     names: dict[str, Any] = {}
     exec(SETUP, names)
     return [record["loss"] for record in names["made"](None, 0).fit(STEPS)]
+
+
+@pytest.mark.long
+def test_a_training_whose_controller_is_killed_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+    cluster, handle = training("controller", tmp_path / "saved")
+    assert cluster.entry.controller
+    os.kill(cluster.entry.controller.pid, signal.SIGKILL)
+    with pytest.raises(NbkitError, match="the controller of the cluster has ended") as caught:
+        handle.wait(timeout=PATIENCE)
+    assert saved_step(str(caught.value), tmp_path / "saved") > 2
+    cluster.stop()
+    until(lambda: not slurm.jobs())
 
 
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:

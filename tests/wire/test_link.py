@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -57,3 +58,13 @@ def test_a_message_that_is_repeated_or_sent_back_is_not_believed(
     else:
         ends[1].sendall(seen)
         assert agent.receive() is None
+
+
+@pytest.mark.parametrize(("linger", "broke"), [((0, 0), False), ((1, 0), True)], ids=["closed", "given up"])
+def test_a_line_that_was_given_up_is_told_from_one_whose_process_has_ended(
+    ends: tuple[socket.socket, socket.socket], linger: tuple[int, int], broke: bool
+) -> None:
+    parent, _ = linked(ends, "k", "k")
+    ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+    ends[1].close()
+    assert parent.receive() is None and parent.broke is broke

@@ -336,8 +336,12 @@ class Coordinator:
 
     def _watch(self) -> None:
         controller = self._find_controller()
-        if controller and not controller.is_alive():
-            self.end("the controller is gone")
+        if controller and not controller.is_alive() and not self.taken_away:
+            if self.going and self.hosts:  # trainings are saved, and the end of the last host's ranks is the cluster's
+                self.taken_away = True
+                self._tell("the controller of the cluster has ended", "end_in_order")
+            else:
+                self.end("the controller is gone")
         elif not self.going and self._is_given_up():
             self.end("the notebook has ended while the cluster was starting")
         elif self.going and time.monotonic() - self.seen > self.plan["ttl"]:
