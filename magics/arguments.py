@@ -113,7 +113,7 @@ def cluster_parser() -> MagicParser:
     start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
     start.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
     start.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="N devices more, for ranks whose own fails in a training"
+        "--spares", type=int, default=0, metavar="N", help="N devices more on each host, for ranks whose own fails"
     )
     start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"

@@ -123,6 +123,10 @@ def test_the_tasks_of_an_allocation_are_its_ranks() -> None:
     assert allocation_here(of_one_node) is None  # there the ranks are started as on any machine
     one_task = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"}
     assert allocation_here(one_task) == AllocationRequest("7", (4, 4))
+    assert allocation_here(one_task, 1) == AllocationRequest("7", (3, 3))
+    with pytest.raises(UsageError, match="Too few devices for the ranks and their spares") as caught:
+        allocation_here(one_task, 4)
+    assert caught.value.hint == "--spares 3"
 
 
 def test_what_sbatch_refuses_is_said_in_its_words(slurm: SlurmNodes) -> None:
@@ -156,3 +160,15 @@ def test_a_rank_takes_a_gpu_and_its_share_of_the_cpus() -> None:
     assert (size.nodes, size.ranks, size.gpus, size.cpus) == (2, 4, 4, 32)
     size, _ = size_of(SlurmRequest(6, nodes=3, cpu=True), GPU_NODES)
     assert (size.nodes, size.ranks, size.gpus, size.cpus) == (3, 2, 0, 2)
+
+
+def test_spares_of_a_node_are_asked_for_beside_its_ranks() -> None:
+    size, _ = size_of(SlurmRequest(6, spares=1), GPU_NODES)
+    assert (size.nodes, size.ranks, size.gpus, size.cpus) == (2, 3, 4, 32)
+    with pytest.raises(UsageError, match="fewer than 4 GPUs") as caught:
+        size_of(SlurmRequest(4, nodes=1, spares=1), GPU_NODES)
+    assert "4 GPUs, 1 of each spare" in caught.value.numbers
+    assert caught.value.hint.startswith("-n 4 --nodes 2 --spares 1")
+    with pytest.raises(UsageError, match="Too few devices for the ranks and their spares") as caught:
+        size_of(SlurmRequest(4, spares=4), GPU_NODES)
+    assert caught.value.hint == "--spares 3"

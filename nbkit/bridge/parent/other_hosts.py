@@ -3,8 +3,8 @@
 Each parent forks and reaps the ranks of its own host. What they say of a training, and how they end, goes to the first
 host's; what that wants done with one of them comes back. Both go through the coordinator, which keeps their order.
 
-    of_rank   started   lost           to the first host's parent
-    start_rank   to_rank   dismiss     from it, to whoever has that rank
+    of_rank   started   placed   lost   to the first host's parent
+    start_rank   to_rank   dismiss      from it, to whoever has that rank
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from nbkit.bridge.parent.child_processes import kill_group
 from nbkit.bridge.parent.coordinator import Coordinator
 
-_TO_FIRST = ("of_rank", "started", "lost")
+_TO_FIRST = ("of_rank", "started", "placed", "lost")
 _FROM_FIRST = ("start_rank", "to_rank", "dismiss")
 
 
@@ -25,6 +25,7 @@ class Parent(Protocol):
     ending: bool
     spec: Any
     replacer: Any
+    spares: Any
 
     @property
     def children(self) -> dict[int, Any]: ...
@@ -50,9 +51,9 @@ class RankElsewhere:
         """Tell the rank."""
         self._line.send(event="to_rank", rank=self.rank, word=word)
 
-    def start(self) -> None:
-        """Have it started in the place of one that has ended."""
-        self._line.send(event="start_rank", rank=self.rank)
+    def start(self, cell: str, death: dict[str, Any]) -> None:
+        """Have it started in the place of one that has died in that cell, on the device that its host chooses."""
+        self._line.send(event="start_rank", rank=self.rank, cell=cell, death=death)
 
     def dismiss(self) -> None:
         """Have it ended, without declaring it dead."""
@@ -70,7 +71,7 @@ class OtherHosts:
         self.parent, spec = parent, parent.spec
         self.ranks: dict[int, RankElsewhere] = {}
         self.undecided: set[int] = set()
-        self._to_start: set[int] = set()
+        self._to_start: dict[int, dict[str, Any]] = {}  # rank -> in the place of whom, and in which cell
         self._line = parent.coordinator
         self.decides = self._line is None or spec.base == 0
         if self._line is not None and self.decides:
@@ -107,20 +108,22 @@ class OtherHosts:
 
     def go_on(self) -> None:
         """Start what is to be started, once the rank of that number has been reaped."""
-        for rank in sorted(self._to_start - set(self.parent.children)):
-            self._to_start.discard(rank)
+        for rank in sorted(set(self._to_start) - set(self.parent.children)):
+            asked = self._to_start.pop(rank)
             if not self.parent.ending:
+                self.parent.spares.place(asked["cell"], asked["death"])
                 self.parent.start_rank(rank, replaces=True)
 
     # At the first host's parent
 
-    def begin(self, rank: int) -> None:
-        """Have a rank started, on its own host, in the place of one that has died in a training."""
+    def begin(self, rank: int, cell: str, death: dict[str, Any]) -> None:
+        """Have a rank started, on its own host, in the place of one that has died in a training in that cell."""
         if self._line is None or rank in self.parent.spec.ranks:
+            self.parent.replacer.placed(rank, self.parent.spares.place(cell, death))
             self.parent.start_rank(rank, replaces=True)
             return
         there = self.ranks[rank] = RankElsewhere(rank, self._line)
-        there.start()
+        there.start(cell, death)
 
     # Both
 
@@ -142,6 +145,8 @@ class OtherHosts:
     def _hear_of(self, there: RankElsewhere, event: str, message: dict[str, Any]) -> None:
         if event == "started":
             there.pid = message["pid"]
+        elif event == "placed":
+            self.parent.replacer.placed(there.rank, message["said"])
         elif message["pid"] != there.pid:  # of a process whose place has been taken meanwhile
             return
         elif event == "of_rank":
@@ -155,7 +160,7 @@ class OtherHosts:
         child = self.parent.children.get(rank)
         if event == "start_rank":
             self.undecided.discard(rank)
-            self._to_start.add(rank)
+            self._to_start[rank] = message
             self.go_on()
         elif child is not None and event == "to_rank":
             child.link.send(**message["word"])

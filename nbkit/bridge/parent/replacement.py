@@ -135,6 +135,11 @@ class Replacer:
             # Acted on when all that has come is read: another one may have said before that the training goes on.
             self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
 
+    def placed(self, rank: int, said: str) -> None:
+        """What is told of the device that a new rank has got; "" where it is the one of before."""
+        if said and self.under_way:
+            self.under_way.devices[rank] = said
+
     def lost(self, rank: int, how: str) -> None:
         """The host of a rank is gone, and the rank with it: no other one takes its place."""
         if self.under_way:
@@ -180,9 +185,7 @@ class Replacer:
         if replacement.formed:
             return
         for rank in sorted(set(replacement.deaths) - set(parent.members)):
-            if said := parent.spares.place(replacement.seat.cell, replacement.deaths[rank]):
-                replacement.devices[rank] = said
-            parent.elsewhere.begin(rank)
+            parent.elsewhere.begin(rank, replacement.seat.cell, replacement.deaths[rank])
         if late := sorted(set(range(parent.spec.world_size)) - set(replacement.waits)):
             if time.monotonic() > replacement.deadline:
                 self._give_up(f"ranks {late} were not ready to go on within {WAIT_SECONDS:.0f} s")

@@ -2,7 +2,7 @@
 
 It may be where the rank itself has said that its device does not compute any more, and where the rank has died twice on
 it in one cell. One death alone is not the device's: mostly it is a kill, memory that ran out, or the program. A device
-that was left is never taken again.
+that was left is never taken again. Each host of a cluster has its own, and the parent there gives them out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.spec import Spec, write_pins
+from nbkit.wire.processes import node_name
 
 DEATHS = 2  # of one rank on one device in one cell, which may be the device's
 
@@ -24,10 +26,11 @@ class Parent(Protocol):
 
     spec: Spec
     folder: Path
+    coordinator: Coordinator | None
 
 
 class Spares:
-    """One per parent. Of several hosts none has any."""
+    """One per parent, for the ranks of its host."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
@@ -36,8 +39,19 @@ class Spares:
     def place(self, cell: str, death: dict[str, Any]) -> str:
         """Another process is to take the place of a rank that died: choose its device. What is told of it, or "".
 
-        death: as for Replacer.takes; also once more, for a further process in its place.
+        death: as for Replacer.takes; also once more, for a further process in its place. On several hosts it is told
+        to the coordinator too, for the first host's parent and for the notebook.
         """
+        said = self._placed(cell, death)
+        line, spec = self.parent.coordinator, self.parent.spec
+        if said:
+            log(said)
+        if said and line:
+            pin, left = spec.pin(death["rank"]), [spare.label for spare in spec.spares]
+            line.link.send(event="placed", rank=death["rank"], said=said, label=pin.label, reason=pin.why, spares=left)
+        return said
+
+    def _placed(self, cell: str, death: dict[str, Any]) -> str:
         spec, rank = self.parent.spec, death["rank"]
         if not spec.spares and not spec.retired:
             return ""
@@ -48,18 +62,18 @@ class Spares:
             return ""
         why = f"{old.label} failed" if death["failed"] else f"it died {_times(len(died))} on {old.label}"
         if not spec.spares:
-            said = f"rank {rank} stays on {old.label}, though {why}: no spare is left"
-            log(said)
-            return said
+            return f"rank {rank} stays on {old.label}, though {why}: no spare is left{self._where()}"
         new, *left = spec.spares
-        said = f"rank {rank} is on the spare {new.label} now, since {why}; {_counted(len(left))} left"
+        said = f"rank {rank} is on the spare {new.label} now, since {why}; {_counted(len(left))} left{self._where()}"
         new = replace(new, why=f"{new.why}; since {time.strftime('%H:%M:%S')}, for {why}")
         pins = list(spec.pins)
         pins[rank - spec.base] = new
         self.parent.spec = replace(spec, pins=tuple(pins), spares=tuple(left), retired=(*spec.retired, old))
         write_pins(self.parent.spec, self.parent.folder / "spec.json")
-        log(said)
         return said
+
+    def _where(self) -> str:
+        return f" on {node_name()}" if self.parent.coordinator else ""
 
 
 def _times(count: int) -> str:

@@ -29,7 +29,7 @@ from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
 from nbkit.notebook.cluster.hosts.requeue import watch
 from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
-from nbkit.notebook.cluster.hosts.start_request import Request, check_spares, loaded, saved
+from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved, with_spares
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
 from nbkit.notebook.cluster.launch.launch import connect, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -120,8 +120,8 @@ class Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
         n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. spares:
-        so many GPUs, or sets of cores, more, in reserve for a rank whose own device fails in a training; of `gpus` the
-        last ones. ttl: seconds, or "12h", without a notebook and a running cell after which it lets go of its devices
+        so many GPUs, or sets of cores, more on each host, in reserve for a rank whose own device fails in a training;
+        of `gpus` the last ones. ttl: seconds, or "12h", without a notebook and a running cell after which it lets go
         (two hours, unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which says how many ranks.
         Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,
         ClusterExists or UsageError, with nothing left running.
@@ -130,12 +130,13 @@ class Cluster:
         settings = site_settings.read()
         ttl = settings.ttl_of(ttl)
         named = name is not None
+        if on is not None:
+            on, spares = with_spares(on, spares or on.spares), spares or on.spares
         asked: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu} if on is None else {"on": saved(on)}
         options = {**asked, **({"spares": spares} if spares else {}), "ttl": ttl, "named": named}
         if name is None and _current is not None and (again := _current._taken_again(options)):
             return again
         if on is not None:
-            check_spares(spares)
             return cls(launched_on_hosts(name or made_up_name(), on, ttl, options))
         machine = read_machine()
         plan = pins_within(settings, machine, n, gpus, cpu=cpu, spares=spares)
@@ -168,6 +169,7 @@ class Cluster:
         check_platform()
         ttl = site_settings.read().ttl_of(ttl)
         options: dict[str, object] = {"on": saved(on), "ttl": ttl, "named": name is not None}
+        options |= {"spares": on.spares} if on.spares else {}
         entry = submit_to_hosts(name or made_up_name(), on, ttl, options)
         return ClusterList([entry])
 

@@ -54,7 +54,9 @@ class Status:
         return [*self.notes, *self._reserve(), f"logs and output: {self.entry.folder}"]
 
     def _reserve(self) -> list[str]:
-        asked = self.entry.options.get("spares")
+        asked: Any = self.entry.options.get("spares")
+        if asked and self.entry.is_spread:
+            asked = f"{asked} on each host"
         return [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbkit.errors import ClusterError, NbkitError
+from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.cluster.hosts.network import addresses_here, interface_of
 from nbkit.notebook.cluster.hosts.versions import versions_here
 from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
@@ -43,10 +43,13 @@ def main() -> None:
     try:
         check_platform()
         machine = read_machine()
-        pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"])
+        pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"], spares=payload["spares"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
-        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=error.hint)
+        hint = error.hint
+        if payload["spares"] and isinstance(error, UsageError):  # which speaks of the ranks of one machine
+            hint = f"without --spares   or   --hosts {host}:1   for fewer ranks there"
+        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=hint)
         sys.exit(str(error))
     address = link.sock.getsockname()[0]
     link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
@@ -97,6 +100,7 @@ def _facts(pinning: Pinning) -> dict[str, Any]:
         "backend": pinning.backend,
         "labels": [pin.label for pin in pinning.pins],
         "reasons": [pin.why for pin in pinning.pins],
+        "spares": [pin.label for pin in pinning.spares],
         "notes": list(pinning.notes),
         "addresses": addresses_here(),
     }
@@ -126,6 +130,7 @@ def _folder(
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
                 "pins": [pin.saved for pin in pinning.pins],
+                "spares": [pin.saved for pin in pinning.spares],
                 "address": address,
                 "hosts": go["addresses"],
                 "base": sum(payload["counts"][:index]),

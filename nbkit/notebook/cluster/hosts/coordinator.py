@@ -67,6 +67,7 @@ class Coordinator:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         self.hosts: dict[int, Host] = {}  # index -> host, of those that have joined
+        self.facts: list[dict[str, Any]] = []  # of all hosts, once all have joined
         self.refused: list[str] = []  # agents, and why
         self.dead: set[int] = set()
         self.state = Progress("waiting", "the controller starts")
@@ -111,6 +112,7 @@ class Coordinator:
                 "secret": self.secret,
                 "counts": list(self.starter.counts),
                 "cpu": self.starter.cpu,
+                "spares": self.plan["request"]["spares"],
                 "cwd": self.plan["cwd"],
                 "environment": self.plan["environment"],
                 "engine": json.loads(path.read_text()),
@@ -171,7 +173,9 @@ class Coordinator:
             self._died(message, host)
         elif event == "note":
             self._write_end(message)
-        elif event in ("started", "of_rank", "lost"):
+        elif event in ("started", "of_rank", "placed", "lost"):
+            if event == "placed":
+                self._placed(host, message)
             self._to_first(message)
         elif event == "told_to_end":
             self._end_in_order()
@@ -199,7 +203,7 @@ class Coordinator:
 
     def _go(self) -> None:
         """All hosts are there: let them fork their ranks, if they fit together."""
-        facts = [self.hosts[index].facts for index in range(len(self.hosts))]
+        facts = self.facts = [self.hosts[index].facts for index in range(len(self.hosts))]
         check_versions({one["host"]: one["versions"] for one in facts})
         differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
         devices = {one["host"]: one["device"] for one in facts}
@@ -215,19 +219,12 @@ class Coordinator:
         addresses = sorted({address for one in facts for address in one["addresses"]})
         for host in self.hosts.values():
             host.link.send(event="go", backend=backend, device=facts[0]["device"], addresses=addresses)
-        self._show(
-            Progress(
-                "forked",
-                labels=tuple(f"{one['host']}: {label}" for one in facts for label in one["labels"]),
-                reasons=tuple(f"{one['host']}, {why}" for one in facts for why in one["reasons"]),
-                notes=(
-                    *(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
-                    *differ,
-                    *(f"{why}: it was refused" for why in self.refused),
-                ),
-                backend=backend,
-            )
+        notes = (
+            *(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
+            *differ,
+            *(f"{why}: it was refused" for why in self.refused),
         )
+        self._show(progress.with_devices(Progress("forked", notes=notes, backend=backend), facts))
 
     def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
         for host in self.hosts.values():
@@ -252,6 +249,14 @@ class Coordinator:
             scratch.write_text(json.dumps(record))
             scratch.replace(path)
         return record
+
+    def _placed(self, host: Host, message: dict[str, Any]) -> None:
+        """A rank may have gone to a spare device of its host: the notebook reads of it here."""
+        facts = host.facts
+        at = message["rank"] - sum(self.starter.counts[: facts["index"]])
+        facts["labels"][at], facts["reasons"][at] = message["label"], message["reason"]
+        facts["spares"] = message["spares"]
+        self._show(progress.with_devices(self.state, self.facts))
 
     def _to_first(self, message: dict[str, Any]) -> None:
         """The first host's parent decides who is replaced. Without it nobody is."""

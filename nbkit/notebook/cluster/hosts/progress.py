@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,8 @@ class Seen:
 class Progress:
     """phase: "over" says that the cluster has ended or never came up; words: how far it is, or how it ended.
 
-    what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered.
+    what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered;
+    spares: the devices in reserve there.
     """
 
     phase: Literal["waiting", "starting", "forked", "over"]
@@ -43,6 +45,7 @@ class Progress:
     hint: str = ""
     labels: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     backend: str = ""
 
@@ -50,6 +53,16 @@ class Progress:
         """Raise ClusterError if the start has failed."""
         if self.phase == "over":
             raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
+
+
+def with_devices(progress: Progress, hosts: Sequence[dict[str, Any]]) -> Progress:
+    """With labels, reasons and spares. hosts: what the agents have said of theirs."""
+    return replace(
+        progress,
+        labels=tuple(f"{one['host']}: {label}" for one in hosts for label in one["labels"]),
+        reasons=tuple(f"{one['host']}, {why}" for one in hosts for why in one["reasons"]),
+        spares=tuple(f"{one['host']}: {label}" for one in hosts for label in one["spares"]),
+    )
 
 
 def write(folder: Path, progress: Progress) -> None:

@@ -90,6 +90,7 @@ def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
         client = _connected(entry, time.monotonic() + START_SECONDS)
         forked = _await_ranks(entry, client, line)
         entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
+        entry = replace(entry, spares=forked.spares)
         entry = with_ranks(entry, client, lambda: entry.parent.is_alive() and not any(deaths_in(entry.folder)))
         check_reach(entry.labels, client)
         _form_world(entry, client)

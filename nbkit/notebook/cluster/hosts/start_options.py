@@ -15,7 +15,7 @@ from nbkit.notebook.cluster.hosts.start_request import (
     Request,
     SlurmRequest,
     SshRequest,
-    check_spares,
+    with_spares,
 )
 
 
@@ -23,7 +23,7 @@ def requested(options: Any) -> Request | None:
     """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
     found = _requested(options)
     if found is not None:
-        check_spares(options.spares)
+        found = with_spares(found, options.spares)
     if not options.container:
         return found
     if found is None:
@@ -68,7 +68,7 @@ def _requested(options: Any) -> Request | None:
             )
     here = not (options.slurm or options.hosts or options.mpi)
     if here and options.n is None and not options.gpus:
-        if found := allocation_here():
+        if found := allocation_here(spares=options.spares):
             return replace(found, cpu=options.cpu, python=options.python)
     if here:
         if options.python:

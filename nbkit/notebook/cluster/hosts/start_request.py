@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ class SlurmRequest:
     save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
     time. requeue: others are asked for where Slurm takes the hosts away under a training. container: words in front of
     the agent's command, which put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options
-    of srun's ("--container-image=..." of pyxis).
+    of srun's ("--container-image=..." of pyxis). spares: devices in reserve on each host.
     """
 
     n: int
@@ -37,6 +37,7 @@ class SlurmRequest:
     save_before: float = 120.0
     container: str = ""
     requeue: bool = False
+    spares: int = 0
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):
@@ -56,6 +57,7 @@ class SshRequest:
     cpu: bool = False
     python: str = ""
     container: str = ""
+    spares: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
@@ -70,6 +72,7 @@ class MpiRequest:
     options: tuple[str, ...] = ()
     python: str = ""
     container: str = ""
+    spares: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
@@ -85,6 +88,7 @@ class AllocationRequest:
     cpu: bool = False
     python: str = ""
     container: str = ""
+    spares: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", tuple(self.counts))
@@ -147,11 +151,8 @@ def last_lines(path: Path) -> str:
     return "\n".join(lines[-_LOG_LINES:])
 
 
-def check_spares(spares: int) -> None:
-    """Raise UsageError where spares were asked for of other hosts."""
-    if spares:
-        raise UsageError(
-            "Spares are for ranks of the notebook's own machine.",
-            numbers=f"--spares {spares}, and other hosts",
-            hint=f"without --spares   or   -n 2 --spares {spares}   for ranks beside the notebook",
-        )
+def with_spares(request: Request, spares: int) -> Request:
+    """The request, with so many devices in reserve on each host. Raises UsageError for fewer than none."""
+    if spares < 0:
+        raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
+    return replace(request, spares=spares)

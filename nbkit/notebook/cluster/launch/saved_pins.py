@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning
 from nbkit.notebook.cluster.registry import Entry
 
@@ -29,9 +30,12 @@ def pinning_of(entry: Entry) -> Pinning:
 
 
 def repinned(entry: Entry) -> Entry:
-    """The entry with the devices that its ranks are on now. The ranks of other hosts stay where they are."""
+    """The entry with the devices that its ranks are on now; of other hosts' the coordinator has written them."""
     if entry.is_spread:
-        return entry
+        told = progress.read(entry.folder)
+        if told is None or told.phase != "forked":
+            return entry
+        return replace(entry, labels=told.labels, reasons=told.reasons, spares=told.spares)
     with suppress(OSError, ValueError):
         now = pinning_of(entry)
         labels, reasons = tuple(pin.label for pin in now.pins), tuple(pin.why for pin in now.pins)

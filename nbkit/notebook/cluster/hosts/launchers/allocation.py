@@ -18,10 +18,11 @@ from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest, agent_command
 
 
-def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRequest | None:
+def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0) -> AllocationRequest | None:
     """The allocation of several nodes that this process runs in: as many ranks on each as it has tasks there, or GPUs.
 
-    None outside of one. On one node a notebook needs no launcher.
+    spares: GPUs of each node that are left to no rank. None outside of one: on one node a notebook needs no launcher.
+    Raises UsageError where spares leave no GPU.
     """
     job, tasks = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_TASKS_PER_NODE", "")
     counts = counts_of(tasks)
@@ -30,6 +31,14 @@ def allocation_here(environment: Mapping[str, str] = os.environ) -> AllocationRe
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     if gpus.isdigit() and int(gpus) and set(counts) == {1}:  # one task on each node: a job for a launcher like ours
         counts = (int(gpus),) * len(counts)
+    if gpus.isdigit() and int(gpus) and spares:
+        if spares >= int(gpus):
+            raise UsageError(
+                "Too few devices for the ranks and their spares.",
+                numbers=f"--spares {spares}, {gpus} GPUs on each node of job {job}",
+                hint=f"--spares {int(gpus) - 1}" if int(gpus) > 1 else "without --spares",
+            )
+        counts = tuple(min(count, int(gpus) - spares) for count in counts)
     return AllocationRequest(job, counts)
 
 

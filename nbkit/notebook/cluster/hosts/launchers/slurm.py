@@ -36,7 +36,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """nodes, with so many ranks on each. cpus, gpus: of each node. partition: "" where Slurm names none."""
+    """nodes, with so many ranks on each. cpus, gpus: of each node, for ranks and spares."""
 
     nodes: int
     ranks: int
@@ -87,14 +87,19 @@ def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[No
             hint=f"--partition {known[0]}" if known else "sinfo   (in a terminal)",
         )
     unit = "CPU" if request.cpu or not any(node.gpus for node in there) else "GPU"
-    sizes = sorted((node.cpus if unit == "CPU" else node.gpus for node in there), reverse=True)
+    sizes = sorted((_room(node, unit) - request.spares for node in there), reverse=True)  # what is left for ranks
     count = request.nodes if request.nodes is not None else _fewest(request.n, sizes)
     if count is None or count > len(sizes) or request.n > count * sizes[count - 1] or request.n % count:
         raise _too_large(request, named, unit, sizes, count)
     ranks = request.n // count
-    able = [node for node in there if (node.cpus if unit == "CPU" else node.gpus) >= ranks]
+    devices = ranks + request.spares
+    able = [node for node in there if _room(node, unit) >= devices]
     share = min(node.cpus // node.gpus for node in able) if unit == "GPU" else 1
-    return Size(count, ranks, ranks * max(1, share), ranks if unit == "GPU" else 0), able
+    return Size(count, ranks, devices * max(1, share), devices if unit == "GPU" else 0), able
+
+
+def _room(node: Node, unit: str) -> int:
+    return node.cpus if unit == "CPU" else node.gpus
 
 
 def _fewest(n: int, sizes: Sequence[int]) -> int | None:
@@ -103,6 +108,14 @@ def _fewest(n: int, sizes: Sequence[int]) -> int | None:
 
 
 def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int], count: int | None) -> UsageError:
+    """sizes: of the nodes, less the spares."""
+    spares = request.spares
+    if sizes[0] < 1:
+        return UsageError(
+            "Too few devices for the ranks and their spares.",
+            numbers=f"--spares {spares} on each node; the nodes of {named} have at most {sizes[0] + spares} {unit}s",
+            hint=f"--spares {sizes[0] + spares - 1}" if sizes[0] + spares > 1 else "without --spares",
+        )
     if count is not None and count <= len(sizes) and request.n % count:
         what = f"{request.n} ranks cannot be spread evenly over {count} nodes."
     elif count is None or count > len(sizes):
@@ -114,11 +127,13 @@ def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int
     on = "" if request.nodes is None else f" on {request.nodes} node{'s' * (request.nodes > 1)}"
     ways = [f"-n {request.n} --nodes {fits[0]}"] if fits else []
     ways += [f"-n {most} --nodes {next(k for k in range(1, len(sizes) + 1) if k * sizes[k - 1] == most)}"]
+    ways = [f"{way} --spares {spares}" if spares else way for way in ways]
     return UsageError(
         what,
-        numbers=f"-n {request.n}{on}; {named} has {len(sizes)} node{'s' * (len(sizes) > 1)} of {sizes[-1]}"
-        + (f" to {sizes[0]}" if sizes[0] > sizes[-1] else "")
-        + f" {unit}s",
+        numbers=f"-n {request.n}{on}; {named} has {len(sizes)} node{'s' * (len(sizes) > 1)} of {sizes[-1] + spares}"
+        + (f" to {sizes[0] + spares}" if sizes[0] > sizes[-1] else "")
+        + f" {unit}s"
+        + (f", {spares} of each spare" if spares else ""),
         hint="   or   ".join(dict.fromkeys(ways)),
     )
 
