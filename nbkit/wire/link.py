@@ -26,6 +26,7 @@ class Link:
         # The network, or the other host, did not answer: here, or there, where this host was given up (a reset).
         # A process that ended closes its end, which is neither.
         self.broke = False
+        self.closed = False  # in order, by the other end or the system behind it
         self._lock = threading.Lock()
         self._rest = b""
 
@@ -44,6 +45,7 @@ class Link:
             self.broke = isinstance(error, ConnectionResetError) or not isinstance(error, ConnectionError)
             return None
         if not data:
+            self.closed = True
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:

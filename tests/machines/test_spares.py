@@ -1,10 +1,12 @@
-"""`--spares` on several hosts: a rank whose device seems bad goes on on a spare one of its own host."""
+"""What several hosts have in reserve: devices, for ranks of the same host, and hosts, for one that is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
+from clusters import assert_gone
 from ssh_hosts import SshHosts
 from training_cell import NETWORK
 
@@ -27,6 +29,10 @@ def mse(output, target):
         open(f"{{folder}}/{{training.step}}", "x").close()
         if how == "device":
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nCUDA kernel errors might be")
+        if how == "cable":
+            time.sleep(120)
+        if how == "parent":
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return F.mse_loss(output, target)
 
@@ -35,14 +41,24 @@ defaults = dict(loss=mse, strategy="zero3", backup_every=1)
 CELL = f"history = trainer.fit({STEPS})\n[record['loss'] for record in history], sorted(os.sched_getaffinity(0))"
 
 
-@pytest.fixture
+def begun(ssh: SshHosts, name: str, count: int, options: str) -> Cluster:
+    """Two hosts with ranks, and a third one in reserve."""
+    hosts = ",".join(f"{host}:{count}" for host in (*ssh.names, ssh.spare))
+    on = requested(options_of(f"start --hosts {hosts} --cpu --spare-hosts 1 {options}"))
+    folder = ssh.folder / name
+    folder.mkdir()
+    cluster = Cluster.start(name=name, on=on, ttl=600)
+    cluster.run(f"folder = {str(folder)!r}\n{SETUP}")
+    return cluster
+
+
+@pytest.fixture(scope="module")
 def two(ssh: SshHosts) -> Iterator[Cluster]:
-    """A rank on each of two hosts, with a core in reserve there."""
-    on = requested(options_of(f"start --hosts {','.join(ssh.names)} --cpu --spares 1"))
-    cluster = Cluster.start(name="spared", on=on, ttl=600)
-    cluster.run(f"folder = {str(ssh.folder)!r}\n{SETUP}")
+    """A rank on each of two hosts, with a core in reserve there, and a third host."""
+    cluster = begun(ssh, "spared", 1, "--spares 1")
     yield cluster
     cluster.stop()
+    assert_gone(lambda: [each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name)])
 
 
 def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
@@ -50,10 +66,11 @@ def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
 ) -> None:
     old, new = two.entry.labels, two.entry.spares
     assert [label.partition(": ")[0] for label in (*old, *new)] == ["node1", "node2"] * 2
+    assert two.entry.n == 2
     assert f"spares: {', '.join(new)}" in repr(two.status())
     alone = two.run(f"trainer = make()\n{CELL}", timeout=60).values[0][0]
 
-    two.run("plan = {(4, 1): 'kill', (8, 1): 'kill', (12, 0): 'device', (16, 1): 'device'}\ntrainer = make()")
+    two.run("plan = {(4, 1): 'kill', (9, 1): 'kill', (12, 0): 'device', (16, 1): 'device'}\ntrainer = make()")
     results = two.run(CELL, timeout=120)
 
     for rank in range(2):
@@ -76,5 +93,54 @@ def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
 def test_a_host_without_a_device_for_its_spares_is_named(ssh: SshHosts) -> None:
     on = requested(options_of(f"start --hosts {ssh.names[0]} --cpu --spares 9999"))
     with pytest.raises(ClusterError, match="node1: Too few devices for the ranks and their spares") as caught:
-        Cluster.start(name="spared", on=on, ttl=600)
+        Cluster.start(name="none", on=on, ttl=600)
     assert "1 rank and 9999 spares" in caught.value.numbers and "--hosts node1:1" in caught.value.hint
+
+
+def check_lost_host(cluster: Cluster, ssh: SshHosts, how: str, strategy: str, said: Callable[[], str]) -> None:
+    """At step 6 the second host loses its cable, or the parent of its ranks. At step 14 one of its ranks dies again."""
+    count, last, folder = cluster.entry.n // 2, cluster.entry.n - 1, ssh.folder / cluster.entry.name
+    assert cluster.entry.spare_hosts == ("node3",) and "spare hosts: node3" in repr(cluster.status())
+    cluster.run(f"plan = {{}}\ntrainer = make(strategy={strategy!r})", timeout=60)
+    alone = cluster.run(CELL, timeout=60).values[0][0]
+    cluster.run(f"plan = {{(6, {last}): {how!r}, (14, {last}): 'kill'}}\ntrainer = make(strategy={strategy!r})")
+    said()
+    try:
+        handle, deadline = cluster.run(CELL, detach=True, timeout=120), time.monotonic() + 60
+        while how == "cable" and not (folder / "6").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if how == "cable":
+            ssh.link(2, "down")
+        results = handle.wait()
+    finally:
+        ssh.link(2, "up")
+    hosts = cluster.run("import socket\nsocket.gethostname()").values
+    assert [*hosts.values()] == ["node1"] * count + ["node3"] * count
+    for rank in range(2 * count):
+        assert results.values[rank][0] == pytest.approx(alone, abs=1e-10) and len(alone) == STEPS
+    told = said()
+    ranks = f"Rank {last} is" if count == 1 else f"Ranks {count}-{last} are"
+    assert f"{ranks} on the spare host node3 now, in the place of node2; no spare host is left." in told
+    again = [line for line in told.splitlines() if f"Rank {last} died (SIGKILL) in step" in line]
+    assert len(again) == 1 and "was replaced" in again[0] and "spare" not in again[0], told  # once on this device
+    assert "spare hosts: none is left of 1" in repr(cluster.status())
+    assert cluster.status().rows[last].device.startswith("node3: ")
+    assert running(cluster.entry.name).spare_hosts == ()
+
+
+def test_the_ranks_of_a_host_that_is_gone_go_on_on_a_spare_host(
+    two: Cluster, ssh: SshHosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_lost_host(two, ssh, "cable", "zero3", lambda: capsys.readouterr().err)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "strategy"), [("parent", "zero3"), ("cable", "ddp")])
+def test_all_ranks_of_a_host_go_on_on_a_spare_host(
+    ssh: SshHosts, how: str, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = begun(ssh, f"reserve-{strategy}", 2, "")
+    try:
+        check_lost_host(cluster, ssh, how, strategy, lambda: capsys.readouterr().err)
+    finally:
+        cluster.stop()

@@ -1,4 +1,4 @@
-"""Two hosts with sshd on this machine: namespaces of network, PID, mount and UTS, with own /tmp and /dev/shm."""
+"""Hosts with sshd on this machine: namespaces of network, PID, mount and UTS, with own /tmp and /dev/shm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MaxStartups 100
 SetEnv PYTHONPATH={root}
 """
 _CONFIG = """\
-Host {names} nowhere
+Host {names} {spare} nowhere
   Port 2222
   User root
   IdentityFile {folder}/id
@@ -47,6 +47,8 @@ Host {first}
   HostName {net}.1
 Host {second}
   HostName {net}.2
+Host {spare}
+  HostName {net}.3
 """
 _INSIDE = """\
 mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname {name} && mkdir -p /run/sshd
@@ -72,7 +74,7 @@ def missing() -> str:
 class SshHosts:
     """names: of the hosts, as `ssh` knows them. It also knows "locked", with a key that the host does not accept, and
     "changed", with another key of the host than it has.
-    bin: a folder with that ssh, to be first in PATH.
+    spare: one more, for who has a use for it. bin: a folder with that ssh, to be first in PATH.
 
     The interface of the first is called eth0, that of the second ens5. root: what Python finds there.
     """
@@ -82,7 +84,7 @@ class SshHosts:
         self.folder = Path(tempfile.mkdtemp(prefix="nbkit-ssh-", dir="/var/tmp"))
         self.tag = f"nbk{os.getpid() % 100000}"
         self.net = f"10.213.{os.getpid() % 250}"
-        self.names = ("node1", "node2")
+        self.names, self.spare = ("node1", "node2"), "node3"
         self.bin = self.folder / "bin"
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -97,7 +99,7 @@ class SshHosts:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         shutil.copy(folder / "id.pub", folder / "authorized_keys")
         fields = {"folder": folder, "net": self.net, "names": " ".join(self.names)}
-        config = _CONFIG.format(**fields, first=self.names[0], second=self.names[1])
+        config = _CONFIG.format(**fields, first=self.names[0], second=self.names[1], spare=self.spare)
         (folder / "config").write_text(config)
         words = (folder / "stranger.pub").read_text().split()
         (folder / "known_others").write_text(f"[{self.net}.1]:2222 {words[0]} {words[1]}\n")
@@ -107,10 +109,11 @@ class SshHosts:
         _run("ip", "link", "add", self.tag, "type", "bridge")
         _run("ip", "addr", "add", f"{self.net}.254/24", "dev", self.tag)
         _run("ip", "link", "set", self.tag, "up")
-        for number, (name, device) in enumerate(zip(self.names, ("eth0", "ens5"), strict=True), 1):
+        names = (*self.names, self.spare)
+        for number, (name, device) in enumerate(zip(names, ("eth0", "ens5", "eth0"), strict=True), 1):
             self._add_host(number, name, device, root)
         deadline = time.monotonic() + 20
-        while any(_code(str(self.bin / "ssh"), "-o", "BatchMode=yes", name, "true") for name in self.names):
+        while any(_code(str(self.bin / "ssh"), "-o", "BatchMode=yes", name, "true") for name in names):
             if time.monotonic() > deadline:
                 raise TimeoutError("sshd did not come up")
             time.sleep(0.1)

@@ -5,14 +5,21 @@ host's; what that wants done with one of them comes back. Both go through the co
 
     of_rank   started   placed   lost   to the first host's parent
     start_rank   to_rank   dismiss      from it, to whoever has that rank
+
+A host in reserve has a parent too, which has no ranks until the coordinator says whose place it takes (`take_place`):
+then its ranks are started as any that is replaced.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.bridge.parent.child_processes import kill_group
 from nbkit.bridge.parent.coordinator import Coordinator
+from nbkit.bridge.parent.parent_log import log
+from nbkit.bridge.parent.spec import write_pins
 
 _TO_FIRST = ("of_rank", "started", "placed", "lost")
 _FROM_FIRST = ("start_rank", "to_rank", "dismiss")
@@ -23,6 +30,7 @@ class Parent(Protocol):
 
     coordinator: Coordinator | None
     ending: bool
+    folder: Path
     spec: Any
     replacer: Any
     spares: Any
@@ -64,7 +72,8 @@ class RankElsewhere:
 class OtherHosts:
     """One per parent. ranks: of the other hosts, at the first host's parent; empty elsewhere and on one host.
 
-    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
+    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them. in_reserve: it
+    has had no ranks yet. taken: the ranks of a host whose place it takes, which have not died on its devices.
     """
 
     def __init__(self, parent: Parent) -> None:
@@ -73,6 +82,8 @@ class OtherHosts:
         self.undecided: set[int] = set()
         self._to_start: dict[int, dict[str, Any]] = {}  # rank -> in the place of whom, and in which cell
         self._line = parent.coordinator
+        self.in_reserve = not spec.pins
+        self.taken: set[int] = set()
         self.decides = self._line is None or spec.base == 0
         if self._line is not None and self.decides:
             line = self._line
@@ -104,14 +115,18 @@ class OtherHosts:
     @property
     def awaited(self) -> bool:
         """Whether this parent has to stay although none of its ranks may be left."""
-        return bool(self.undecided) and not self.parent.ending and self._line is not None and not self._line.gone
+        waits = bool(self.undecided) or self.in_reserve
+        return waits and not self.parent.ending and self._line is not None and not self._line.gone
 
     def go_on(self) -> None:
         """Start what is to be started, once the rank of that number has been reaped."""
         for rank in sorted(set(self._to_start) - set(self.parent.children)):
             asked = self._to_start.pop(rank)
             if not self.parent.ending:
-                self.parent.spares.place(asked["cell"], asked["death"])
+                self.in_reserve = False
+                if rank not in self.taken:
+                    self.parent.spares.place(asked["cell"], asked["death"])
+                self.taken.discard(rank)
                 self.parent.start_rank(rank, replaces=True)
 
     # At the first host's parent
@@ -135,6 +150,9 @@ class OtherHosts:
 
     def hear(self, event: str, message: dict[str, Any]) -> bool:
         """Whether a message of the coordinator is of this, and done."""
+        if event == "take_place":
+            self._take_place(message["base"], message["count"])
+            return True
         rank = message["rank"] if event in (*_TO_FIRST, *_FROM_FIRST) else -1
         if event in _TO_FIRST and (there := self.ranks.get(rank)) is not None:
             self._hear_of(there, event, message)
@@ -147,14 +165,23 @@ class OtherHosts:
             there.pid = message["pid"]
         elif event == "placed":
             self.parent.replacer.placed(there.rank, message["said"])
-        elif message["pid"] != there.pid:  # of a process whose place has been taken meanwhile
+        elif message["pid"] not in (there.pid, 0):  # of a process whose place has been taken meanwhile
             return
         elif event == "of_rank":
             self.parent.replacer.hear(there, message["said"])
         else:
             del self.ranks[there.rank]
-            if not self.parent.ending and not self.parent.replacer.takes(there, message):
-                self.parent.declare_dead(message)
+            death = {**message, "pid": there.pid}
+            if not self.parent.ending and not self.parent.replacer.takes(there, death):
+                self.parent.declare_dead(death)
+
+    def _take_place(self, base: int, count: int) -> None:
+        """This host, in reserve so far, holds `count` ranks from now on; the first host's parent has them started."""
+        spec = self.parent.spec
+        self.parent.spec = replace(spec, base=base, pins=spec.spares[:count], spares=spec.spares[count:])
+        self.taken = {*self.parent.spec.ranks}
+        write_pins(self.parent.spec, self.parent.folder / "spec.json")
+        log(f"this host takes the place of another one, with ranks {[*self.parent.spec.ranks]}")
 
     def _do(self, event: str, rank: int, message: dict[str, Any]) -> None:
         child = self.parent.children.get(rank)

@@ -58,7 +58,7 @@ class Replacement:
     def add(self, death: dict[str, Any]) -> None:
         """A rank has died: whatever was formed is void, and all wait again."""
         rank = death["rank"]
-        self.deaths[rank] = {**death, "cells": sorted({self.seat.cell, *death["cells"]})}
+        self.deaths[rank] = {**death, "cells": sorted({self.seat.cell, *(death["cells"] or ())})}
         self.fresh.add(rank)
         self.starts[rank] += 1
         self.waits.pop(rank, None)

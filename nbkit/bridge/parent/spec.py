@@ -42,8 +42,9 @@ class Line:
 class Spec:
     """folder: of the cluster; engine_file: the controller's connection file for engines, which may not exist yet.
 
-    pins: of the ranks of this host, the first of which is rank `base` of `world_size`. spares: devices in reserve.
-    retired: devices that ranks were taken off.
+    pins: of the ranks of this host, the first of which is rank `base` of `world_size`; of a host in reserve none.
+    spares: devices in reserve. retired: devices that ranks were taken off. fenced: its ranks end where the coordinator
+    cannot be reached, since others may have taken their place.
 
     ttl: seconds without notebook and without a running cell after which the cluster ends. launcher: the notebook,
     whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address: of this
@@ -70,6 +71,7 @@ class Spec:
     hosts: tuple[str, ...] = ()
     spares: tuple[RankPin, ...] = ()
     retired: tuple[RankPin, ...] = ()
+    fenced: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world_size", self.world_size or len(self.pins))
@@ -111,7 +113,11 @@ def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
 
 def write_pins(spec: Spec, path: Path) -> None:
     """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
-    saved = json.loads(path.read_text()) | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
+    saved = (
+        json.loads(path.read_text())
+        | {"base": spec.base}
+        | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
+    )
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(saved))
     scratch.replace(path)

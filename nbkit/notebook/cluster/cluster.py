@@ -35,7 +35,7 @@ from nbkit.notebook.cluster.launch.launch import connect, with_all_ranks
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform
 from nbkit.notebook.cluster.launch.resized_pins import resized_pins
-from nbkit.notebook.cluster.launch.saved_pins import pinning_of
+from nbkit.notebook.cluster.launch.saved_pins import pinning_of, repinned
 from nbkit.notebook.cluster.launch.started import Started, launched, launched_on_hosts
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
@@ -398,8 +398,9 @@ class Cluster:
     def status(self) -> Status:
         """A table of the ranks: pid, device, memory, state, current cell, age."""
         answers = self.connection.client.ask(range(self.entry.n), "status")
-        rows = rank_rows(self.entry, answers, self.connection.deaths)
-        return Status(self.entry, rows, self.connection.generation.number, self.notes)
+        entry = repinned(self.entry)
+        rows = rank_rows(entry, answers, self.connection.deaths)
+        return Status(entry, rows, self.connection.generation.number, self.notes)
 
     def why(self, *, stacks: bool = False) -> Why:
         """Who is stuck where: what every rank does, and one sentence; within 5 s, whatever they do.

@@ -42,6 +42,7 @@ class Entry:
     """One cluster as the registry knows it. host: where its processes are. ttl: seconds. born: time.time().
 
     labels, reasons: what each rank is pinned to and why, in rank order. spares: the devices that are still in reserve.
+    spare_hosts: the hosts that are.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Entry:
     options: dict[str, object] = field(default_factory=dict)
     ranks: tuple[Process, ...] = ()
     spares: tuple[str, ...] = ()
+    spare_hosts: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -139,7 +141,7 @@ def _entry(saved: dict[str, Any]) -> Entry:
     for role in ("controller", "parent", "kernel"):
         saved[role] = Process(**saved[role])
     saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
-    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares")}
+    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares", "spare_hosts")}
     return Entry(**{known.name: saved[known.name] for known in fields(Entry)})
 
 

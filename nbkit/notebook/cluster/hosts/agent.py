@@ -46,10 +46,10 @@ def main() -> None:
         pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"], spares=payload["spares"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
-        hint = error.hint
-        if payload["spares"] and isinstance(error, UsageError):  # which speaks of the ranks of one machine
-            hint = f"without --spares   or   --hosts {host}:1   for fewer ranks there"
-        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=hint)
+        # One about devices speaks of the ranks of one machine.
+        about_devices = payload["spares"] and isinstance(error, UsageError)
+        way = f"without --spares   or   --hosts {host}:1   for fewer ranks there" if about_devices else error.hint
+        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=way)
         sys.exit(str(error))
     address = link.sock.getsockname()[0]
     link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
@@ -110,7 +110,8 @@ def _folder(
     payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, go: dict[str, Any]
 ) -> Path:
     """The folder of the cluster on this host: for this user alone, gone when the ranks have ended."""
-    name = payload["name"]
+    name, counts = payload["name"], payload["counts"][: len(payload["counts"]) - payload["spare_hosts"]]
+    in_reserve, pins = index >= len(counts), [pin.saved for pin in pinning.pins]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
     for part in ("logs", "output", "profile/security"):
         (folder / part).mkdir(parents=True, mode=0o700)
@@ -129,12 +130,13 @@ def _folder(
                 "ttl": 0.0,  # the coordinator's
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
-                "pins": [pin.saved for pin in pinning.pins],
-                "spares": [pin.saved for pin in pinning.spares],
+                "pins": [] if in_reserve else pins,
+                "spares": [*(pins if in_reserve else []), *(pin.saved for pin in pinning.spares)],
                 "address": address,
                 "hosts": go["addresses"],
-                "base": sum(payload["counts"][:index]),
-                "world_size": sum(payload["counts"]),
+                "base": sum(counts[:index]),
+                "world_size": sum(counts),
+                "fenced": payload["spare_hosts"] > 0,
                 "line": {
                     "fd": link.sock.fileno(),
                     "key": link.key,

@@ -27,10 +27,12 @@ from typing import Any
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
+from nbkit.notebook.cluster.hosts.places import Host, Places
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
 from nbkit.notebook.cluster.hosts.versions import check_versions, notes_on
 from nbkit.wire import cluster_end
+from nbkit.wire.cells import ranks_named
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.processes import Process, followers
@@ -44,18 +46,6 @@ END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends
 _BACKLOG = 1024
 
 
-class Host:
-    """A host whose agent has connected. facts: what it has said of itself."""
-
-    def __init__(self, link: SignedLink) -> None:
-        self.link = link
-        self.facts: dict[str, Any] = {}
-
-    @property
-    def name(self) -> str:
-        return str(self.facts["host"])
-
-
 class Coordinator:
     """See the module's text."""
 
@@ -66,8 +56,8 @@ class Coordinator:
         self.listener = socket.create_server((starter.address, 0), family=family, backlog=_BACKLOG)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.hosts: dict[int, Host] = {}  # index -> host, of those that have joined
-        self.facts: list[dict[str, Any]] = []  # of all hosts, once all have joined
+        self.places = Places(starter.counts, starter.spare_hosts)
+        self.hosts = self.places.hosts  # index -> host, of those that have joined
         self.refused: list[str] = []  # agents, and why
         self.dead: set[int] = set()
         self.state = Progress("waiting", "the controller starts")
@@ -113,6 +103,7 @@ class Coordinator:
                 "counts": list(self.starter.counts),
                 "cpu": self.starter.cpu,
                 "spares": self.plan["request"]["spares"],
+                "spare_hosts": self.starter.spare_hosts,
                 "cwd": self.plan["cwd"],
                 "environment": self.plan["environment"],
                 "engine": json.loads(path.read_text()),
@@ -175,7 +166,8 @@ class Coordinator:
             self._write_end(message)
         elif event in ("started", "of_rank", "placed", "lost"):
             if event == "placed":
-                self._placed(host, message)
+                self.places.placed(host, message["rank"], message["label"], message["reason"], message["spares"])
+                self._show(self.places.shown(self.state))
             self._to_first(message)
         elif event == "told_to_end":
             self._end_in_order()
@@ -203,7 +195,7 @@ class Coordinator:
 
     def _go(self) -> None:
         """All hosts are there: let them fork their ranks, if they fit together."""
-        facts = self.facts = [self.hosts[index].facts for index in range(len(self.hosts))]
+        facts = self.places.settle()
         check_versions({one["host"]: one["versions"] for one in facts})
         differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
         devices = {one["host"]: one["device"] for one in facts}
@@ -224,7 +216,7 @@ class Coordinator:
             *differ,
             *(f"{why}: it was refused" for why in self.refused),
         )
-        self._show(progress.with_devices(Progress("forked", notes=notes, backend=backend), facts))
+        self._show(self.places.shown(Progress("forked", notes=notes, backend=backend)))
 
     def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
         for host in self.hosts.values():
@@ -250,14 +242,6 @@ class Coordinator:
             scratch.replace(path)
         return record
 
-    def _placed(self, host: Host, message: dict[str, Any]) -> None:
-        """A rank may have gone to a spare device of its host: the notebook reads of it here."""
-        facts = host.facts
-        at = message["rank"] - sum(self.starter.counts[: facts["index"]])
-        facts["labels"][at], facts["reasons"][at] = message["label"], message["reason"]
-        facts["spares"] = message["spares"]
-        self._show(progress.with_devices(self.state, self.facts))
-
     def _to_first(self, message: dict[str, Any]) -> None:
         """The first host's parent decides who is replaced. Without it nobody is."""
         if first := self.hosts.get(0):
@@ -276,8 +260,10 @@ class Coordinator:
                 numbers=self.starter.log() or f"it had joined as host {index}, with {self.starter.counts[index]} ranks",
                 hint="%cluster start   again",
             )
-        base = sum(self.starter.counts[:index])
-        left = [rank for rank in range(base, base + self.starter.counts[index]) if rank not in self.dead]
+        if index >= len(self.places.counts):  # it was in reserve
+            self._show(self.places.shown(self.state))
+            return
+        left = [rank for rank in self.places.ranks_of(index) if rank not in self.dead]
         self.looked = 0.0
         seen = self._look()
         how = f"its host {host.name} does not answer" if host.link.broke else f"the agent of its host {host.name} ended"
@@ -285,14 +271,35 @@ class Coordinator:
             how = self.told
         if seen.state == "over" or (self.taken_away and seen.state == "ending"):
             how = seen.words
+        # Which cells it was in is not known here; each of the others is released from those that it shares.
+        about = {"pid": 0, "how": how, "when": time.time(), "cells": None, "failed": ""}
+        stays = not self.taken_away and not self.dead and seen.state not in ("ending", "over")
+        if stays and (spare := self.places.take_place(index)) is not None:
+            self._put_in_place(spare, host, about)
+            return
         for rank in left:
-            # Which cells it was in is not known here; each of the others is released from those that it shares.
-            death = {"rank": rank, "pid": 0, "how": how, "when": time.time(), "cells": None}
-            self._died(death, host, unregister=True)
-        if not self.hosts:
+            self._died({"rank": rank, **about}, host, unregister=True)
+        if not self.places.hold_ranks:
             if (end := cluster_end.read(self.folder)) is not None:
                 cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
             self.end(how)
+
+    def _put_in_place(self, spare: Host, gone: Host, about: dict[str, Any]) -> None:
+        """A host that was in reserve holds the ranks of one that is gone: the first host's parent has them started.
+
+        about: what is told of their deaths. Where they are in no training that goes on it declares them dead.
+        """
+        ranks = self.places.ranks_of(spare.facts["index"])
+        left = len(self.places.in_reserve)
+        said = (
+            f"{ranks_named([*ranks]).lower()} {'is' if len(ranks) == 1 else 'are'} on the spare host {spare.name} now, "
+            f"in the place of {gone.name}; {left or 'no'} spare host{'s are' if left > 1 else ' is'} left"
+        )
+        print(f"{time.strftime('%H:%M:%S')} coordinator: {about['how']}: {said}", flush=True)
+        self._show(self.places.shown(self.state))
+        for rank in ranks:
+            self._to_first({"event": "lost", "rank": rank, **about})
+        self._to_first({"event": "placed", "rank": ranks[0], "said": said})
 
     # Hosts that are taken away --------------------------------------------------------------------------------------
 
@@ -410,7 +417,7 @@ class Coordinator:
             for key, _ in self.selector.select(TICK_SECONDS):
                 if key.data is not None and key.data.link.receive() is None:
                     self.selector.unregister(key.data.link.sock)
-                    self.hosts = {index: host for index, host in self.hosts.items() if host is not key.data}
+                    self.hosts.pop(key.data.facts.get("index", -1), None)
         self.starter.end()
         # Who waits for the start is told why it failed, and ends the controller itself.
         if self.controller and (self.going or self._launcher is None or self._is_given_up()):

@@ -35,7 +35,7 @@ class Progress:
     """phase: "over" says that the cluster has ended or never came up; words: how far it is, or how it ended.
 
     what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered;
-    spares: the devices in reserve there.
+    spares, spare_hosts: the devices in reserve there, and the hosts.
     """
 
     phase: Literal["waiting", "starting", "forked", "over"]
@@ -46,6 +46,7 @@ class Progress:
     labels: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
+    spare_hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     backend: str = ""
 
@@ -55,13 +56,14 @@ class Progress:
             raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
 
 
-def with_devices(progress: Progress, hosts: Sequence[dict[str, Any]]) -> Progress:
-    """With labels, reasons and spares. hosts: what the agents have said of theirs."""
+def with_devices(progress: Progress, hosts: Sequence[dict[str, Any]], spare_hosts: Sequence[str]) -> Progress:
+    """With labels, reasons and spares. hosts: what the agents of those with ranks have said of theirs."""
     return replace(
         progress,
         labels=tuple(f"{one['host']}: {label}" for one in hosts for label in one["labels"]),
         reasons=tuple(f"{one['host']}, {why}" for one in hosts for why in one["reasons"]),
         spares=tuple(f"{one['host']}: {label}" for one in hosts for label in one["spares"]),
+        spare_hosts=tuple(spare_hosts),
     )
 
 

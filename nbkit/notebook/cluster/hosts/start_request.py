@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,8 @@ class SlurmRequest:
     save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
     time. requeue: others are asked for where Slurm takes the hosts away under a training. container: words in front of
     the agent's command, which put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options
-    of srun's ("--container-image=..." of pyxis). spares: devices in reserve on each host.
+    of srun's ("--container-image=..." of pyxis). spares: devices in reserve on each host. spare_hosts: so
+    many nodes more, in reserve for one that is gone.
     """
 
     n: int
@@ -38,6 +39,7 @@ class SlurmRequest:
     container: str = ""
     requeue: bool = False
     spares: int = 0
+    spare_hosts: int = 0
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):
@@ -51,16 +53,22 @@ class SlurmRequest:
 
 @dataclass(frozen=True)
 class SshRequest:
-    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. The rest as of SlurmRequest."""
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. The rest as of SlurmRequest.
+
+    spare_hosts: so many of them, the last ones, hold no ranks until one of the others is gone.
+    """
 
     hosts: tuple[tuple[str, int], ...]
     cpu: bool = False
     python: str = ""
     container: str = ""
     spares: int = 0
+    spare_hosts: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
+        if self.spare_hosts:
+            _check_spare_hosts(self.hosts, self.spare_hosts)
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,13 @@ AGENT = "nbkit.notebook.cluster.hosts.agent"
 
 
 class Starter(Protocol):
-    """Brings agents up on the hosts. counts: ranks of each host, in the order of hosts. cpu: no GPU, whatever there is.
+    """Brings agents up on the hosts. cpu: no GPU, whatever there is. address: of this machine, which they can reach.
 
-    address: of this machine, which the hosts can reach.
+    counts: ranks of each host, in the order of hosts; the last `spare_hosts` of them hold none at first.
     """
 
     counts: tuple[int, ...]
+    spare_hosts: int
     cpu: bool
     address: str
 
@@ -149,6 +158,26 @@ def last_lines(path: Path) -> str:
     """The end of a log file; nothing where it is not there, or not on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
+
+
+def _check_spare_hosts(hosts: Sequence[tuple[str, int]], spare: int) -> None:
+    """Raise UsageError where the last `spare` of `hosts` cannot take the place of any of the others but the first."""
+    held, reserve = hosts[: len(hosts) - spare], hosts[len(hosts) - spare :]
+    given = ",".join(f"{name}:{count}" for name, count in hosts)
+    if spare < 0 or len(held) < 2 or not reserve:
+        raise UsageError(
+            "The spare hosts are the last ones listed, behind two hosts with ranks or more.",
+            numbers=f"--hosts {given} --spare-hosts {spare}",
+            hint="--hosts node1:4,node2:4,node3:4 --spare-hosts 1   (the first one cannot be replaced)",
+        )
+    most = max(count for _, count in held[1:])
+    if few := [f"{name}:{count}" for name, count in reserve if count < most]:
+        fitting = ",".join(f"{name}:{count}" for name, count in (*held, *((name, most) for name, _ in reserve)))
+        raise UsageError(
+            "A spare host takes all ranks of one that is gone.",
+            numbers=f"{', '.join(few)}, in reserve for up to {most} ranks",
+            hint=f"--hosts {fitting} --spare-hosts {spare}",
+        )
 
 
 def with_spares(request: Request, spares: int) -> Request:

@@ -14,6 +14,8 @@ from nbkit.notebook.cluster.hosts.start_request import last_lines
 class AgentsCommand:
     """folder: of the cluster. log: the name of the file that gets what the command prints."""
 
+    spare_hosts = 0  # where one host is gone, such a command ends what it has started on all
+
     def __init__(self, folder: Path, log: str) -> None:
         self._path = folder / "logs" / log
         self._command: subprocess.Popen[bytes] | None = None
