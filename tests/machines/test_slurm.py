@@ -139,7 +139,7 @@ def test_what_sbatch_refuses_is_said_in_its_words(slurm: SlurmNodes) -> None:
 def test_an_unknown_partition_and_too_many_ranks_name_what_there_is(slurm: SlurmNodes) -> None:
     with pytest.raises(UsageError, match="no partition called 'gpus'") as caught:
         Cluster.start(on=SlurmRequest(2, partition="gpus"))
-    assert caught.value.numbers == "partitions: debug, gpu, high, low, small"
+    assert caught.value.numbers == "partitions: debug, gpu, high, low, small, wide"
     with pytest.raises(UsageError, match="fewer than 4 CPUs") as caught:
         Cluster.start(on=SlurmRequest(4, nodes=1))
     assert caught.value.numbers == "-n 4 on 1 node; debug has 2 nodes of 2 CPUs"

@@ -57,6 +57,7 @@ PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
 PartitionName=low Nodes=n[1-2] PriorityTier=1 PreemptMode=CANCEL GraceTime=30 State=UP
 PartitionName=high Nodes=n[1-2] PriorityTier=9 State=UP
 PartitionName=gpu Nodes=g[1-2] MaxTime=INFINITE State=UP
+PartitionName=wide Nodes=n[1-2],g1 MaxTime=INFINITE State=UP
 """
 
 

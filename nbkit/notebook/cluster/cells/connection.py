@@ -51,7 +51,7 @@ class Connection:
         self.cells: dict[str, Execution] = {}
         self.latest: Execution | None = None
         self.deaths: dict[int, Death] = {}
-        self.replaced: dict[tuple[int, int], tuple[str, str]] = {}  # (rank, pid that died) -> (cell, what is said)
+        self.replaced: dict[tuple[int, float], tuple[str, str]] = {}  # (rank, when it died) -> (cell, what is said)
         self.generation = Generation(client, entry.n)
         self.numbers = itertools.count(1)  # of cells, outside of a notebook
         self.request_number = 0
@@ -335,7 +335,7 @@ class Connection:
 
     def _on_replaced(self, read: dict[str, Any]) -> None:
         """Another process has taken the place of a rank that died in a training. read: what the parent wrote of it."""
-        rank, key = read["rank"], (read["rank"], read["pid"])
+        rank, key = read["rank"], (read["rank"], read["when"])  # pids of two hosts may be the same number
         if key in self.replaced or self.ended:
             return
         told = any(said == read["said"] for _, said in self.replaced.values())

@@ -167,6 +167,7 @@ class Coordinator:
         elif event in ("started", "of_rank", "placed", "lost"):
             if event == "placed":
                 self.places.placed(host, message["rank"], message["label"], message["reason"], message["spares"])
+            if event == "placed" or host.has_taken_place:
                 self._show(self.places.shown(self.state))
             self._to_first(message)
         elif event == "told_to_end":
@@ -296,7 +297,6 @@ class Coordinator:
             f"in the place of {gone.name}; {left or 'no'} spare host{'s are' if left > 1 else ' is'} left"
         )
         print(f"{time.strftime('%H:%M:%S')} coordinator: {about['how']}: {said}", flush=True)
-        self._show(self.places.shown(self.state))
         for rank in ranks:
             self._to_first({"event": "lost", "rank": rank, **about})
         self._to_first({"event": "placed", "rank": ranks[0], "said": said})

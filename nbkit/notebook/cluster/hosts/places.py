@@ -11,10 +11,10 @@ from nbkit.wire.link import SignedLink
 
 
 class Host:
-    """A host whose agent has connected. facts: what it has said of itself."""
+    """A host whose agent has connected. facts: what it has said of itself. has_taken_place: it was in reserve."""
 
     def __init__(self, link: SignedLink) -> None:
-        self.link = link
+        self.link, self.has_taken_place = link, False
         self.facts: dict[str, Any] = {}
 
     @property
@@ -72,6 +72,7 @@ class Places:
         facts = self._facts[index] = host.facts
         facts |= {"index": index, "spares": [*facts["labels"][count:], *facts["spares"]]}
         facts |= {key: facts[key][:count] for key in ("labels", "reasons")}
+        host.has_taken_place = True
         host.link.send(event="take_place", base=self.ranks_of(index).start, count=count)
         return host
 
