@@ -22,6 +22,7 @@ from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.unchanged import plain_attention
+from nbkit.rank.parallel.reshard.plain_attributes import Attributes, plain_attributes
 from nbkit.strategy import Strategy
 
 
@@ -29,7 +30,7 @@ from nbkit.strategy import Strategy
 class ShardedModel:
     """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
     about how the model was split. no_cache: why it keeps no keys and values while it generates, "" where it does; None
-    before that was tried.
+    before that was tried. built: the plain attributes of the module's parts as they were built.
     """
 
     strategy: Strategy
@@ -41,6 +42,10 @@ class ShardedModel:
     partial: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     no_cache: str | None = None
+    built: Attributes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.built = plain_attributes(self.module)
 
     @property
     def axes(self) -> Axes:

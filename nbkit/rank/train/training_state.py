@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nbkit.rank.parallel.reshard.plain_attributes import take_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 
@@ -26,5 +27,7 @@ class TrainingState:
     precision: dict[str, Any]
 
     def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """The same place in the training, with another sharded model and its optimizer."""
+        """The same place in the training, with another sharded model, which takes plain attributes along, and its
+        optimizer."""
+        take_along(self.sharded_model.module, self.sharded_model.built, sharded_model.module)
         return replace(self, sharded_model=sharded_model, optimizer=optimizer, attributes=sharded_model.module.__dict__)

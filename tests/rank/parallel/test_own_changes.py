@@ -139,6 +139,93 @@ def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_da
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+class Counted(nn.Module):
+    """What it gives depends on how often it was called, and on an attribute that others set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.calls, self.scale = 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.late = getattr(self, "late", 0) + 1
+        y: Tensor = self.blocks(x) * self.scale * (1 + 0.01 * (self.calls + self.late))
+        return y
+
+
+def test_a_look_leaves_attributes_as_they_were() -> None:
+    class Keeping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.by_name, self.size = list[int](), dict[str, int](), torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(1)
+            self.by_name["called"] = 1
+            self.size.add_(1)
+            self.new = x
+            return super().forward(x)
+
+    model = built(lambda: nn.Sequential(Keeping()))
+    seen, size = model[0].seen, model[0].size  # type: ignore[index]
+    with unchanged(model):
+        model(batch()[0])
+
+    part: Any = model[0]  # type: ignore[index]
+    assert part.seen is seen and not seen and part.by_name == {} and not hasattr(part, "new")
+    assert part.size is size and size == 0
+
+
+def annealed(module: nn.Module, step: int) -> None:
+    """What a live cell does to a model between two steps."""
+    module.scale = 1 + 0.1 * step  # type: ignore[assignment]
+    module.blocks[1].up.training = step < STEPS  # type: ignore[index, union-attr]
+
+
+def counted_losses(world: Any, strategies: list[str]) -> list[list[float]]:
+    found = []
+    for chain in strategies:
+        first, *later = chain.split(" > ")
+        trainer = Trainer(
+            model=lambda: built(Counted),
+            loss=F.mse_loss,
+            optimizer=sgd,
+            data=rows(),
+            batch_size=ROWS,
+            shuffle=False,
+            strategy=first,
+            log_dir=None,
+            progress=False,
+        )
+        losses = []
+        for strategy in [*[first] * STEPS, *later]:
+            trainer.switch(strategy)
+            losses += [record["loss"] for record in trainer.fit(1)]
+            annealed(trainer.model, trainer.step)
+        assert not trainer.model.blocks[1].up.training  # type: ignore[index, union-attr]
+        found.append(losses)
+    return found
+
+
+def test_attributes_that_a_model_or_its_user_changes_are_those_of_the_training_alone_and_go_along_in_a_switch() -> None:
+    model, data, wanted = built(Counted), rows(), []
+    optimizer = sgd(model)
+    for step in range(STEPS + 2):
+        first = step % STEPS * ROWS
+        values, targets = (torch.stack(part) for part in zip(*data[first : first + ROWS], strict=True))
+        loss = F.mse_loss(model(values), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        annealed(model, step + 1)
+        wanted.append(loss.item())
+
+    for found in run_ranks(counted_losses, 2, ["ddp > zero3 > dp=1 tp=2", "zero3"]):
+        assert found[0] == pytest.approx(wanted, rel=1e-10)
+        assert found[1] == pytest.approx(wanted[:STEPS], rel=1e-10)
+
+
 def test_buffers_that_parts_of_a_batch_leave_otherwise_are_refused_by_name() -> None:
     model = built(lambda: nn.Sequential(Counting(), Counting()))
     for strategy in ("pp", "dp=1 tp=2"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, written_by
+from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES, Plain
 from nbkit.rank.rng.seeding import generators_kept
 from nbkit.rank.watching_mode import WatchingMode
 
@@ -18,6 +21,7 @@ from nbkit.rank.watching_mode import WatchingMode
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Parameters, buffers, gradients, modes, what is frozen and random generators are afterwards as before.
 
+    So are plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them hold.
     Meanwhile HF models keep no cache, and attention is plain.
     """
     buffers = [
@@ -27,7 +31,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
-    with generators_kept([p.device for p, _, _ in params]), plain_attention(), _weights_kept(module):
+    generators = generators_kept([p.device for p, _, _ in params])
+    with generators, plain_attention(), _weights_kept(module), _attributes_kept(module):
         for config in configs.values():
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:
@@ -49,6 +54,49 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for part, name, buffer, value in buffers:
                     part._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """A forward may count its calls, or keep what it has seen, in attributes that no state_dict has."""
+    kept = []
+    for part in module.modules():
+        plain = {name: value for name, value in vars(part).items() if name not in OF_MODULES and _is_plain(value)}
+        kept.append((part, plain, {name: _copy(value) for name, value in plain.items()}))
+    try:
+        yield
+    finally:
+        for part, before, contents in kept:
+            now = vars(part)
+            for name in [name for name in now if name not in OF_MODULES | before.keys() and _is_plain(now[name])]:
+                del now[name]
+            for name, value in before.items():
+                now[name] = value
+                _fill(value, contents[name])
+
+
+_HOLDERS = (list, dict, set, deque)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (Plain, Tensor, tuple, *_HOLDERS)) and not isinstance(value, nn.Parameter)
+
+
+def _copy(value: Any) -> Any:
+    """What `_fill` needs to make `value` hold again what it holds now; None where it cannot be changed."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else (value._version, value.detach().clone())
+    return copy(value) if isinstance(value, _HOLDERS) else None
+
+
+def _fill(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor) and content is not None:
+        version, before = content
+        if value._version != version:
+            value.detach().copy_(before)
+    elif isinstance(value, _HOLDERS):
+        value.clear()
+        value.extend(content) if isinstance(value, list | deque) else value.update(content)
 
 
 @contextmanager
