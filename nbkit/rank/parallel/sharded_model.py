@@ -191,12 +191,19 @@ class ShardedModel:
                     p.grad = torch.empty_like(p)
                 p.grad.copy_(summed.view_as(p))
 
+    @property
+    def holds_all_gradients(self) -> bool:
+        """Whether this rank has, after `backward`, every gradient of the whole model, as every other rank does."""
+        alone = self.strategy.mesh.size == 1
+        return alone or (
+            self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1
+        )
+
     def grad_norm(self, device: torch.device) -> Tensor:
         """The 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
         # Where every rank holds every gradient there is nothing to ask the others. Of replicas that train apart it is
         # the root of the mean square of their norms.
-        alike = self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1
-        size = 1 if alike else self.strategy.mesh.size
+        size = 1 if self.holds_all_gradients else self.strategy.mesh.size
         copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
         return grad_norm(self.held, copies, device=device, group=self.connections.world, world_size=size)
 

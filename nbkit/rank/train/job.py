@@ -35,6 +35,7 @@ from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
+from nbkit.rank.train.own_loop import torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
@@ -130,6 +131,7 @@ class Job(Switchable):
         self.own_loop = OWN_LOOP
         self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
+        torch_clip.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
         """Have everything recorded from now on, in a new directory under `log_dir`; None: nothing. See record_run."""

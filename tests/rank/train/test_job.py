@@ -107,6 +107,47 @@ def test_misuse_is_said() -> None:
     assert "record's own" in first[2] and "DistributedSampler" in first[5] and "different data" in first[6]
 
 
+def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer: bool = False) -> list[Any]:
+    """The losses under each strategy, or why torch did not clip. of_optimizer: what it is given is the optimizer's."""
+    found: list[Any] = []
+    for strategy in strategies:
+        example = next(iter(DataLoader(points(), batch_size=8)))
+        job = prepare(net, Recording, loss=mean_loss, seed=SEED, strategy=strategy, example=example, log_dir=None)
+        try:
+            for batch in job.batches(DataLoader(points(), batch_size=8)):
+                job.backward(batch)
+                groups = job.optimizer.param_groups
+                clip([p for g in groups for p in g["params"]] if of_optimizer else job.model.parameters(), 0.01)
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            found.append([record["loss"] for record in job.history])
+        except TrainingError as error:
+            found.append(str(error))
+    return found
+
+
+def test_clipping_the_norm_by_torch_equals_one_process_or_is_refused() -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+    (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)
+    for ddp, zero1, *parts in run_ranks(clipped_by_torch, 2, ["ddp", "zero1", "zero3", "tp"], clip):
+        assert ddp == pytest.approx(alone[0], rel=1e-5)
+        assert "clip nothing" in zero1 and "job.clip" in zero1, zero1
+        for said in parts:
+            assert "a part of the gradients" in said and "job.clip" in said, said
+    for (said,) in run_ranks(clipped_by_torch, 2, ["zero1"], clip, True):
+        assert "a part of the gradients" in said, said
+
+
+def test_clipping_values_by_torch_equals_one_process_or_is_refused() -> None:
+    clip = torch.nn.utils.clip_grad_value_
+    (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)
+    for zero2, *others in run_ranks(clipped_by_torch, 2, ["zero2", "ddp", "zero3", "tp"], clip):
+        assert "clip nothing" in zero2, zero2
+        assert others == [pytest.approx(alone[0], rel=1e-5)] * 3
+    for (losses,) in run_ranks(clipped_by_torch, 2, ["zero2"], clip, True):
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+
+
 def broken_off(world: Any) -> list[int]:
     job = prepare(net, Recording, loss=dict_loss, inputs=["input"])
     batch = {"input": torch.zeros(8, 6), "label": torch.zeros(8, dtype=torch.long)}

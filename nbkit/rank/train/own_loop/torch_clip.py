@@ -1,0 +1,70 @@
+"""torch's own clipping in a loop of the user's: refused where it would not do to the gradients of a job what it says.
+
+Where a rank holds a part of the gradients, `clip_grad_norm_` takes the norm of that part for the norm of all, and
+clips by another factor on each rank. Under ZeRO 1 and 2 the gradients are those of the optimizer's parameters, and the
+model's own have none: there it would clip nothing, and so would `clip_grad_value_`. Neither would say a word.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from nbkit.errors import TrainingError
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+
+_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def watch(job: Job) -> None:
+    """From now on torch clips no gradients of `job` by what this rank alone has of them."""
+    _jobs.add(job)
+    # What torch's functions call, since a program may have imported these before.
+    _check_before("_get_total_norm", lambda tensors: [tensors] if isinstance(tensors, Tensor) else list(tensors), _norm)
+    _check_before("_group_tensors_by_device_and_dtype", lambda lists: lists[0], _none)
+    torch.nn.utils.get_total_norm = clip_grad._get_total_norm
+
+
+def _check_before(name: str, gradients: Callable[[Any], list[Tensor]], check: Callable[[list[Tensor]], None]) -> None:
+    function = getattr(clip_grad, name)
+    if hasattr(function, "checked_by_nbkit"):
+        return
+
+    @wraps(function)
+    def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+        check(gradients(given))
+        return function(given, *args, **kwargs)
+
+    checked.checked_by_nbkit = True  # type: ignore[attr-defined]
+    setattr(clip_grad, name, checked)
+
+
+def _norm(gradients: Sequence[Tensor]) -> None:
+    _none(gradients)
+    given = {id(gradient) for gradient in gradients}
+    for job in list(_jobs):
+        held = [p for p in job.sharded_model.held.values() if p.grad is not None]
+        if not job.sharded_model.holds_all_gradients and any(id(p.grad) in given for p in held):
+            raise TrainingError(
+                f"torch would clip by the norm of a part of the gradients: {job.strategy} splits them over the ranks.",
+                numbers=f"rank {job.rank} has {sum(p.numel() for p in held):,} elements of them",
+                hint="job.clip(1.0); or job.grad_norm(), the norm of all",
+            )
+
+
+def _none(gradients: Sequence[Tensor]) -> None:
+    """Raises TrainingError where none are given while a job waits for its update, and holds them elsewhere."""
+    for job in list(_jobs):
+        if not gradients and job.training_step.reduced and job.strategy.zero in (1, 2):
+            raise TrainingError(
+                f"torch would clip nothing: under {job.strategy} the optimizer's parameters have the gradients.",
+                numbers="0 of the parameters given have one",
+                hint="job.clip(1.0); or the parameters in job.optimizer.param_groups for clip_grad_value_",
+            )
