@@ -1,5 +1,7 @@
 """Changes a rank's shell from a notebook's: exit() ends a cell, and what fails within a magic fails the cell.
 
+A warning names the line of a cell, not the file that ipykernel says it is in, whose path has the process in it.
+
 IPython shows the error of a script that %run runs, or of a cell under %%capture, and goes on. A rank that goes on
 alone leaves the others waiting for it; and Run All would not stop. So the error is raised when the magic is over: the
 script's variables are there, as ever. Errors that are shown and nothing more (by a display, by an Output widget) are
@@ -29,6 +31,8 @@ FRAMES_SHOWN = (20, 40)
 imported, and with torch there are thousands: the thousand frames of a recursion took it half a minute of a core."""
 
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class CellExit(SystemExit):
@@ -76,6 +80,8 @@ class Shell:
             names["exit"] = names["quit"] = shell.exiter
         # IPython's own advice after a SystemExit.
         warnings.filterwarnings("ignore", "To exit: use 'exit', 'quit', or Ctrl-D", UserWarning)
+        self._formatted = warnings.formatwarning
+        warnings.formatwarning = self.warned
 
     def _failing(self, magic: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(magic)
@@ -179,6 +185,17 @@ class Shell:
     def is_cell(self, frame: FrameType) -> bool:
         """Whether its code is a cell's own."""
         return frame.f_code.co_filename in self.cells
+
+    def warned(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        """What a warning looks like: of a cell with its own lines, as in a traceback, and on every rank alike."""
+        what = f"{category.__name__}: {message}\n"
+        if (number := self.cells.get(filename)) is not None:
+            return f"Cell In[{number}], line {lineno}: {what}"
+        if filename.startswith(_PACKAGE):
+            return what
+        return self._formatted(message, category, filename, lineno, line)
 
     @property
     def cells(self) -> dict[str, int]:

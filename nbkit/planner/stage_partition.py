@@ -62,10 +62,30 @@ def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, in
 
 
 def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, int]]:
-    """First and one past the last block of each stage of a pipeline, balanced by the speeds of its ranks."""
+    """First and one past the last block of each stage of a pipeline, balanced by the speeds of its ranks.
+
+    Raises StrategyError as `partition` does.
+    """
     ranks = ranks_of_stages(strategy)
+    if len(costs) < len(ranks):
+        what, numbers, hint = too_few(strategy, len(costs))
+        raise StrategyError(what, numbers=numbers, hint=hint)
     speeds = of_stages(strategy.speeds, strategy.mesh) if strategy.speeds else ()
     return partition(costs, len(ranks), [speeds[rank] for rank in ranks] if speeds else ())
+
+
+def too_few(strategy: Strategy, blocks: int) -> tuple[str, str, str]:
+    """What is said where a pipeline has more stages than the model has blocks: what, numbers, hint."""
+    pp, schedule, stages = strategy.pp, strategy.schedule, len(ranks_of_stages(strategy))
+    each = stages // pp
+    hint = f"pp={blocks // each} or fewer" if blocks >= 2 * each else ""
+    if each > 1 and blocks >= pp:
+        hint += " or schedule=1f1b, which has one stage a rank" if hint else "schedule=1f1b: one stage a rank"
+    return (
+        f"The model has too few blocks: every stage of {schedule} holds at least one.",
+        f"pp {pp} x {each} stage{'s' * (each > 1)} a rank = {stages} stages, {blocks} block{'s' * (blocks != 1)}",
+        hint or "ddp",
+    )
 
 
 def spelled(ranges: Sequence[tuple[int, int]]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
+from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges, too_few
 from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import bounds
 
@@ -93,18 +93,9 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
     if pp == 1 or micro is None:
         return
     stages = len(ranks_of_stages(strategy))
-    each = stages // pp
     blocks = len(facts.costs) if facts.costs is not None else facts.blocks
     if blocks is not None and blocks < stages:
-        hint = f"pp={blocks // each} or fewer" if blocks >= 2 * each else ""
-        if each > 1 and blocks >= pp:
-            hint += " or schedule=1f1b, which has one stage a rank" if hint else "schedule=1f1b: one stage a rank"
-        yield Finding(
-            True,
-            f"The model has too few blocks: every stage of {schedule} holds at least one.",
-            f"pp {pp} x {each} stage{'s' * (each > 1)} a rank = {stages} stages, {blocks} block{'s' * (blocks != 1)}",
-            hint or "ddp",
-        )
+        yield Finding(True, *too_few(strategy, blocks))
     elif blocks is not None and (blocks % stages or facts.costs is not None):
         costs = facts.costs if facts.costs is not None else (1.0,) * blocks
         ranges = stage_ranges(costs, strategy)

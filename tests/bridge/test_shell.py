@@ -162,3 +162,25 @@ def test_equal_failures_are_one_also_where_one_comes_after_the_others_were_told(
     handle = two.run(source, detach=True)
     with pytest.raises(CellError, match=r"Ranks 0-1 failed: OSError: no such disk, line 6"):
         handle.wait(timeout=60)
+
+
+def test_a_warning_names_the_line_of_the_cell_once_for_all_ranks(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two.run("import warnings\nwarnings.warn('mind this')")
+    shown = plain(capsys.readouterr().err)
+    assert re.search(r"Cell In\[\d+\], line 2: UserWarning: mind this\n", shown), shown
+    assert "ipykernel" not in shown
+
+
+def test_a_loader_given_as_data_is_refused_and_nothing_else_said_of_it(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CellError, match="The data is a DataLoader"):
+        two.run(
+            "loader = torch.utils.data.DataLoader([torch.ones(2)] * 8, batch_size=4)\n"
+            "model = torch.nn.Linear(2, 1)\n"
+            "nbkit.Trainer(model=model, loss=abs, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1),"
+            " data=loader, batch_size=4, log_dir=None)"
+        )
+    assert "UserWarning" not in capsys.readouterr().err

@@ -95,3 +95,9 @@ def test_what_cannot_be_cut_says_so(costs: list[float], stages: int, words: str)
         partition(costs, stages)
 
     assert words in str(raised.value) and raised.value.hint
+
+
+def test_too_few_blocks_for_a_schedule_of_several_stages_a_rank_say_what_fits() -> None:
+    with pytest.raises(StrategyError, match="8 stages, 4 blocks") as refused:
+        place((1.0,) * 4, Strategy.parse("pp=4 schedule=zbv", 4))
+    assert refused.value.hint.startswith("pp=2 or fewer or schedule=1f1b")

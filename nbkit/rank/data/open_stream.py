@@ -25,7 +25,7 @@ def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [
 
     gather: what every rank gives, by rank; collective over all ranks.
     """
-    _refuse_loader(data)
+    refuse_loader(data)
     if isinstance(data, Balanced):
         return BalancedStream(data, gather=gather, **how)
     if is_map_style(data):
@@ -46,7 +46,7 @@ def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [
 
 def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
     """This rank's shards of one pass over `data` in its own order: every sample once, none added."""
-    _refuse_loader(data)
+    refuse_loader(data)
     if is_map_style(data):
         for first in range(0, len(data), batch_size):
             total = min(batch_size, len(data) - first)
@@ -69,7 +69,8 @@ def _reads(data: Any) -> Callable[[int], list[Any]]:
     return lambda count: list(islice(samples, count))
 
 
-def _refuse_loader(data: Any) -> None:
+def refuse_loader(data: Any) -> None:
+    """Raises TrainingError for a DataLoader, which gives batches."""
     if isinstance(data, torch.utils.data.DataLoader):
         raise TrainingError(
             "The data is a DataLoader: its items are batches, not samples.",

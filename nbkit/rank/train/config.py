@@ -21,7 +21,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
 from nbkit.rank.data.data_rng import alike
-from nbkit.rank.data.open_stream import open_stream
+from nbkit.rank.data.open_stream import open_stream, refuse_loader
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.split.data_shards import data_shards, why_whole
 from nbkit.rank.data.stream import Stream, is_map_style
@@ -204,7 +204,8 @@ def warn_without_effect(
     keep: Asked,
     workers: int = 0,
 ) -> None:
-    """Name every setting of a Trainer that means nothing beside the others."""
+    """Name every setting of a Trainer that means nothing beside the others. Raises TrainingError for a DataLoader."""
+    refuse_loader(data)
     never = not (save_every or (save_every is None and DETACHED.get()))
     whole = "" if is_map_style(data) or not isinstance(data, Iterable) else why_whole(data)
     without = [

@@ -35,14 +35,15 @@ def plan_of(
     proof = proof or Proof()
     right = proof.of(size) or Verdict()
     plan, said, verdict = candidates(model, size, user, proof.flow), _said_by_user(model, user or {}), proof.of(size)
-    not_run = f"not run in {size} parts: {proof.why or f'only in {list(proof.verdicts)}'}"
+    parts = "parts" if size == 1 else f"{size} parts"  # 1: of any number of ranks
+    not_run = f"not run in {parts}: {proof.why or f'only in {list(proof.verdicts)}'}"
     out: dict[str, str] = {}
     for pair in plan.pairs:
         key, known = pair.rows[0], known_pair(model, pair)
         if verdict is not None and key in verdict.wrong:
             out[key] = verdict.wrong[key]
         elif not known and (verdict is None or key not in verdict.ways):
-            out[key] = not_run if verdict is None else f"not run in {size} parts: the example does not reach it"
+            out[key] = not_run if verdict is None else f"not run in {parts}: the example does not reach it"
         if key in out and (paths := [path for path in (*pair.columns, key) if path in said]):
             raise _refused(paths, out[key])
     for path in plan.singles:
