@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
 
 from nbkit.rank.data.batch import on_device, pick, rows_of, shapes_of
 from nbkit.rank.data.split.data_shards import data_shards
+from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.loss.output_tensors import leaves
 
 Collate = Callable[[list[Any]], Any]
@@ -65,6 +69,36 @@ def sample_of(data: Any, collate: Collate) -> Sample | None:
             break
         samples.append(data[i])
     return Sample(collate(samples), samples, collate) if samples else None
+
+
+def warn_of_collate(data: Any, collate: Collate) -> None:
+    """Say so where several ranks do not collate as one does. Reads two samples of map-style data."""
+    if collate is default_collate or not is_map_style(data) or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # Whatever is wrong with the data is said, in full, where it is read to train.
+    with suppress(Exception), undrawn():
+        if len(data) > 1 and (remark := _collate_remark([data[0], data[1]], collate)):
+            warnings.warn(remark, stacklevel=3)
+
+
+def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
+    """Why batches depend on how many ranks there are, each of which collates its own rows; "" where they do not."""
+    before = _drawn()
+    together = collate(list(samples))
+    if _drawn() != before:
+        return "collate= draws random numbers, and each rank collates its own rows: other ranks along dp, other draws"
+    for i, sample in enumerate(samples):
+        beside, alone = leaves(pick(together, [i], rows=len(samples))), leaves(collate([sample]))
+        pairs = [(beside[name], alone[name]) for name in beside.keys() & alone.keys()]
+        if any(a.shape == b.shape and not torch.equal(a, b) for a, b in pairs):
+            return "collate= mixes rows, and each rank collates its own: with other ranks along dp others are mixed"
+    return ""
+
+
+def _drawn() -> tuple[bytes, Any, str]:
+    """Changes when torch, Python or numpy draws."""
+    numpy: Any = sys.modules.get("numpy")
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy and numpy.random.get_state())
 
 
 @contextmanager

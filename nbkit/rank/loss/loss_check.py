@@ -312,6 +312,14 @@ class _Look:
 
     def _by_model(self, seen: RowPair, mixed: str) -> Coupled:
         name = self._first_to_mix(seen)
+        if self.sample.is_padded:
+            return Coupled(
+                f"The model mixes the rows of a batch, or reads their padding: what {name or 'its forward'} gives for "
+                "one depends on the others",
+                numbers=mixed,
+                hint="a mask over the padding, also where positions are averaged, or collate= that pads to one length; "
+                "statistics of a batch need whole batches: one rank, or strategy='tp', without microbatch_size=",
+            )
         return Coupled(
             f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
             numbers=mixed,

@@ -17,7 +17,7 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.data.balanced.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
-from nbkit.rank.data.sample_rows import sample_of
+from nbkit.rank.data.sample_rows import sample_of, warn_of_collate
 from nbkit.rank.data.stream import Stream, reading
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import Prompt, Sampling, generate
@@ -66,7 +66,7 @@ class Trainer:
     `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
     in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
     3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
-    to. callbacks: f(trainer, record), with each finished record.
+    to. callbacks: f(trainer, record), with each finished record, when the step after it has been made (see `history`).
     log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
     records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
     the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
@@ -141,6 +141,7 @@ class Trainer:
         check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
         check_counts(backup_every=backup_every or None, snapshot_every=snapshot_every, workers=workers or None)
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep, workers)
+        warn_of_collate(data, collate)
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy
@@ -91,3 +92,35 @@ def test_data_that_draws_when_it_is_read_is_the_same_data_on_all_ranks() -> None
 
     assert first == second
     assert 0 not in first[:3] and first[3] == 0 and first[4] == 2
+
+
+def mixed(rows: list[Any]) -> Any:
+    values, targets = default_collate(rows)
+    return 0.7 * values + 0.3 * values.flip(0), targets
+
+
+def masked(rows: list[Any]) -> Any:
+    values, targets = default_collate(rows)
+    return values * (torch.rand(values.shape) > 0.2), targets
+
+
+def stacked(rows: list[Any]) -> Any:
+    return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+
+def said_of_collate(world: Any) -> list[list[str]]:
+    found = []
+    for collate in (mixed, masked, stacked):
+        drawn = torch.get_rng_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet(collate=collate)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        found.append([str(each.message) for each in caught])
+    return found
+
+
+def test_batches_that_depend_on_who_collates_which_rows_are_named() -> None:
+    for (mixes,), (draws,), nothing in run_ranks(said_of_collate, 2):
+        assert "collate= mixes rows" in mixes and "collate= draws random numbers" in draws and nothing == []
+    assert run_ranks(said_of_collate, 1) == [[[], [], []]]

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nbkit
 from nbkit.errors import NbkitError
+from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.loss.loss_check import examine
 
 VOCAB, LENGTH, ROWS, BATCH = 40, 12, 48, 8
 Row = tuple[Tensor, Tensor]
@@ -428,3 +430,28 @@ def test_being_looked_at_leaves_no_trace() -> None:
     first, second = run_ranks(undisturbed, 2)
 
     assert first == second and first[2:] == [1, 1, True]
+
+
+class Averaged(nn.Module):
+    """A mean over all positions, those of the padding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, series: Tensor) -> Tensor:
+        averaged: Tensor = self.out(torch.tanh(self.inner(series)).mean(1))
+        return averaged
+
+
+def test_a_model_that_reads_the_padding_of_its_rows_is_told_to_mask_it() -> None:
+    rows = [(one, one.mean(0)) for one, _ in ragged()]
+
+    def collate(some: list[Row]) -> list[Tensor]:
+        return [pad_sequence([one for one, _ in some], batch_first=True), torch.stack([target for _, target in some])]
+
+    model = Averaged()
+    found = examine(model, model, F.mse_loss, Sample(collate(rows), rows, collate), None).coupled
+
+    assert found is not None and "reads their padding" in found.what and "a mask over the padding" in found.hint
