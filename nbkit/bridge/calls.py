@@ -54,7 +54,7 @@ def open_probe() -> tuple[str, int]:
 def unanswered(ranks: list[int], places: list[tuple[str, int]]) -> dict[int, str]:
     """Which of `places` this host cannot connect to, and why. ranks: those that listen there, this one among them."""
     assert place is not None
-    tried = reach_probe.partners(ranks.index(place.rank), len(ranks))
+    tried = reach_probe.hosts_to_try(ranks.index(place.rank), len(ranks))
     failed = reach_probe.unanswered([places[number] for number in tried])
     return {tried[number]: why for number, why in failed.items()}
 

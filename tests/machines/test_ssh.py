@@ -77,6 +77,15 @@ def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
         gate.unlink(missing_ok=True)
 
 
+def refused_as_node2_dies(ssh: SshHosts, *, slow: str) -> ClusterError:
+    """The error of a start whose second host dies as one has answered: not `slow`, on which no Python starts before."""
+    with (
+        slow_python(ssh, slow) as python,
+        once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),
+    ):
+        return refused(ssh, *ssh.names, python=python, then=lambda: release(ssh))
+
+
 def test_hosts_come_from_the_line_or_from_a_file(tmp_path: Path) -> None:
     assert read_hosts("node1:4,me@node2") == (("node1", 4), ("me@node2", 1))
     (tmp_path / "hosts").write_text("# the lab\nnode1:4\nnode2 slots=2\n\n")
@@ -122,22 +131,14 @@ def test_hosts_that_do_not_reach_each_other_are_named_before_they_wait_for_each_
 
 @pytest.mark.long
 def test_a_host_that_dies_after_its_agent_has_come(ssh: SshHosts) -> None:
-    with (
-        slow_python(ssh, "node1") as python,
-        once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),
-    ):
-        error = refused(ssh, *ssh.names, python=python, then=lambda: release(ssh))
+    error = refused_as_node2_dies(ssh, slow="node1")
     assert error.what == "The host node2 does not answer any more: the cluster was starting."
     assert error.hint == "%cluster start   again"
 
 
 @pytest.mark.long
 def test_a_host_that_dies_before_its_agent_has_come(ssh: SshHosts) -> None:
-    with (
-        slow_python(ssh, "node2") as python,
-        once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),
-    ):
-        error = refused(ssh, *ssh.names, python=python, then=lambda: release(ssh))
+    error = refused_as_node2_dies(ssh, slow="node2")
     assert error.what == "The host node2 does not answer."
     assert "node2" in error.hint
 

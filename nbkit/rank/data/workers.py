@@ -95,8 +95,8 @@ class Loader(DataLoader[Any]):
         return
 
 
-class _Receiver:
-    """Takes the next batch over from torch's iterator while a step is computed, in a thread of its own.
+class _BatchThread:
+    """A thread that takes the next batch over from torch's iterator while a step is computed.
 
     A worker hands over a file for each tensor, and shakes hands for each: a millisecond, and more where cores are busy.
     """
@@ -128,9 +128,11 @@ class _Receiver:
     def end(self) -> None:
         """End the workers, which get five seconds for what they read, and the thread."""
         self._wanted.put(False)
+        # Torch ends workers when its iterator is dropped. The thread holds it, and may wait in it for a batch that
+        # takes minutes to read: they are ended under its hands, by torch's own method, and then it is given something.
         self.batches._shutdown_workers()
         self._thread.join(_ENDS_IN_S)
-        if self._thread.is_alive():  # it waits for a batch of workers that have ended
+        if self._thread.is_alive():
             self.batches._worker_result_queue.put(None)
 
     def _ask(self) -> None:
@@ -164,7 +166,7 @@ class ReadAhead:
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             generator=torch.Generator(),  # what it draws for its workers is not drawn from the job's
         )
-        self._receiver: _Receiver | None = None
+        self._thread: _BatchThread | None = None
 
     def __iter__(self) -> Iterator[ToRead]:
         for wanted in self._ahead:
@@ -177,15 +179,15 @@ class ReadAhead:
         Raises TrainingError for a sample that could not be read, with its index.
         """
         try:
-            if self._receiver is None or not self._told or self._told[0] != wanted:
-                if self._receiver is not None:
-                    self._receiver.settle()
+            if self._thread is None or not self._told or self._told[0] != wanted:
+                if self._thread is not None:
+                    self._thread.settle()
                 self._told.clear()
                 self._ahead = chain((wanted,), after())
                 batches = iter(self._loader)
-                self._receiver = self._receiver or _Receiver(batches)
+                self._thread = self._thread or _BatchThread(batches)
             self._told.popleft()
-            batch = self._receiver.take()
+            batch = self._thread.take()
         except BaseException:
             self.close()
             raise
@@ -202,7 +204,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """End the workers; `next` starts others."""
-        receiver, self._receiver, self._loader._iterator = self._receiver, None, None
+        thread, self._thread, self._loader._iterator = self._thread, None, None
         self._told.clear()
-        if receiver is not None:
-            receiver.end()
+        if thread is not None:
+            thread.end()

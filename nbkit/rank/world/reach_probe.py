@@ -33,7 +33,7 @@ def close_probe() -> None:
     _listening = None
 
 
-def partners(own: int, n: int) -> list[int]:
+def hosts_to_try(own: int, n: int) -> list[int]:
     """Which of `n` hosts number `own` tries: all of up to five, of more about 2 log2 n, so that each is tried too."""
     steps = [1 << power for power in range(max(1, n.bit_length()))]
     return sorted({(own + sign * step) % n for step in steps for sign in (1, -1)} - {own})

@@ -63,7 +63,7 @@ def with_and_without(world: Any) -> tuple[Any, ...]:
     read = quiet(data=data, workers=2)
     known = list(data.read)
     losses = trained(read)
-    return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._receiver is None
+    return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._thread is None
 
 
 @pytest.mark.usefixtures("known_to_be_right")
