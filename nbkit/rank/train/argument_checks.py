@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,18 @@ def check_loader(loader: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
-    """Raises TrainingError when `optimizer` is none, or holds other tensors than those of `models`."""
+    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `models`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
             numbers=f"got {type(optimizer).__name__}",
+            hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TrainingError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure; a step here has one.",
+            numbers="step(closure) without a default",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     own = {id(p) for model in models for p in model.parameters()}

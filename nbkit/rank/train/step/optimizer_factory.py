@@ -33,7 +33,7 @@ class Template:
 
         Raises TrainingError when it is no optimizer, or holds other tensors than the model's.
         """
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(skeleton)
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made_by(optimizer, skeleton)
         argument_checks.check_optimizer(made, module, skeleton)
         if hasattr(getattr(made, "step", None), "_wrapped_by_lr_sched"):
             raise TrainingError(
@@ -182,6 +182,20 @@ class Template:
                 p.grad = grad.clone()
             optimizer.step()
         return [p.detach() for p in params]
+
+
+def _made_by(factory: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    try:
+        return factory(model)
+    except TypeError as error:
+        if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
+            name = f"{'torch.optim.' * hasattr(torch.optim, factory.__name__)}{factory.__name__}"
+            raise TrainingError(
+                f"optimizer= is called with the model, and {factory.__name__} wants its parameters.",
+                numbers=f"{factory.__name__}({type(model).__name__}): {error}",
+                hint=f"optimizer=lambda model: {name}(model.parameters(), lr=1e-3)",
+            ) from error
+        raise
 
 
 def _clone(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:

@@ -52,3 +52,18 @@ def test_it_is_tried_whether_steps_grow_with_the_gradients() -> None:
     adaptive = torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, Mixing
     assert [factory(kind).is_adaptive() for kind in adaptive] == [True] * len(adaptive)
     assert not any(factory(kind).is_adaptive() for kind in (torch.optim.SGD, Broken))
+
+
+def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(TrainingError, match="Adam wants its parameters") as refused:
+        Template(torch.optim.Adam, module=model, skeleton=model)  # type: ignore[arg-type]
+    assert refused.value.hint == "optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3)"
+    with pytest.raises(TrainingError, match="Mixing wants its parameters") as refused:
+        Template(Mixing, module=model, skeleton=model)  # type: ignore[arg-type]
+    assert refused.value.hint == "optimizer=lambda model: Mixing(model.parameters(), lr=1e-3)"
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(TrainingError, match="LBFGS computes the loss several times"):
+        factory(torch.optim.LBFGS)
