@@ -122,11 +122,14 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
         later = stages - stage - 1
         following, longest = longest, [never] * (blocks + 1)
         for start in range(stage, blocks - later):
+            least = never
             for stop in range(start + 1, blocks - later + 1):
                 # Each later cut makes this stage longer. What is left behind it need not get faster: no stage is empty.
-                if (time := slow[stage] * (at[stop] - at[start])) >= longest[start]:
+                if (time := slow[stage] * (at[stop] - at[start])) >= least:
                     break
-                longest[start] = min(longest[start], max(time, following[stop]))
+                if (most := following[stop]) < least:
+                    least = most if most > time else time
+            longest[start] = least
     return longest[0]
 
 
@@ -137,9 +140,13 @@ def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
     rest = [[never] * (blocks + 1) for _ in range(stages)] + [[never] * blocks + [0]]
     for stage in reversed(range(stages)):
         later = stages - stage - 1
+        following = rest[stage + 1]
         for start in range(stage, blocks - later):
+            least = never
             for stop in range(start + 1, blocks - later + 1):
                 if (time := slow[stage] * (at[stop] - at[start])) > limit:
                     break
-                rest[stage][start] = min(rest[stage][start], time**2 + rest[stage + 1][stop])
+                if (squares := time * time + following[stop]) < least:
+                    least = squares
+            rest[stage][start] = least
     return rest

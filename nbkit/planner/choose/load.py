@@ -85,8 +85,8 @@ class Known:
         self.of = lru_cache(maxsize=None)(lambda tp, cp: (subject.pieces(tp, cp), subject.weights(tp, cp)))
         self._kept: dict[tuple[int, ...], Line] = {}
         self._found: dict[tuple[int, ...], dict[int, tuple[tuple[int, int], ...]]] = {}
+        self._fullest: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
-        self._cuts: dict[int, list[int]] = {}
         self._before: dict[tuple[int, int], list[int]] = {}
         self._shares: dict[int, tuple[float, ...]] = {}
         self.costs = subject.costs()
@@ -115,12 +115,8 @@ class Known:
         places = (0, strategy.pp - 1, blocks.index(max(blocks)), sizes.index(max(sizes)))
         return {place: every[place] for place in places}
 
-    def _cut(self, strategy: Strategy) -> list[int]:
-        """Where stages begin, and where the last one ends: as a training divides them, by their costs."""
-        stages = len(ranks_of_stages(strategy))
-        if stages not in self._cuts:
-            self._cuts[stages] = [0, *(stop for _, stop in partition(self.costs, stages))]
-        return self._cuts[stages]
+    def _cut(self, strategy: Strategy) -> tuple[int, ...]:
+        return _cut(self.costs, len(ranks_of_stages(strategy)))
 
     def kept(self, strategy: Strategy) -> Line:
         """What a forward of the first place keeps, less what it hands on."""
@@ -135,21 +131,22 @@ class Known:
 
     def held(self, strategy: Strategy) -> int:
         """Bytes of the parameters of the place that has most, whole along dp."""
-        return sum(weights.total for weights in self._of_fullest(strategy))
+        return self._of_fullest(strategy)[0]
 
     def gathered(self, strategy: Strategy) -> int:
         """The same as zero 3 gathers them."""
-        return sum(weights.gathered for weights in self._of_fullest(strategy))
+        return self._of_fullest(strategy)[1]
 
     def gathered_inside(self, strategy: Strategy) -> int:
         """Of those that are in blocks."""
-        return sum(weights.gathered_inside for weights in self._of_fullest(strategy))
+        return self._of_fullest(strategy)[2]
 
     def shares(self, strategy: Strategy) -> tuple[float, ...]:
         """Of the computing, that of each stage."""
-        cut, key = self._cut(strategy), len(ranks_of_stages(strategy))
+        key = len(ranks_of_stages(strategy))
         if key not in self._shares:
-            self._shares[key] = tuple(sum(self.costs[start:stop]) / sum(self.costs) for start, stop in pairwise(cut))
+            whole, cuts = sum(self.costs), pairwise(self._cut(strategy))
+            self._shares[key] = tuple(sum(self.costs[start:stop]) / whole for start, stop in cuts)
         return self._shares[key]
 
     def units(self, strategy: Strategy) -> tuple[Unit, ...]:
@@ -168,10 +165,19 @@ class Known:
             )
         return self._units[key]
 
-    def _of_fullest(self, strategy: Strategy) -> list[Weights]:
-        places, weights = self.ranges(strategy).values(), self.of(strategy.tp, strategy.cp)[1]
-        fullest = max(places, key=lambda own: self._size(strategy, own))
-        return [weights[i] for start, stop in fullest for i in range(start, stop)]
+    def _of_fullest(self, strategy: Strategy) -> tuple[int, int, int]:
+        """Bytes that it holds, that zero 3 gathers, and of these, in blocks."""
+        key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
+        if key not in self._fullest:
+            places, weights = self.ranges(strategy).values(), self.of(strategy.tp, strategy.cp)[1]
+            fullest = max(places, key=lambda own: self._size(strategy, own))
+            own = [weights[i] for start, stop in fullest for i in range(start, stop)]
+            self._fullest[key] = (
+                sum(one.total for one in own),
+                sum(one.gathered for one in own),
+                sum(one.gathered_inside for one in own),
+            )
+        return self._fullest[key]
 
     def _size(self, strategy: Strategy, own: Iterable[tuple[int, int]]) -> int:
         """Bytes of the parameters of these blocks."""
@@ -260,6 +266,12 @@ def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) 
         yield Traffic(axis, "all_gather", shard, passes, size, "parameters")
         if shard < dp:
             yield from summed(strategy, passes * gradients // shard, "gradients", 0, node_of)
+
+
+@lru_cache(maxsize=64)  # whether or not its blocks are recomputed, a model is cut alike
+def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """Where stages begin, and where the last one ends: as a training divides them, by their costs."""
+    return 0, *(stop for _, stop in partition(costs, stages))
 
 
 @lru_cache(maxsize=16)

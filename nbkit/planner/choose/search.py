@@ -15,7 +15,7 @@ from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.levers_that_help import levers_that_help
 from nbkit.planner.choose.load import Candidate, Known, Subject, data_terms, load_of, rest_of
 from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
-from nbkit.planner.choose.seconds import Load, Rates, interval, seconds, spans
+from nbkit.planner.choose.seconds import Load, Rates, interval, lines_of, seconds, spans
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.memory import Rest
 from nbkit.planner.peak.peak import Peak, peak
@@ -53,9 +53,10 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
         if rest.total > usable:
             refused.append(_too_large(strategy, rest, usable))
             continue
+        lines = lines_of(strategy, on, rates)
         for candidate in _candidates(strategy, batch, facts.blocks or 1):
             load = load_of(subjects[candidate.recompute], candidate, facts)
-            took = seconds(load, candidate.strategy, on, rates).total
+            took = seconds(load, candidate.strategy, on, rates, lines=lines).total
             timed.append((_order(took, candidate, len(timed)), candidate, load, rest))
     timed.sort(key=lambda one: one[0])
     rows: list[Row] = []

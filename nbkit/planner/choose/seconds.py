@@ -84,8 +84,19 @@ def spans(strategy: Strategy, axis: str, node: int) -> bool:
     return mesh.stride(axis) * mesh.degree(axis) > node
 
 
-def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidden: bool | None = None) -> Parts:
-    """Of a step. hidden: whether all of the data axis is, or nothing; None: as it is simulated."""
+def seconds(
+    load: Load,
+    strategy: Strategy,
+    on: Hardware,
+    rates: Rates,
+    *,
+    hidden: bool | None = None,
+    lines: Lines | None = None,
+) -> Parts:
+    """Of a step. hidden: whether all of the data axis is, or nothing; None: as it is simulated.
+
+    lines: `lines_of` the others, where they are there already.
+    """
     device = on.device
     forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
     passes = 1 + _BACK + load.again
@@ -98,15 +109,20 @@ def seconds(load: Load, strategy: Strategy, on: Hardware, rates: Rates, *, hidde
         load.updated / (device.bandwidth * rates.bandwidth),
         waiting=0.0 if hidden else 1.0,
     )
-    return step_parts(work, strategy, _lines(strategy, on, rates))
+    return step_parts(work, strategy, lines or lines_of(strategy, on, rates))
 
 
-def _lines(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
+def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
+    """The way of each term, the same for all schedules and micro-batches of a mesh."""
+    found: dict[tuple[str, str, str], Line] = {}
+
     def line(term: Traffic) -> Line:
-        axis = f"{term.axis} {term.level}".strip()
-        far = spans(strategy, axis, on.node)
-        speed = min(on.device.near, on.device.far * _rails(strategy, term, on.node)) if far else on.device.near
-        return Line(Way(_DELAY, speed * rates.links), int(far))
+        key = term.axis, term.op, term.level
+        if key not in found:
+            far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
+            speed = min(on.device.near, on.device.far * _rails(strategy, term, on.node)) if far else on.device.near
+            found[key] = Line(Way(_DELAY, speed * rates.links), int(far))
+        return found[key]
 
     return line
 
@@ -127,7 +143,7 @@ def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tupl
         replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
         for factor in (1 + rates.spread, 1 - rates.spread)
     )
-    lines = _lines(strategy, on, best)
+    lines = lines_of(strategy, on, best)
     # Whatever hides the data axis, its bytes have to leave.
     leaving = sum(lines(term).seconds(term) for term in load.terms if term.axis in DATA)
     least = max(seconds(load, strategy, on, best, hidden=True).total, leaving)

@@ -254,9 +254,10 @@ class _Step:
         arrives = self._arriving(homes, dict(zip(numbers, stages, strict=True)))
         kept, made = 0.0, False
         ops = schedule.ops[self.place]
+        posted = [arrives.get((kind, number), 0.0) for kind, number, _ in ops]
         for index, (kind, number, _) in enumerate(ops):
             stage = stages[numbers.index(number)]
-            coming = sum(arrives.get((op.kind, op.stage), 0.0) for op in ops[index + 1 : index + 1 + _POSTED])
+            coming = sum(posted[index + 1 : index + 1 + _POSTED])
             made_now = total if made else 0.0
             own, extra = (made_now, whole + coming) if alone else (0.0, whole + coming + made_now)
             if kind == "F":

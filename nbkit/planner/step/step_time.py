@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from nbkit.planner.link_speed import Way
 from nbkit.planner.load_balance import makespan
@@ -142,6 +143,7 @@ def _data(
     own = {term.op: term for term in terms if term.axis != strategy.summed_axis}
     largest = max((term.bytes for term in whole), default=0)
 
+    @cache  # the blocks of a model are alike
     def took(op: str, size: float) -> Message:
         message = lines(own[op]).message(own[op], size) if op in own else Message(0.0)
         if op != "all_gather":

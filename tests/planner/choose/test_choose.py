@@ -14,7 +14,7 @@ from nbkit.notebook.planning import explain, plan, planned
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Known, load_of
 from nbkit.planner.choose.search import _candidates
-from nbkit.planner.choose.seconds import Rates, _lines, calibrated, seconds
+from nbkit.planner.choose.seconds import Rates, calibrated, lines_of, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.memory import ADAM
@@ -174,9 +174,9 @@ def test_a_collective_leaves_a_node_by_the_links_of_all_its_ranks_there_and_a_me
 ) -> None:
     on, strategy = Hardware.parse("4 x 8 H100 net=10GB/s"), Strategy.parse(text, 32)
     term = Traffic(axis, op, {"dp": strategy.dp, "shard": strategy.shard, "pp": 2}.get(axis, 4), 1, 1 << 30, "")
-    line = _lines(strategy, on, Rates(links=1.0))(term)
+    line = lines_of(strategy, on, Rates(links=1.0))(term)
     assert (line.wire, line.way.speed) == (1, links * 10e9)
-    assert _lines(strategy, replace(on, nodes=1, node=32), Rates(links=1.0))(term).way.speed == on.device.near
+    assert lines_of(strategy, replace(on, nodes=1, node=32), Rates(links=1.0))(term).way.speed == on.device.near
 
 
 def test_one_measured_step_calibrates() -> None:
