@@ -1,18 +1,23 @@
 """Seconds of a step as foretold before it ever ran, and what the recommendation costs beside the best, all measured.
 
-A scenario is a model over a link on devices of some memory; a cell of it is a mesh. Blocks sleep instead of computing
-and links are slept too (bench/rigs/slept_link.py), so that ranks on shared cores take the seconds that they would have
-alone; the link is measured as ever, before the first step, and knows nothing of its rate. A memory is a share of what a
-rank of `ddp` was measured to hold at its peak.
+A scenario is a model over a link on devices of some memory; a cell of it is a mesh. Blocks sleep instead of computing,
+so that ranks on shared cores take the seconds that they would have alone. A link has its rate by `tc tbf`
+(bench/rigs/tbf_links.py) and sleeps its latency; where there is no `tc`, it sleeps both (bench/rigs/slept_link.py).
+It is measured as ever, before the first step. A memory is a share of what a rank of `ddp` was measured to hold at its
+peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from bench.rigs.forked import Ranks
+from bench.rigs.tbf_links import TbfLinks
 from nbkit.planner.choose.fastest import fastest
 
 RANKS = 4
@@ -108,30 +113,58 @@ class Scenario:
         return f"  {self.memory / 1e6:6.1f} MB: {self.chosen or 'nothing fits'}{wrong}, regret {self.regret:.1%}"
 
 
-def run(folder: Path, cases: Sequence[Case] = CASES, strategies: Sequence[str] = STRATEGIES) -> list[Scenario]:
-    """Every scenario, printed as it comes."""
+def run(
+    folder: Path, cases: Sequence[Case] = CASES, strategies: Sequence[str] = STRATEGIES, *, slept: bool = False
+) -> list[Scenario]:
+    """Every scenario, printed as it comes. slept: links by `tc tbf` are not tried."""
     found = []
     for model in dict.fromkeys(case.model for case in cases):
-        with Ranks("plan.seconds_ranks", RANKS, folder=folder, **vars(model)) as ranks:
+        with ExitStack() as stack:
+            links = None if slept else _links(stack)
+            place = links.enter if links is not None else None
+            ranks = stack.enter_context(
+                Ranks("plan.seconds_ranks", RANKS, folder=folder, place=place, **vars(model)),
+            )
             for case in (case for case in cases if case.model == model):
-                print(case, flush=True)
-                ranks.ask("link", latency=case.latency, speed=case.speed)
-                cells = dict(_cells(ranks, strategies))
+                print(f"{case}, by {'tc tbf' if links is not None else 'sleeping'}", flush=True)
+                at = _at(links, ranks, case)
+                with at():
+                    ranks.ask("link", latency=case.latency, speed=case.speed if links is None else inf)
+                cells = dict(_cells(ranks, strategies, at))
                 made = [Scenario(case, share * cells["ddp"].peak, cells) for share in MEMORIES]
                 print(*made, sep="\n", flush=True)
                 found += made
     return found
 
 
-def _cells(ranks: Ranks, strategies: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+def _links(stack: ExitStack) -> TbfLinks | None:
+    try:
+        return stack.enter_context(TbfLinks(RANKS))
+    except OSError as error:
+        print(f"links sleep: {error}", flush=True)
+        return None
+
+
+_At = Callable[[], AbstractContextManager[None]]
+"""While it is entered, links have their rate."""
+
+
+def _at(links: TbfLinks | None, ranks: Ranks, case: Case) -> _At:
+    return (lambda: links.at(case.speed, ranks.pids)) if links is not None else nullcontext
+
+
+def _cells(ranks: Ranks, strategies: Sequence[str], at: _At) -> Iterator[tuple[str, Cell]]:
     for strategy in strategies:
-        said = ranks.ask("tried", strategy=strategy)
+        said = ranks.ask("made", strategy=strategy)
         if "refused" in said[0]:
             print(f"  {strategy}: {said[0]['refused']}", flush=True)
             continue
-        cell = Cell(max(one["seconds"] for one in said), max(one["peak"] for one in said), said[0]["foretold"])
+        with at():
+            took = max(ranks.ask("timed"))
+        cell = Cell(took, max(one["peak"] for one in said), said[0]["foretold"])
         sizes = f"{cell.peak / 1e6:.2f} MB ({cell.foretold[1] / 1e6:.2f})"
-        print(f"  {strategy:20} {cell.seconds:.3f} s ({cell.foretold[0]:.3f}, {cell.error:+.1%})  {sizes}", flush=True)
+        load = f"load {os.getloadavg()[0]:.0f}"
+        print(f"  {strategy:20} {took:.3f} s ({cell.foretold[0]:.3f}, {cell.error:+.1%})  {sizes}  {load}", flush=True)
         yield strategy, cell
 
 

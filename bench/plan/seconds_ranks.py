@@ -82,7 +82,7 @@ class Worker:
         self._peaks: PeakBytes | None = None
 
     def link(self, *, latency: float, speed: float) -> None:
-        """From now on; it is measured."""
+        """From now on; it is measured. speed: inf where the link has one without that."""
         self._rate = self._link.rate = Rate(latency, speed)
         link_probe.know(None)
         builder = self._job.builder
@@ -95,8 +95,8 @@ class Worker:
     def _fits(self, strategy: Strategy) -> Arithmetic:
         return Arithmetic.of(self._batch, strategy, microbatch_size=None)
 
-    def tried(self, *, strategy: str) -> dict[str, Any]:
-        """seconds: of a step; peak: bytes of this rank. foretold: the same of the fullest rank, before any was made."""
+    def made(self, *, strategy: str) -> dict[str, Any]:
+        """peak: bytes of this rank. foretold: seconds of a step and those of the fullest, before any was made."""
         job, asked = self._job, Strategy.parse(strategy, 4)
         assert self._peaks is not None
         try:
@@ -105,29 +105,29 @@ class Worker:
             job.switch(strategy)
         except NbkitError as error:
             return {"refused": str(error).splitlines()[0]}
-        took, counted = [], None
-        for made, one in enumerate(job.batches([self._rows] * (WARM + STEPS)), 1):
+        counted = None
+        for made, one in enumerate(job.batches([self._rows] * WARM), 1):
             # The first step makes what later ones reuse, the second lets go of the strategy before, the third is
-            # counted. The others begin together on all ranks.
+            # counted.
             if made == WARM:
                 counted = live_bytes(job, self._before, self._rows)
-            if made <= WARM:
-                with counted or nullcontext():
-                    self._step(one)
-                continue
-            torch.distributed.barrier()
-            self._link.rate, _Sleeping.seconds = self._rate, self._seconds / asked.tp
+            with counted or nullcontext():
+                self._step(one)
+        assert counted is not None
+        return {"peak": counted.peak, "foretold": (foretold, largest_peak.total if largest_peak is not None else None)}
+
+    def timed(self) -> float:
+        """Seconds of a step."""
+        took = []
+        for one in self._job.batches([self._rows] * STEPS):
+            torch.distributed.barrier()  # they begin together on all ranks
+            self._link.rate, _Sleeping.seconds = self._rate, self._seconds / self._job.strategy.tp
             began = time.perf_counter()
             self._step(one)
             took.append(time.perf_counter() - began)
             self._link.rate, _Sleeping.seconds = None, 0.0
-        assert counted is not None
-        return {
-            # Load only adds to what is slept. What the first gathers late was sent without a rate.
-            "seconds": min(took[1:]),
-            "peak": counted.peak,
-            "foretold": (foretold, largest_peak.total if largest_peak is not None else None),
-        }
+        # Load only adds to what is slept. What the first gathers late was sent without a rate.
+        return min(took[1:])
 
     def _step(self, batch: Any) -> None:
         self._job.backward(batch)

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,12 +31,17 @@ _PRELOAD = [
 ]
 ANSWER_SECONDS = 600.0
 
+Place = Callable[[int], Mapping[str, str]]
+
 
 class Ranks:
-    """Processes with a Worker of the module `bench.<module>` each, in the environment that torchrun would give them."""
+    """Processes with a Worker of the module `bench.<module>` each, in the environment that torchrun would give them.
 
-    def __init__(self, module: str, num: int, *, folder: Path, **setup: Any) -> None:
-        self._module, self._num, self._folder, self._setup = module, num, folder, setup
+    place: called in each process with its rank, before torch opens a socket; gives more of its environment.
+    """
+
+    def __init__(self, module: str, num: int, *, folder: Path, place: Place | None = None, **setup: Any) -> None:
+        self._module, self._num, self._folder, self._place, self._setup = module, num, folder, place, setup
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("forkserver")
@@ -45,7 +51,7 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(self._num):
             ours, theirs = context.Pipe()
-            told = (self._module, rank, self._num, port, str(self._folder), self._setup, theirs)
+            told = (self._module, rank, self._num, port, str(self._folder), self._place, self._setup, theirs)
             process = context.Process(target=_be, args=told, daemon=True)
             process.start()
             theirs.close()
@@ -64,6 +70,11 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [process.pid or 0 for process in self._processes]
 
     def ask(self, what: str, **order: Any) -> list[Any]:
         """Call a method of every rank's Worker. Raises RuntimeError with the traceback of who failed first."""
@@ -91,7 +102,16 @@ class Ranks:
         return [found[rank] for rank in range(self._num)]
 
 
-def _be(module: str, rank: int, num: int, port: int, folder: str, setup: dict[str, Any], pipe: Connection) -> None:
+def _be(
+    module: str,
+    rank: int,
+    num: int,
+    port: int,
+    folder: str,
+    place: Place | None,
+    setup: dict[str, Any],
+    pipe: Connection,
+) -> None:
     import torch
 
     os.environ.update(
@@ -107,6 +127,7 @@ def _be(module: str, rank: int, num: int, port: int, folder: str, setup: dict[st
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         try:
+            os.environ.update(place(rank) if place is not None else {})
             worker = importlib.import_module(f"bench.{module}").Worker(**setup)
             pipe.send(("value", None))
             while True:

@@ -1,0 +1,129 @@
+"""Links by rate between ranks on one machine, as network cards have it: each rank sends and receives at its own.
+
+Every rank lives in a network namespace with one interface, which ends at a switch (a bridge in a namespace of its own).
+`tc tbf` stands on both ends of it: what a rank sends waits in its own namespace, as at a card, and what others send to
+it at the switch. Needs root, `ip`, `tc`, `unshare` and `nsenter`; the host's own network is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+_CLONE_NEWNET = 0x40000000
+_MTU = 9000
+# Two packets: what goes at once after a pause is little beside the smallest transfer that is measured.
+_BURST, _QUEUE = 18_000, 64 << 20
+
+
+class TbfLinks:
+    """Of so many ranks. Each has to `enter` before it opens a socket: `Ranks(..., place=links.enter)`."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> Self:
+        """Raises OSError, with what the tools say, where this is not possible."""
+        if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+            raise OSError(f"there is no {missing[0]}")
+        # It ends with this process: then nothing holds its input open.
+        self._switch = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._switch.stdout is not None
+        try:
+            if not self._switch.stdout.readline():
+                raise OSError("no network namespace can be made")
+            bridge = ["link add switch type bridge", f"link set switch mtu {_MTU} up"]
+            _run("ip", self._switch.pid, [*bridge, *(line for rank in range(self._ranks) for line in _cable(rank))])
+            self._set(self._switch.pid, [_port(rank) for rank in range(self._ranks)], 1e9)
+            self._set(self._switch.pid, [_port(rank) for rank in range(self._ranks)], None)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._switch.kill()
+        self._switch.wait()
+
+    @property
+    def enter(self) -> Entrance:
+        """For the ranks."""
+        return Entrance(self._switch.pid)
+
+    @contextmanager
+    def at(self, speed: float, pids: Sequence[int]) -> Iterator[None]:
+        """Both directions of each link have this rate meanwhile, in bytes per second. pids: of the ranks."""
+        own = [(self._switch.pid, [_port(rank) for rank in range(self._ranks)]), *((pid, ["eth0"]) for pid in pids)]
+        for pid, devices in own:
+            self._set(pid, devices, speed)
+        try:
+            yield
+        finally:
+            for pid, devices in own:
+                self._set(pid, devices, None)
+
+    def _set(self, pid: int, devices: Sequence[str], speed: float | None) -> None:
+        rate = f"root tbf rate {8 * (speed or 0):.0f}bit burst {_BURST} limit {_QUEUE}"
+        what = "add" if speed is not None else "del"
+        _run("tc", pid, [f"qdisc {what} dev {device} {rate if speed is not None else 'root'}" for device in devices])
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """switch: the process in whose namespace the other ends of the links are."""
+
+    switch: int
+
+    def __call__(self, rank: int) -> dict[str, str]:
+        """Move this process, of one thread, into a namespace with the link of `rank`. Returns what torch is to know."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "no network namespace can be made")
+        own = os.getpid()
+        _run("ip", self.switch, [f"link set {_end(rank)} netns {own}"])
+        up = ["link set lo up", f"link set {_end(rank)} name eth0", f"addr add {_address(rank)}/24 dev eth0"]
+        _run("ip", own, [*up, f"link set eth0 mtu {_MTU} up"])
+        for name, value in {"tcp_early_retrans": 0, "tcp_slow_start_after_idle": 0}.items():
+            # Nothing is lost here, and nothing needs to be sent again nor begun slowly.
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
+        return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def _cable(rank: int) -> list[str]:
+    port = _port(rank)
+    return [
+        f"link add {port} mtu {_MTU} type veth peer name {_end(rank)}",
+        f"link set {port} master switch up",
+    ]
+
+
+def _port(rank: int) -> str:
+    """At the switch."""
+    return f"port{rank}"
+
+
+def _end(rank: int) -> str:
+    """Of a rank, until it has it."""
+    return f"end{rank}"
+
+
+def _address(rank: int) -> str:
+    return f"10.0.0.{rank + 1}"
+
+
+def _run(tool: str, pid: int, lines: Sequence[str]) -> None:
+    """In the network namespace of a process. Raises OSError with what the tool says."""
+    command = ["nsenter", f"--net=/proc/{pid}/ns/net", tool, "-batch", "-"]
+    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{tool}: {done.stderr.strip() or done.stdout.strip()}")
