@@ -190,6 +190,29 @@ def test_a_torn_update_of_which_nothing_is_kept_is_refused_with_what_to_type(fou
     four.run(f"trainer.{typed}\ntrainer.fit(until=10)", timeout=60)
 
 
+LEARNING = """
+import os
+
+x = torch.randn(160, 8, generator=torch.Generator().manual_seed(3))
+unlike = nbkit.Balanced([(row, 5 * row.prod().reshape(1)) for row in x], cost="loss")
+trainer = make(data=unlike)
+"""
+
+
+def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_in_it(four: Cluster) -> None:
+    """Two epochs of twenty steps: rank 1 dies in the second, whose order follows from the losses of the first."""
+    left_alone = four.run(LEARNING + CELL, timeout=60).values[0]
+    four.run(LEARNING + "if rank == 1: os.environ['DIES1'] = '27'")
+    results = four.run(CELL, timeout=120)
+    for rank in range(4):
+        assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
+    # What it alone had seen in this epoch is lost, and all ranks draw the next one alike.
+    learned = four.run("trainer.fit(20)\n[record['loss'] for record in trainer.history], list(trainer.loop.data.costs)").values
+    for rank in range(1, 4):
+        assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)
+        assert learned[rank][1] == learned[0][1]
+
+
 def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
     for _ in range(3):
         four.run("import os\ntrainer = make(log_dir=None)\nif rank == 1: os.environ['DIES1'] = '6'")

@@ -65,7 +65,8 @@ class ByLoss(Difficulty):
         self._told.append((epoch, indices, losses))
 
     def learn(self, epoch: int, gather: Gather) -> None:
-        mean, before = self._everyones(epoch, gather), torch.tensor(self.of_order(epoch))
+        mean = self._everyones(epoch, gather)
+        before = torch.tensor(self.of_order(epoch), dtype=torch.float32)
         seen = ~mean.isnan()
         self._number = int(seen.sum())
         if not self._number:
@@ -79,10 +80,10 @@ class ByLoss(Difficulty):
     def _own(self, epoch: int) -> Tensor:
         for at, indices, losses in self._told:
             if at not in self._seen:
-                self._seen[at] = torch.full((len(self._costs[max(self._costs)]),), math.nan)
+                self._seen[at] = torch.full((len(self._costs[max(self._costs)]),), math.nan, dtype=torch.float32)
             self._seen[at][torch.tensor(indices)] = losses.float().cpu()
         self._told.clear()
-        return self._seen.get(epoch, torch.empty(0))
+        return self._seen.get(epoch, torch.empty(0, dtype=torch.float32))
 
     def _everyones(self, epoch: int, gather: Gather) -> Tensor:
         """Of each sample the loss in `epoch`, >= 0, as float32; NaN where nobody has seen it."""
