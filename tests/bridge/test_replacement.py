@@ -207,7 +207,9 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
     for rank in range(4):
         assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
     # What it alone had seen in this epoch is lost, and all ranks draw the next one alike.
-    learned = four.run("trainer.fit(20)\n[record['loss'] for record in trainer.history], list(trainer.loop.data.costs)").values
+    learned = four.run(
+        "trainer.fit(20)\n[record['loss'] for record in trainer.history], list(trainer.loop.data.costs)"
+    ).values
     for rank in range(1, 4):
         assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)
         assert learned[rank][1] == learned[0][1]

@@ -15,7 +15,7 @@ from nbkit.notebook.headless import Headless, read_notebook, tagged, text_of
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 # name -> parameters, guesses
 CASES = {
-    "04_fair_shares": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.02', ("1.5", "6", "None")),
+    "04_fair_shares": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.02', ("1.5", "6", "None", "16", "None")),
     "05_parameter_server": (
         'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SIZE = 12, 200',
         ("1.33", "None"),
@@ -58,6 +58,8 @@ ONE = {
     "speeds": r"measured: [\d.]+ times; you said 1\.5 times",
     "balance": r"you said 6 rows: look again",
     "balanced": r"Balanced +mean 1\.00",
+    "learned": r"of 20 tokens: [\d.]+ times one of 10\nmeasured: [\d.]+ times; you said 16 times",
+    "difficult": r"second epoch, batch by batch: [\d. ]+\nmeasured: 1\.\d+ times; no guess",
 }
 OTHER = {
     "bytes": r"3 S come in and 3 S go out[^$]*1\.33 S leave[^$]*you said 1\.33 S: right",
