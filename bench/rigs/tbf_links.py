@@ -19,9 +19,10 @@ from typing import Self
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _CLONE_NEWNET = 0x40000000
-_MTU = 9000
-# Two packets: what goes at once after a pause is little beside the smallest transfer that is measured.
-_BURST, _QUEUE = 18_000, 64 << 20
+_MTU = 4000
+# What goes at once after a pause: a packet, so that of small messages too nearly all goes at the rate; but as much as
+# goes in 0.1 ms, by which a timer may be late.
+_PACKET, _LATE, _QUEUE = _MTU + 100, 1e-4, 64 << 20
 
 
 class TbfLinks:
@@ -73,9 +74,11 @@ class TbfLinks:
                 self._set(pid, devices, None)
 
     def _set(self, pid: int, devices: Sequence[str], speed: float | None) -> None:
-        rate = f"root tbf rate {8 * (speed or 0):.0f}bit burst {_BURST} limit {_QUEUE}"
-        what = "add" if speed is not None else "del"
-        _run("tc", pid, [f"qdisc {what} dev {device} {rate if speed is not None else 'root'}" for device in devices])
+        lines = [f"qdisc del dev {device} root" for device in devices]
+        if speed is not None:
+            how = f"tbf rate {8 * speed:.0f}bit burst {max(_PACKET, _LATE * speed):.0f} limit {_QUEUE}"
+            lines = [f"qdisc add dev {device} root {how}" for device in devices]
+        _run("tc", pid, lines)
 
 
 @dataclass(frozen=True)
