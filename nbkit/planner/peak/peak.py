@@ -4,6 +4,8 @@ What is there all the time (nbkit/planner/memory.py), and on top of it, at each 
 and take (activations.py) and what the data axis has under way:
 
     zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
+    two levels  of up to three buckets, the copy that is summed within the node and between (nbkit.node_levels); of the
+                newest, over gloo, what is received for it
     zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
                 update, of two, what is gathered
     int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
@@ -113,15 +115,17 @@ def peak(
     updating: Updating | None = None,
     buffers: int = 0,
     received: bool = False,
+    levels: int = 1,
 ) -> Peak:
     """Of the rank at `place` along pp.
 
     pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
     rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
     micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers. received: whether a
-    reduce-scatter holds what all ranks send it beside what it sends, as over gloo.
+    reduce-scatter holds what all ranks send it beside what it sends, as over gloo. levels: ranks of a node over which
+    gradients are summed before they are between nodes; 1: in one level.
     """
-    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received)
+    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
     highest = max(step.moments(), key=lambda moment: moment.total)
     # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
     kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
@@ -148,6 +152,7 @@ class _Step:
     micros: int
     updating: Updating
     received: bool
+    levels: int
 
     def moments(self) -> Iterator[_Moment]:
         """Above parameters, optimizer state and, on several data ranks, the buffers of gradients."""
@@ -207,7 +212,10 @@ class _Step:
                 fresh, under_way = fresh - inside, [under_way[1], reduced]
             elif self.strategy.dp > 1:
                 for bucket in self._complete(i):
-                    if self.strategy.zero:
+                    if self._in_levels:
+                        yield _Moment("backward", kept[i], fresh - bucket + self._summed(bucket, under_way))
+                        under_way = [under_way[1], bucket]
+                    elif self.strategy.zero:
                         copied = fresh if self.strategy.zero == 2 else fresh - bucket
                         reduced = self._reduced(bucket)
                         yield _Moment("backward", kept[i], copied + reduced + under_way[1])
@@ -219,6 +227,16 @@ class _Step:
     def _reduced(self, size: float) -> float:
         """Bytes while gradients of `size` are being reduced: a copy of them, and what is received."""
         return size * (2 if self.received else 1)
+
+    @property
+    def _in_levels(self) -> bool:
+        """Whether all gradients are all-reduced, in two levels."""
+        return self.levels > 1 and not self.strategy.zero and not self.strategy.levers.compress
+
+    def _summed(self, newest: float, others: Sequence[float]) -> float:
+        """Bytes while buckets are summed in two levels. others: the two before the newest, whose part is being made."""
+        made = [newest] * self.received + [*others[:1]]  # of the oldest, it is on its way back
+        return self._reduced(newest) + sum(others) + sum(made) / self.levels
 
     @property
     def _root(self) -> float:
@@ -275,7 +293,11 @@ class _Step:
                 made, kept = True, kept + deferred
                 if kind == "B":
                     kept -= stage.kept
-        if self.strategy.zero in (1, 2):
+        if self._in_levels:
+            every = [size for i in self._own for size in _all(self.weights[i])]
+            cut = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)
+            yield _Moment("backward", 0.0, self._summed(cut[0], cut[1:3]))
+        elif self.strategy.zero in (1, 2):
             every = [size for i in self._own for size in _all(self.weights[i])]
             sizes = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)[
                 :2

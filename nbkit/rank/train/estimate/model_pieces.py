@@ -51,6 +51,7 @@ class Described:
     template: Template
     shard_layouts: ShardLayouts
     device: torch.device
+    link: None = None
 
 
 def describe(

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from nbkit.errors import NbkitError
+from nbkit.node_levels import levels_of
+from nbkit.planner.link_speed import Link
 from nbkit.planner.peak.activations import Line, Piece, Updating
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
@@ -44,6 +46,8 @@ class Described(Protocol):
     def shard_layouts(self) -> ShardLayouts: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def link(self) -> Link | None: ...
 
 
 class PeakBytes:
@@ -102,6 +106,7 @@ class PeakBytes:
                 updating=self.updating,
                 buffers=self._buffers(strategy, number),
                 received=not accelerator().holds(self.builder.device),
+                levels=self._levels(strategy, rank),
             )
             for number, (rank, own) in enumerate(zip(ranks, ranges, strict=True))
         ]
@@ -144,6 +149,12 @@ class PeakBytes:
         if self._updating is None:
             self._updating = updating(lambda params: self.builder.template.over(params))
         return self._updating
+
+    def _levels(self, strategy: Strategy, rank: int) -> int:
+        """Ranks of a node over which gradients are summed before they are between nodes."""
+        link = self.builder.link
+        levels = levels_of(strategy.summed_group(rank), link.node_of) if link is not None else None
+        return len(levels.within[0]) if levels is not None else 1
 
     def _buffers(self, strategy: Strategy, number: int) -> int:
         stages = self.builder.shard_layouts.stages(strategy)

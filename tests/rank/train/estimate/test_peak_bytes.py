@@ -5,6 +5,7 @@ Here two ranks, one small GPT; `make plan-check` has four models, two sizes and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from nbkit.planner.peak.activations import most
 from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.rank.comm import link_probe
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.module.meta_module import skeleton_of
@@ -39,22 +41,32 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def peaks(world: Any) -> dict[str, tuple[int, int]]:
+def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) -> dict[str, tuple[int, int]]:
+    """node: ranks on each."""
+    assert link_probe._known is not None
+    link_probe.know(replace(link_probe._known, node_of=tuple(rank // node for rank in range(world.place.world_size))))
     from bench.plan.peak_ranks import Worker, storages
 
     class Small:
         make, batch = staticmethod(lambda: GPT(CONFIG)), staticmethod(batch)
 
     worker, found = Worker(), {}
-    for strategy in STRATEGIES:
-        said = worker._peak(Small, batch(ROWS), storages(), ROWS, strategy, ("gpt", 64))  # type: ignore[arg-type]
+    for strategy in strategies:
+        said = worker._peak(Small, batch(rows), storages(), rows, strategy, ("gpt", 64))  # type: ignore[arg-type]
         found[strategy] = said["measured"], said["predicted"]
     return found
 
 
 def test_the_peak_with_activations_is_foretold_within_8_percent() -> None:
-    everyone = run_ranks(peaks, 2, timeout=240)
-    for name in STRATEGIES:
+    check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
+
+
+def test_so_is_that_of_an_all_reduce_in_two_levels() -> None:
+    check(run_ranks(peaks, 4, ("ddp", "ddp bucket=200K"), 2, 4, timeout=240))
+
+
+def check(everyone: list[dict[str, tuple[int, int]]]) -> None:
+    for name in everyone[0]:
         measured, predicted = (max(found[name][kind] for found in everyone) for kind in (0, 1))
         assert abs(predicted / measured - 1) <= 0.08, (name, measured, predicted)
 
