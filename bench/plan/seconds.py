@@ -53,15 +53,17 @@ LARGE, SMALL = Model(256, 4, 16, 0.08), Model(128, 8, 16, 0.04)
 
 @dataclass(frozen=True)
 class Case:
-    """latency: seconds of an operation. speed: bytes per second that leave a rank."""
+    """latency: seconds of an operation. speed: bytes per second that leave a rank, or a node of several."""
 
     model: Model
     latency: float
     speed: float
+    node: int = 1
 
     def __str__(self) -> str:
         model, link = self.model, f"{self.speed / 1e6:g} MB/s and {self.latency * 1e3:g} ms"
-        return f"{model.layers} blocks of {model.width} over {link}"
+        nodes = f", from nodes of {self.node}" if self.node > 1 else ""
+        return f"{model.layers} blocks of {model.width} over {link}{nodes}"
 
 
 LINKS = (0.004, 200e6), (0.004, 25e6), (0.01, 6.25e6), (0.04, 6.25e6)
@@ -118,14 +120,14 @@ def run(
 ) -> list[Scenario]:
     """Every scenario, printed as it comes. slept: links by `tc tbf` are not tried."""
     found = []
-    for model in dict.fromkeys(case.model for case in cases):
+    for model, node in dict.fromkeys((case.model, case.node) for case in cases):
         with ExitStack() as stack:
-            links = None if slept else _links(stack)
+            links = None if slept else _links(stack, node)
             place = links.enter if links is not None else None
             ranks = stack.enter_context(
                 Ranks("plan.seconds_ranks", RANKS, folder=folder, place=place, **vars(model)),
             )
-            for case in (case for case in cases if case.model == model):
+            for case in (case for case in cases if (case.model, case.node) == (model, node)):
                 print(f"{case}, by {'tc tbf' if links is not None else 'sleeping'}", flush=True)
                 at = _at(links, ranks, case)
                 with at():
@@ -137,9 +139,9 @@ def run(
     return found
 
 
-def _links(stack: ExitStack) -> TbfLinks | None:
+def _links(stack: ExitStack, node: int) -> TbfLinks | None:
     try:
-        return stack.enter_context(TbfLinks(RANKS))
+        return stack.enter_context(TbfLinks(RANKS, node=node))
     except OSError as error:
         print(f"links sleep: {error}", flush=True)
         return None

@@ -2,7 +2,8 @@
 
 Every rank lives in a network namespace with one interface, which ends at a switch (a bridge in a namespace of its own).
 `tc tbf` stands on both ends of it: what a rank sends waits in its own namespace, as at a card, and what others send to
-it at the switch. Needs root, `ip`, `tc`, `unshare` and `nsenter`; the host's own network is left alone.
+it at the switch. Nodes of several ranks have a switch each, on which nothing limits them, and between it and the others
+one link for all of them. Needs root, `ip`, `tc`, `unshare` and `nsenter`; the host's own network is left alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,10 @@ _PACKET, _LATE, _QUEUE = _MTU + 100, 1e-4, 64 << 20
 
 
 class TbfLinks:
-    """Of so many ranks. Each has to `enter` before it opens a socket: `Ranks(..., place=links.enter)`."""
+    """Of so many ranks, `node` on each node. Each has to `enter` before it opens a socket: `Ranks(..., place=...)`."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, *, node: int = 1) -> None:
+        self._ranks, self._node = ranks, node
 
     def __enter__(self) -> Self:
         """Raises OSError, with what the tools say, where this is not possible."""
@@ -43,10 +44,9 @@ class TbfLinks:
         try:
             if not self._switch.stdout.readline():
                 raise OSError("no network namespace can be made")
-            bridge = ["link add switch type bridge", f"link set switch mtu {_MTU} up"]
-            _run("ip", self._switch.pid, [*bridge, *(line for rank in range(self._ranks) for line in _cable(rank))])
-            self._set(self._switch.pid, [_port(rank) for rank in range(self._ranks)], 1e9)
-            self._set(self._switch.pid, [_port(rank) for rank in range(self._ranks)], None)
+            _run("ip", self._switch.pid, self._cables())
+            with self.at(1e9, []):
+                pass
         except BaseException:
             self.__exit__()
             raise
@@ -59,12 +59,17 @@ class TbfLinks:
     @property
     def enter(self) -> Entrance:
         """For the ranks."""
-        return Entrance(self._switch.pid)
+        return Entrance(self._switch.pid, self._node)
 
     @contextmanager
     def at(self, speed: float, pids: Sequence[int]) -> Iterator[None]:
         """Both directions of each link have this rate meanwhile, in bytes per second. pids: of the ranks."""
-        own = [(self._switch.pid, [_port(rank) for rank in range(self._ranks)]), *((pid, ["eth0"]) for pid in pids)]
+        nodes = range(self._ranks // self._node)
+        own = [(self._switch.pid, [f"port{number}" for number in nodes])]
+        if self._node == 1:
+            own += [(pid, ["eth0"]) for pid in pids]
+        else:
+            own += [(self._switch.pid, [f"up{number}" for number in nodes])]
         for pid, devices in own:
             self._set(pid, devices, speed)
         try:
@@ -72,6 +77,19 @@ class TbfLinks:
         finally:
             for pid, devices in own:
                 self._set(pid, devices, None)
+
+    def _cables(self) -> Iterator[str]:
+        """For `ip`. A port's other end is a rank's, or goes up from the switch of a node."""
+        yield from _bridge("switch")
+        for number in range(self._ranks // self._node):
+            if self._node == 1:
+                yield from _cable(f"port{number}", f"end{number}", "switch")
+                continue
+            yield from _bridge(f"node{number}")
+            yield from _cable(f"port{number}", f"up{number}", "switch")
+            yield f"link set up{number} master node{number} up"
+            for rank in range(number * self._node, (number + 1) * self._node):
+                yield from _cable(f"of{rank}", f"end{rank}", f"node{number}")
 
     def _set(self, pid: int, devices: Sequence[str], speed: float | None) -> None:
         lines = [f"qdisc del dev {device} root" for device in devices]
@@ -83,9 +101,10 @@ class TbfLinks:
 
 @dataclass(frozen=True)
 class Entrance:
-    """switch: the process in whose namespace the other ends of the links are."""
+    """switch: the process in whose namespace the other ends of the links are. node: ranks on each."""
 
     switch: int
+    node: int = 1
 
     def __call__(self, rank: int) -> dict[str, str]:
         """Move this process, of one thread, into a namespace with the link of `rank`. Returns what torch is to know."""
@@ -93,38 +112,30 @@ class Entrance:
         if libc.unshare(_CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "no network namespace can be made")
         own = os.getpid()
-        _run("ip", self.switch, [f"link set {_end(rank)} netns {own}"])
-        up = ["link set lo up", f"link set {_end(rank)} name eth0", f"addr add {_address(rank)}/24 dev eth0"]
+        _run("ip", self.switch, [f"link set end{rank} netns {own}"])
+        up = ["link set lo up", f"link set end{rank} name eth0", f"addr add {_address(rank)}/24 dev eth0"]
         _run("ip", own, [*up, f"link set eth0 mtu {_MTU} up"])
         for name, value in {"tcp_early_retrans": 0, "tcp_slow_start_after_idle": 0}.items():
             # Nothing is lost here, and nothing needs to be sent again nor begun slowly.
             Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
-        return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        name = {"SLURMD_NODENAME": f"node{rank // self.node}"} if self.node > 1 else {}
+        return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0", **name}
 
 
-def _cable(rank: int) -> list[str]:
-    port = _port(rank)
-    return [
-        f"link add {port} mtu {_MTU} type veth peer name {_end(rank)}",
-        f"link set {port} master switch up",
-    ]
+def _bridge(name: str) -> list[str]:
+    return [f"link add {name} type bridge", f"link set {name} mtu {_MTU} up"]
 
 
-def _port(rank: int) -> str:
-    """At the switch."""
-    return f"port{rank}"
-
-
-def _end(rank: int) -> str:
-    """Of a rank, until it has it."""
-    return f"end{rank}"
+def _cable(port: str, end: str, switch: str) -> list[str]:
+    """Two ends, of which one is plugged in."""
+    return [f"link add {port} mtu {_MTU} type veth peer name {end} mtu {_MTU}", f"link set {port} master {switch} up"]
 
 
 def _address(rank: int) -> str:
     return f"10.0.0.{rank + 1}"
 
 
-def _run(tool: str, pid: int, lines: Sequence[str]) -> None:
+def _run(tool: str, pid: int, lines: Iterable[str]) -> None:
     """In the network namespace of a process. Raises OSError with what the tool says."""
     command = ["nsenter", f"--net=/proc/{pid}/ns/net", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)

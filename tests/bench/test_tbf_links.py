@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -44,47 +45,49 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def links() -> Iterator[TbfLinks]:
-    try:
-        links = TbfLinks(3).__enter__()
-    except OSError as error:
-        pytest.skip(f"links by tc tbf: {error}")
-    yield links
-    links.__exit__()
+LEAST = 0.9 * SIZE / SPEED
+"""Seconds for one of them; load makes it longer alone."""
+
+Ask = Callable[[dict[int, str]], dict[int, float]]
 
 
-def test_each_rank_sends_and_receives_at_its_own_rate(links: TbfLinks) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(links.enter.switch), str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+@contextmanager
+def asked(ranks: int, node: int) -> Iterator[Ask]:
+    """Asks ranks whose links have their rate; those who take say how long that was."""
+    with ExitStack() as stack:
+        try:
+            links = stack.enter_context(TbfLinks(ranks, node=node))
+        except OSError as error:
+            pytest.skip(f"links by tc tbf: {error}")
+        seats = []
+        for rank in range(ranks):
+            command = [sys.executable, "-c", RANK, str(links.enter.switch), str(rank)]
+            seats.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            stack.callback(seats[-1].wait)
+            stack.callback(seats[-1].kill)
+        for seat in seats:
+            assert sorted(_line(seat).split()) == ["eth0", "eth0", "lo"]
+        stack.enter_context(links.at(SPEED, [seat.pid for seat in seats]))
 
-    def told(orders: dict[int, str]) -> None:
-        for rank, order in orders.items():
-            stdin = ranks[rank].stdin
-            assert stdin is not None
-            print(order, file=stdin, flush=True)
+        def ask(orders: dict[int, str]) -> dict[int, float]:
+            for rank, order in orders.items():
+                print(order, file=seats[rank].stdin, flush=True)
+            return {rank: float(_line(seats[rank])) for rank, order in orders.items() if order.startswith("take")}
 
-    def said(rank: int) -> str:
-        stdout = ranks[rank].stdout
-        assert stdout is not None
-        return stdout.readline()
+        yield ask
 
-    try:
-        assert [sorted(said(rank).split()) for rank in range(3)] == [["eth0", "eth0", "lo"]] * 3
-        least = 0.9 * SIZE / SPEED  # load makes it longer alone
-        with links.at(SPEED, [rank.pid for rank in ranks]):
-            told({0: "take 2", 1: "give 0", 2: "give 0"})
-            assert float(said(0)) >= 2 * least
-            told({1: "take 1", 2: "take 1", 0: "give 1 2"})
-            assert max(float(said(rank)) for rank in (1, 2)) >= 2 * least
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+
+def _line(seat: subprocess.Popen[str]) -> str:
+    assert seat.stdout is not None
+    return seat.stdout.readline()
+
+
+def test_each_rank_sends_and_receives_at_its_own_rate() -> None:
+    with asked(3, node=1) as ask:
+        assert ask({0: "take 2", 1: "give 0", 2: "give 0"})[0] >= 2 * LEAST
+        assert max(ask({1: "take 1", 2: "take 1", 0: "give 1 2"}).values()) >= 2 * LEAST
+
+
+def test_ranks_of_a_node_share_its_link_to_the_others() -> None:
+    with asked(4, node=2) as ask:
+        assert max(ask({2: "take 1", 3: "take 1", 0: "give 2", 1: "give 3"}).values()) >= 2 * LEAST
