@@ -68,8 +68,8 @@ class Link:
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0
         return carried + max(kept, default=0) / self.copy
 
-    def way(self, term: Traffic, *, spans_nodes: bool = False) -> Way:
-        """Of an operation of `term`. spans_nodes: its group has ranks of several nodes."""
+    def way(self, term: Traffic, *, spans_nodes: bool = False, apart: bool = False) -> Way:
+        """Of an operation of `term`. spans_nodes: its group has ranks of several nodes; apart: and one on each."""
         way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
         latency, gap = way.latency, way.gap
         if term.op != "send" and one.latency < latency and self.ranks > 2:
@@ -81,6 +81,8 @@ class Link:
         if self.far is not None and self.near is not None:
             own = self.far if spans_nodes else self.near
             speed *= own.speed / min(self.far.speed, self.near.speed)
+            # In a ring over all ranks one of each node sends to others; here all do, as when `far` was measured.
+            speed = min(speed, own.speed) if apart else speed
         return Way(latency, speed, gap)
 
     def __str__(self) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformer_weights import transformer
 
 from nbkit.errors import StrategyError
+from nbkit.node_levels import WITHIN
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.link_speed import Link, Way, between_nodes
 from nbkit.planner.reshard.placement import orders, placed
@@ -70,3 +73,12 @@ def test_by_default_the_axis_crosses_nodes_for_which_the_links_take_least(batch:
         return link_seconds(order, per_step(WEIGHTS, facts, order, 0, node_of=NODES), LINK)
 
     assert placed(Strategy.parse("pp=2", 4), took, one_node=False).slowest == crosses
+
+
+def test_ranks_of_a_node_that_all_send_to_others_share_its_link() -> None:
+    shared = replace(LINK, ways=dict.fromkeys(WAYS, Way(0.0, 2e8)))  # in a ring one of them sends to others
+    for text, speed in (("ddp", 1e8), ("dp=2 tp=2", 1e8), ("zero3", 2e8)):
+        strategy = Strategy.parse(text, 4)
+        every = per_step(WEIGHTS, FACTS, strategy, 0, node_of=NODES)
+        terms = [term for term in every if term.axis == "dp" and term.level != WITHIN]
+        assert terms and link_seconds(strategy, terms, shared) == pytest.approx(sum(one.wire for one in terms) / speed)

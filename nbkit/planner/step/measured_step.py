@@ -129,18 +129,19 @@ def link_seconds(strategy: Strategy, terms: Sequence[Traffic], link: Link) -> fl
 
 def _lines(strategy: Strategy, link: Link) -> Lines:
     def line(term: Traffic) -> Line:
-        spans = _spans(term, strategy, link)
-        return Line(link.way(term, spans_nodes=spans), int(spans))
+        spans, apart = _spans(term, strategy, link)
+        return Line(link.way(term, spans_nodes=spans, apart=apart), int(spans))
 
     return line
 
 
-def _spans(term: Traffic, strategy: Strategy, link: Link) -> bool:
-    """Whether the groups along the axis have ranks of several nodes."""
+def _spans(term: Traffic, strategy: Strategy, link: Link) -> tuple[bool, bool]:
+    """Whether groups along the axis have ranks of several nodes, and whether all of them have one on each."""
     if len(set(link.node_of)) == 1 or term.level:
-        return term.level == BETWEEN
+        return term.level == BETWEEN, term.level == BETWEEN
     axis = term.axis if term.axis in ("tp", "cp", "pp") else "dp"
     lines = strategy.mesh.groups(axis)
     if term.axis == "shard":
         lines = [line[at : at + strategy.shard] for line in lines for at in range(0, len(line), strategy.shard)]
-    return any(len({link.node_of[rank] for rank in line}) > 1 for line in lines)
+    nodes = [len({link.node_of[rank] for rank in line}) for line in lines]
+    return max(nodes) > 1, all(number == len(line) for number, line in zip(nodes, lines, strict=True))

@@ -55,13 +55,14 @@ def made(**changed: Any) -> Link:
 def test_seconds_are_latency_and_bytes() -> None:
     all_reduce = Traffic("dp", "all_reduce", 4, 2, 10**9, "gradients")
 
-    def took(link: Link, *, spans_nodes: bool = False) -> float:
-        return link.way(all_reduce, spans_nodes=spans_nodes).seconds(all_reduce.calls, all_reduce.wire)
+    def took(link: Link, **how: bool) -> float:
+        return link.way(all_reduce, **how).seconds(all_reduce.calls, all_reduce.wire)
 
     assert took(made()) == pytest.approx(2e-3 + 1.5)
     nodes = made(near=Way(1e-3, 1e9), far=Way(1e-3, 1e8), node_of=(0, 0, 1, 1))
     assert took(nodes, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
     assert took(nodes) == pytest.approx(2e-3 + 0.15)  # the world's speed is that between nodes
+    assert took(nodes, spans_nodes=True, apart=True) == pytest.approx(2e-3 + 15)  # which neighbours share
     assert made().moving([10**9, 0], [0, 5 * 10**8], [10**10, 0]) == pytest.approx(1e-3 + 1 + 0.2 + 1)
     assert made().moving([0], [0], [0]) == 0
 
