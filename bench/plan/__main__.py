@@ -1,4 +1,8 @@
-"""python -m bench.plan [peak seconds published planning] [names of models]: what is foretold beside the measured."""
+"""What is foretold beside the measured.
+
+python -m bench.plan [peak seconds published planning] [names of models]     without a name all of it
+python -m bench.plan nodes     seconds on two nodes of two ranks; by name alone
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,17 @@ def planning() -> tuple[bool, str]:
 
 
 def main(words: list[str]) -> int:
-    """Run the parts that are named, all without a name. Returns the exit status."""
+    """Run the parts that are named; without a name all but `nodes`. Returns the exit status."""
     names = [word for word in words if word in NAMES] or NAMES
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], tuple[bool, str]]] = {
             "planning": planning,
             "published": lambda: published.bars(published.run()),
             "seconds": lambda: seconds.bars(seconds.run(Path(folder))),
+            "nodes": lambda: seconds.bars(seconds.run(Path(folder), seconds.NODES)),
             "peak": lambda: peak.bars(peak.run(Path(folder), names=names)),
         }
-        asked = [word for word in words if word in parts] or list(parts)
+        asked = [word for word in words if word in parts] or [part for part in parts if part != "nodes"]
         good = True
         for part in asked:
             met, text = parts[part]()

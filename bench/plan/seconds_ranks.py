@@ -15,6 +15,7 @@ from bench.plan.peak_ranks import live_bytes, storages
 from bench.rigs.jobs import config, data, token_loss
 from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.errors import NbkitError
+from nbkit.planner.link_speed import ranks_of_node
 from nbkit.rank.comm import link_probe
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.models.gpt import GPT, Block
@@ -97,12 +98,14 @@ class Worker:
 
     def made(self, *, strategy: str) -> dict[str, Any]:
         """peak: bytes of this rank. foretold: seconds of a step and those of the fullest, before any was made."""
-        job, asked = self._job, Strategy.parse(strategy, 4)
-        assert self._peaks is not None
+        job, link = self._job, self._job.builder.link
+        assert self._peaks is not None and link is not None
+        of = Strategy.parse(strategy, 4, node=ranks_of_node(link.node_of))
         try:
+            asked = self._model.placed(of, now=job.strategy)
             foretold = seconds_before_a_step(self._model, job.builder, asked, self._batch)
             largest_peak = largest(self._peaks.of(asked, self._batch)) if job.rank == 0 else None
-            job.switch(strategy)
+            job.switch(str(asked))
         except NbkitError as error:
             return {"refused": str(error).splitlines()[0]}
         counted = None
