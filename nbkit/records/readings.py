@@ -95,9 +95,18 @@ def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
 
-    The parts of such a bar no longer add up to its seconds.
+    Medians of parts do not add up to the median of the whole: all are stretched alike, so that they do.
     """
-    return _over(steps, members, median)
+    return [_adding_up(bar) for bar in _over(steps, members, median)]
+
+
+def _adding_up(bar: Bar) -> Bar:
+    """With parts that add up to its seconds."""
+    parts = {name: getattr(bar, name) for name in Bar.__dataclass_fields__ if name not in ("rank", "seconds", "peers")}
+    whole = sum(parts.values())
+    if whole <= 0:
+        return bar
+    return replace(bar, **{name: value * bar.seconds / whole for name, value in parts.items()})
 
 
 def _over(steps: Sequence[Steps], members: Members, one_of: Callable[[Iterable[float]], float]) -> list[Bar]:

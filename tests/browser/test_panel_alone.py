@@ -124,6 +124,15 @@ def test_a_key_that_is_held_down_is_pressed_once(page: Any, where: str, acts: in
         assert page.locator("tr[aria-selected='true']").get_attribute("data-strategy") != "dp=4 zero=1"
 
 
+def test_a_column_says_of_whom_its_figures_are(page: Any) -> None:
+    heads = {head.split("\n")[0]: head for head in page.locator("thead th").all_inner_texts()}
+    title = page.locator(".box + .box .title").inner_text()
+
+    assert "fullest rank" in heads["memory"] and "fullest rank" in heads["peak"]
+    assert "busiest rank" in heads["sends"] and "all ranks" in heads["moves"]
+    assert title.startswith(f"{page.locator('tbody tr').count()} strategies")
+
+
 def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
     page.locator("input").fill("zero3 tp=2")
     assert page.get_by_role("button", name="Apply").is_disabled()
@@ -219,7 +228,8 @@ def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
     assert (
         page.locator(".recommended").all_inner_texts() == ["recommended"] and first.locator(".recommended").count() == 1
     )
-    assert page.locator("th").all_inner_texts()[1:4] == ["memory", "peak", "step"]
+    heads = page.locator("th").all_inner_texts()[1:4]
+    assert [head.split("\n")[0] for head in heads] == ["memory", "peak", "step"]
     assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "3 MB", "≈ 20 ms"]
 
 
@@ -342,6 +352,7 @@ def test_a_reader_of_the_screen_hears_outcomes_once_no_steps_and_rows_with_the_n
     assert "tp=4 after step 3" in page.locator(".told[role='status']").inner_text()
 
     row = page.locator("tr[data-strategy='tp=4']")
-    spoken, titles = row.get_attribute("aria-label"), page.locator("th").all_inner_texts()[1:]
+    spoken = row.get_attribute("aria-label")
+    titles = [title.split("\n")[0] for title in page.locator("th").all_inner_texts()[1:]]
     assert [title for title in titles if f", {title} " not in spoken] == []
     assert row.locator("td").nth(1).inner_text().strip() in spoken

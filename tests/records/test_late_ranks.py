@@ -106,6 +106,18 @@ def test_three_steps_of_which_one_was_broken_by_chance_name_the_late_one() -> No
     assert found == Late(0, pytest.approx(DELAY), "compute")
 
 
+def test_the_parts_of_a_median_bar_add_up_to_its_seconds() -> None:
+    every = []
+    for late in range(3):  # a part that is long in one step of three is in no median
+        steps, members = job("dp=4", own={0: {("data", "other", "compute")[late]: 5 * DELAY}})
+        every.append(steps)
+
+    for bar in usual_bars(every, members):
+        whole = bar.own + bar.idle + bar.exposed
+        assert whole == pytest.approx(bar.seconds), bar
+    assert usual_bars(every, members)[0].seconds > 5 * DELAY
+
+
 def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: int | None) -> TimedCall:
     blocked = 0 if waited is None or done is None else done - waited
     return TimedCall(op, "pp 1 [0,1]", peer, place, 100, issued, waited, done, blocked)

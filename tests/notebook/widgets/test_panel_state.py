@@ -196,6 +196,7 @@ def test_steps_are_counted_from_the_first_training_on_and_so_is_the_goal() -> No
     assert "training · step 7 of 100 · loss" in headline(8)  # the eighth is being made
     assert "training · step 1,307 of 1,400 · loss" in headline(1308, step=1307, goal=1400)
     assert "training · step 1,308 · loss" in headline(1308, step=1307, goal=0)  # a loop over job.batches
+    assert headline(7, eta_s=540).endswith(" tokens/s · 9 min to go")
 
 
 def test_a_mistyped_strategy_is_answered_with_the_one_that_was_meant() -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.run_timeline import PARTS, point_of, short
 from nbkit.records.events import RunStopped
-from nbkit.records.readings import bars, mean_bars, members_of
+from nbkit.records.readings import bars, members_of, usual_bars
 from nbkit.records.record_file import changed, overview_of, rank_files, read_head
+from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
 
 _DEPTH = 4
 _LOOK_S = 2.0
 _LIVE_S = 15.0
 _OPEN_AT_MOST = 4
-_MEAN_OF = 8
+_MEDIAN_OF = 20  # steps, as of tokens per second in every view
 _TAIL_BYTES = 128 << 10
 
 
@@ -45,7 +48,10 @@ class Runs:
         return run
 
     def summaries(self) -> list[dict[str, Any]]:
-        """One line for each run, those that train first, then the newest: its last steps, whether it trains now."""
+        """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
+
+        seconds, parts and rate are medians of the newest steps under the strategy in force, loss is the newest.
+        """
         self._look()
         found = []
         for name, folder in self._folders.items():
@@ -87,35 +93,43 @@ class Runs:
 
 def _summary(files: dict[int, Path]) -> dict[str, Any]:
     steps: dict[int, dict[int, StepRecord]] = {}
-    groups: list[Group] = []
     began = 0.0
     for rank, path in files.items():
         for record in _tail(overview_of(path)):
             steps.setdefault(record.step, {})[rank] = record
-        head = read_head(path)
-        groups += [one for one in head if isinstance(one, Group)]
-        began = max([began, *(one.unix_s for one in head if isinstance(one, Header))])
+        began = max([began, *(one.unix_s for one in read_head(path) if isinstance(one, Header))])
     complete = [those for _, those in sorted(steps.items()) if len(those) == len(files)]
     made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0), "began": began}
     if not complete:
         return made | {"seconds": None, "parts": [], "rate": None, "loss": None, "strategy": ""}
-    members = members_of(groups)
-    of = mean_bars(complete, members)
-    last = point_of(complete[-1], bars(complete[-1], members))
+    newest = strategy_of(complete[-1])
+    complete = [those for those in complete if strategy_of(those) == newest]
+    members = members_of(_groups(files, complete[-1]))
+    of = usual_bars(complete, members)
+    points = [point_of(those, bars(those, members)) for those in complete]
+    rates = [point[-3] for point in points if point[-3] is not None]
     count = max(len(of), 1)
     return made | {
-        "seconds": short(sum(bar.seconds for bar in of) / count) if of else last[2],
+        "seconds": short(sum(bar.seconds for bar in of) / count) if of else points[-1][2],
         "parts": [short(sum(getattr(bar, part) for bar in of) / count) for part in PARTS] if of else [],
-        "rate": last[-3],
-        "loss": last[-2],
-        "strategy": last[-1],
+        "rate": short(median(rates)) if rates else None,
+        "loss": points[-1][-2],
+        "strategy": newest,
         "bytes": sum(row.bytes for record in complete[-1].values() for row in record.traffic if row.op != "recv"),
     }
 
 
+def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
+    """The groups of a step. Those that came with a switch stand where it was made: a whole file is read for them."""
+    found = [one for path in files.values() for one in read_head(path) if isinstance(one, Group)]
+    known = {one.label for one in found}
+    lacking = [rank for rank, record in step.items() if any(row.group not in known for row in record.traffic)]
+    return found + [one for rank in lacking for one in groups_of(files[rank])]
+
+
 def _tail(path: Path) -> list[StepRecord]:
     """The last lines of an overview."""
-    lines = _last_lines(path)[-_MEAN_OF:]
+    lines = _last_lines(path)[-_MEDIAN_OF:]
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 

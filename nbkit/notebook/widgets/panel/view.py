@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
@@ -153,6 +154,8 @@ def _headline(state: State) -> str:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":
         parts.append(f"{_count(progress['tokens_per_s'])} tokens/s")
+    if progress.get("eta_s") and state.phase == "training":
+        parts.append(f"{text_of_seconds(progress['eta_s'])} to go")
     if progress.get("waits"):
         parts.append(progress["waits"])
     return " · ".join(parts)

@@ -75,7 +75,7 @@ function drawRow(picture, points, row, x, column, gaps, smooth) {
   stroke(pen, points, bold, x, y, column, gaps, colour, 2.2, 1);
   pen.restore();
   const last = bold.findLast(Number.isFinite);
-  if (last !== undefined) picture.words(row.spoken(last), picture.width - RIGHT, row.y0 - 12, { align: "right", colour: ink(), bold: true });
+  if (last !== undefined) picture.words(`smoothed ${row.spoken(last)}`, picture.width - RIGHT, row.y0 - 12, { align: "right", colour: ink(), bold: true });
 }
 
 // A line that breaks where a switch lies between two points.

@@ -16,6 +16,11 @@ const TITLES = {
   "pause": "seconds without a step while the switch is made, predicted",
   "pays back": "steps after which the pause is won back",
 };
+// What a column is of stands below its name: two columns of bytes are not the same bytes.
+const OF = {
+  "memory": "at rest, fullest rank", "peak": "in a step, fullest rank", "step": "≈: predicted", "sends": "in a step, busiest rank",
+  "moves": "over all ranks", "pause": "predicted", "pays back": "after",
+};
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
 const UNTOLD = "what this strategy keeps for backward is not known";
@@ -77,7 +82,7 @@ function render({ model, el }) {
   const body = make("div", "body");
   const drawing = make("div", "job");
   const rows = make("div", "rows");
-  body.append(titled("who holds what: ranks across, layers down", drawing), titled("choose a row, then Apply · ?: not measured yet, Try 10 steps measures it", rows));
+  body.append(titled("who holds what: ranks across, layers down", drawing), titled("", rows));
 
   const keys = make("div", "keys");
   const aside = make("span", "aside");
@@ -299,6 +304,7 @@ function render({ model, el }) {
     const titles = make("tr");
     for (const word of Object.keys(TITLES)) {
       const title = make("th", "", word);
+      if (OF[word]) title.append(make("small", "", OF[word]));
       title.title = TITLES[word];
       titles.append(title);
     }
@@ -309,7 +315,16 @@ function render({ model, el }) {
     table.append(header, list);
     rows.replaceChildren(table);
     rows.scrollTop = top;
+    rows.previousSibling.textContent = wordsOn(job().rows);
     if (focused) list.querySelector(`[data-strategy="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  // How many rows there are, of which some are out of sight, and on how many of them a recommendation rests.
+  function wordsOn(all) {
+    const known = all.filter((row) => row.ok && row.step !== "unknown").length;
+    const asked = known < all.filter((row) => row.ok).length ? "?: not measured yet, Try 10 steps measures it" : "";
+    const sure = all.some((row) => row.recommended) ? `recommended: the fastest of the ${known} whose step is known` : "";
+    return [`${all.length} strategies: choose a row, then Apply`, asked, sure].filter(Boolean).join(" · ");
   }
 
   function lineOf(row) {

@@ -43,7 +43,7 @@ const LAYOUT = `
   <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
   <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div><div id="health" hidden></div></section>
   <section><h2>Who is late <small id="latenote"></small></h2><table id="lateness"></table></section>
-  <section class="wide"><h2>Runs <small>mean of the newest steps · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
+  <section class="wide"><h2>Runs <small>medians of the newest 20 steps, the newest loss; sent by all ranks · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
 </main>
 <footer id="footer"></footer>`;
 

@@ -1,0 +1,30 @@
+"""The line of a run in the tab's list: one window for all of its figures, the same as in the other views."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_run import FakeRun
+
+import nbkit
+from nbkit.notebook.board.plugin.runs import Runs
+from nbkit.notebook.run.run_timeline import PARTS
+
+
+def test_its_figures_are_of_the_same_steps_and_those_of_the_dashboard(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "one", 4, "ddp", late=2)
+    for _ in range(15):
+        run.step()
+    run.switch("dp=2 pp=2 schedule=1f1b microbatches=4")
+    for _ in range(15):
+        run.step()
+    run.close()
+
+    line = Runs(tmp_path).summaries()[0]
+
+    assert line["rate"] == nbkit.read_run(tmp_path / "one").snapshot()["state"]["rate"]
+    assert line["seconds"] == pytest.approx(4096 * 4 / line["rate"], rel=0.01)
+    assert sum(line["parts"]) == pytest.approx(line["seconds"], rel=0.01)
+    # The groups of the strategy in force came with the switch: without them nobody knows who waited for whom.
+    assert line["parts"][PARTS.index("waiting")] > 0
