@@ -22,7 +22,7 @@ from nbkit.rank.background_threads import giving_way
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.estimate import strategy_table
-from nbkit.rank.train.estimate.time_model import measured_step
+from nbkit.rank.train.estimate.time_model import measured_pace
 from nbkit.rank.train.out_of_memory import question
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.resize.plan_resize import Resizing, Wanted, planned
@@ -34,6 +34,7 @@ TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
 TABLE_REST = (
     20  # times what the last one took: making them, and looking, is at most a twentieth of this rank's time each
 )
+STAMP_CHANGE = 0.05  # of the seconds of a step, which predictions follow
 STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
 
 
@@ -54,6 +55,7 @@ class Controls:
         self._table: dict[str, Any] = {}
         self._stamp = ""
         self._timed = False  # whether it has seconds of a step of the strategy in force
+        self._seconds = 0.0  # of a step, as it was when a table was last asked for because of it
         self._rest = 0.0  # until then an older table of the same strategy will do
         self._tabling: threading.Thread | None = None
         self._found = self._shown = 0  # findings about the model, in all and in the table
@@ -133,8 +135,11 @@ class Controls:
         job = getattr(owner, "job", owner)
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
-        timed, found = measured_step(job, job.strategy) is not None, self._found
-        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{found}"
+        pace, found = measured_pace(job, job.strategy), self._found
+        timed, seconds = pace is not None, pace.seconds if pace is not None else 0.0
+        if abs(seconds - self._seconds) > STAMP_CHANGE * self._seconds:
+            self._seconds = seconds
+        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{self._seconds}/{found}"
         # The first step makes the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
         old = old or timed > self._timed or found > self._shown

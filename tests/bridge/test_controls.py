@@ -15,6 +15,7 @@ from nbkit.bridge.training_requests import RESULTS_KEPT, Control, Controls
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.estimate.pace import Pace
 
 
 class Refusing:
@@ -106,7 +107,7 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
 ) -> None:
     owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
     monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.training_requests.measured_step", lambda job, strategy: next(iter(timed), None))
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: next(iter(timed), None))
     monkeypatch.setattr(
         "nbkit.rank.train.estimate.strategy_table.table",
         lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step},
@@ -120,11 +121,16 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
 
     look(300)
     look(301)
-    timed.append(0.1)
+    timed.append(Pace(0.1, None, None, 1))
     controls._rest = float("inf")  # the last one took long
     look(302)
     look(303)
     assert made == [300, 302]
+    controls._rest = 0.0
+    for step, seconds in ((304, 0.1), (305, 0.103), (306, 0.106), (307, 0.109)):
+        timed[0] = Pace(seconds, None, None, 1)
+        look(step)
+    assert made[2:] == [306]  # where the pace has changed by 5 %
 
 
 def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_finding(
@@ -144,7 +150,7 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
         return {"strategy": job.strategy, "step": job.step}
 
     monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.training_requests.measured_step", lambda job, strategy: 0.1)
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: Pace(0.1, None, None, 1))
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.table", table)
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.findings", findings)
     controls._rest = float("inf")

@@ -19,7 +19,8 @@ class ControlResult:
     served: False when the training ended before it came to the control, which then waits for nothing any more.
 
     result: of a switch or undo the fields of nbkit.records.events.Switched, of a try and a comparison what the Trainer
-    returns. predicted: moved_bytes and switch_s of a switch, as predicted before it; {} where nothing was.
+    returns. predicted: moved_bytes and switch_s of a switch, as predicted before it, and why the latter was not; {}
+    where nothing was.
     """
 
     id: str
@@ -79,9 +80,11 @@ class ControlResult:
         """(what, predicted, measured) of a switch; a prediction may be unknown."""
         if not self.ok or self.do not in ("switch", "undo"):
             return []
+        pause = self.predicted.get("switch_s")
+        unknown = f"nothing ({why})" if (why := self.predicted.get("why")) else seconds(None)
         return [
             ("bytes moved", size(self.predicted.get("moved_bytes")), size(self.result["moved_bytes"])),
-            ("pause", seconds(self.predicted.get("switch_s")), seconds(self.result["pause_s"])),
+            ("pause", seconds(pause) if pause is not None else unknown, seconds(self.result["pause_s"])),
         ]
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 from nbkit import Cluster
 from nbkit.errors import CellError, UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.widgets.panel.controller import controller_of
 
 TRAINER = """
 import time
@@ -130,8 +131,10 @@ def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Clus
 
 def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:
     """By the ranks, which wait for no table: nobody has looked at one."""
+    panels = controller_of(two)
     for strategy in ("zero3", "ddp"):
         switched = two.training.switch(strategy)
+        assert panels.look().results[0] == switched  # which no panel has asked for
         assert switched.predicted["moved_bytes"] == switched.result["moved_bytes"], strategy
     assert switched.result["moved_bytes"] > 0  # to ddp: of plain SGD nothing moves to zero3
     undone = two.training.undo()

@@ -9,7 +9,7 @@ from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.control_result import ControlResult
-from nbkit.notebook.widgets.panel.state import Asked, Finished, Looked, Lost, State, reduce
+from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, State, reduce
 from nbkit.notebook.widgets.panel.view import axis_of, checked, job_view, pulse_view, text_of
 
 
@@ -56,6 +56,13 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
 
 
+def test_a_switch_from_elsewhere_is_shown_and_ends_nothing_that_a_panel_has_asked_for() -> None:
+    other, own = verdict_of(id="b"), verdict_of()
+    state = state_of(Asked("switching to tp …"), Heard(other))
+    assert (state.asked, state.results) == ("switching to tp …", (other,))
+    assert reduce(reduce(state, Heard(own)), Finished(own)).results == (own, other)
+
+
 def test_nothing_to_undo_and_nothing_to_pause() -> None:
     can = pulse_view(state_of(Looked(answer_of(table_of(), training=False))))["can"]
 
@@ -74,6 +81,8 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert told["identical"] is True
     assert told["proof"] == "state identical, bit for bit"
     assert "predicted unknown" in repr(verdict_of())
+    first = verdict_of(predicted={"moved_bytes": 1, "switch_s": None, "why": "the first switch shows it"})
+    assert "predicted nothing (the first switch shows it) measured 250 ms" in repr(first)
 
 
 def test_a_refusal_is_told_and_raised() -> None:
@@ -232,3 +241,45 @@ def test_what_levers_would_save_stands_under_the_table_with_what_they_cost() -> 
     assert job_view(state)["levers"] == said and said in text_of(state)
     none = reduce(State("c", 4), Looked(answer_of(table_of())))
     assert job_view(none)["levers"] == "" and "waits for its link" not in text_of(none)
+
+
+def paced(
+    seconds: float, low: float | None = None, high: float | None = None, strategy: str = "dp=4"
+) -> dict[str, Any]:
+    table = table_of()
+    pace = {"strategy": strategy, "seconds": seconds, "low": low, "high": high, "steps": 20}
+    return answer_of(table, progress={**answer_of(table)["progress"], "pace": pace})
+
+
+def rows_of(state: State) -> dict[str, Any]:
+    return {row["strategy"]: row for row in job_view(state)["rows"]}
+
+
+def test_the_row_in_force_has_the_pace_of_the_headline_and_pays_back_and_the_choice_rest_on_it() -> None:
+    state = state_of(Looked(paced(0.0201, 0.02, 0.0202)))
+    rows = rows_of(state)
+    assert rows["dp=4"]["step"] == "20.1 ms" and rows["dp=4"]["margin"] == "20–20.2 ms of 20 steps"
+    assert rows["tp=4"]["payback"] == "never"  # 30 ms; by the table's 40 ms it would be 50 steps
+    assert job_view(state)["recommended"] == "dp=4"  # as fast as the pipeline's 20 ms within 2 %, and simpler
+    assert rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"  # of before a switch
+
+
+def test_a_pace_that_changes_little_draws_no_new_table() -> None:
+    first = state_of(Looked(paced(0.05, 0.049, 0.051)))
+    assert job_view(reduce(first, Looked(paced(0.0505, 0.0495, 0.051)))) == job_view(first)
+    assert rows_of(reduce(first, Looked(paced(0.06, 0.059, 0.061))))["dp=4"]["step"] == "60 ms"
+
+
+def test_within_the_margin_of_the_steps_nothing_pays_back_and_nothing_is_recommended() -> None:
+    state = state_of(Looked(paced(0.04, 0.015, 0.055)))
+    assert rows_of(state)["tp=4"]["payback"] == "within noise"
+    assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
+    assert not any(row["recommended"] for row in rows_of(state).values())
+    assert "any of ddp, pp may be the fastest" in text_of(state)
+    few = rows_of(state_of(Looked(paced(0.04))))
+    assert few["dp=4"]["margin"] == "of 20 steps" and few["tp=4"]["payback"] == "within noise"
+
+
+def test_why_no_second_is_foretold_is_said_once() -> None:
+    table = table_of(unforetold="the ranks share cores")
+    assert text_of(state_of(Looked(answer_of(table)))).count("not predicted: the ranks share cores") == 1

@@ -18,7 +18,7 @@ from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cells.wait import TICK_SECONDS
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.control_result import ControlResult, stopped
-from nbkit.notebook.widgets.panel.state import Asked, Finished, Looked, Lost, News, State, reduce
+from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, News, State, reduce
 
 LOOK_SECONDS = 0.4
 _WORDS = {
@@ -50,6 +50,7 @@ class PanelController:
         self._wake = threading.Event()
         self._listeners: list[Callable[[State], None]] = []
         self._looking: threading.Thread | None = None
+        self._heard = len(cluster.training.switched)
 
     def listen(self, listener: Callable[[State], None]) -> None:
         """Call `listener` with the state now, and with every later one, on any thread."""
@@ -74,9 +75,18 @@ class PanelController:
             return self._news(Lost("the cluster is gone"))
         try:
             why = cluster.connection.why_gone()
+            self._hear(cluster)
             return self._news(Lost(why) if why else Looked(cluster.training.look()))
         except (NbkitError, OSError) as error:
             return self._news(Lost(str(error).splitlines()[0]))
+
+    def _hear(self, cluster: Cluster) -> None:
+        """Show the switches that were made since the last look, whoever has asked for them."""
+        with self._lock:
+            every = cluster.training.switched
+            new, self._heard = every[self._heard :], len(every)
+            for result in new[-1:]:
+                self._news(Heard(result))
 
     def ask(self, do: str, **args: Any) -> None:
         """Do something to the training, e.g. ask("switch", strategy="zero3"); all panels show the result."""

@@ -11,6 +11,7 @@ from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.panel.state import State
+from nbkit.planner.choose.fastest import bounds_of, recommended
 from nbkit.planner.choose.table import in_words
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
@@ -72,14 +73,19 @@ def job_view(state: State) -> dict[str, Any]:
     limit = table["limit_bytes"]
     # A limit that nothing comes near would make all bars alike.
     scale = limit if limit is not None and limit <= _NEAR * most else most
-    step_now = next((row["step_s"] for row in table["options"] if row["strategy"] == table["strategy"]), None)
-    rows = [_row(row, scale, table, step_now) for row in table["options"]]
+    options = _fresh(table, state.pace)
+    now = next((row for row in options if row["strategy"] == table["strategy"]), None)
+    best, rivals = recommended(options, limit)
+    rows = [_row(row, scale, table, best, now) for row in options]
     rows.sort(key=lambda row: not row["recommended"])
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
-        "recommended": table["recommended"],
+        "recommended": best,
+        "unsure": _unsure(options, rivals),
+        "unforetold": table["unforetold"],
+        "unforetold_pause": table["unforetold_pause"],
         "levers": _levers(table["levers"]),
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
@@ -131,6 +137,8 @@ def text_of(state: State) -> str:
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
     lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
+    lines += [f"  {job['unsure']}"] if job["unsure"] else []
+    lines += [f"  not predicted: {job['unforetold']}"] if job["unforetold"] else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, the fastest that fits by what is measured and predicted")
     lines += [f"  {job['levers']}"] if job["levers"] else []
@@ -161,10 +169,28 @@ def _headline(state: State) -> str:
     return " · ".join(parts)
 
 
-def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_now: float | None) -> dict[str, Any]:
+def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows, that of the strategy in force with the pace of its newest steps: a table is made now and then only."""
+    if not pace or pace["strategy"] != table["strategy"]:
+        return list(table["options"])
+    measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
+    measured["step_steps"] = pace["steps"]
+    return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in table["options"]]
+
+
+def _unsure(options: Sequence[Mapping[str, Any]], rivals: Sequence[str]) -> str:
+    """Why nothing is recommended, where the margins are too wide; "" elsewhere."""
+    if not rivals:
+        return ""
+    names = [row["label"] for row in options if row["strategy"] in rivals]
+    return f"nothing is recommended: by what is measured, any of {', '.join(names)} may be the fastest"
+
+
+def _row(
+    row: Mapping[str, Any], scale: float, table: Mapping[str, Any], best: str, now: Mapping[str, Any] | None
+) -> dict[str, Any]:
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
-    step = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
     peak = row["peak_bytes"]
     during = "" if current else f", {size(memory['during'])} while it switches"
     return {
@@ -175,7 +201,7 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "why": row["why"] or "",
         "proof": row.get("proof", ""),
         "current": current,
-        "recommended": row["strategy"] == table["recommended"],
+        "recommended": row["strategy"] == best,
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
@@ -192,7 +218,8 @@ def _row(row: Mapping[str, Any], scale: float, table: Mapping[str, Any], step_no
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
         "step": _step(row) if row["ok"] else "",
         "foretold": _foretold(row) if row["ok"] and row["step_s"] is not None else "",
-        "payback": "" if current else _payback(row["switch_s"], step, step_now),
+        "margin": _margin(row) if row["ok"] else "",
+        "payback": "" if current or now is None else _payback(row["switch_s"], row, now),
     }
 
 
@@ -219,10 +246,25 @@ def _levers(found: Mapping[str, Any]) -> str:
     return f"{found['strategy']} waits for its link: ≈ {seconds(found['step_s'])} a step. {in_words(found['each'])}"
 
 
-def _payback(pause: float | None, step: float | None, step_now: float | None) -> str:
+def _margin(row: Mapping[str, Any]) -> str:
+    """Between what the median of the steps lies, and of how many; "" of what was not measured."""
+    if row["step_s"] is None:
+        return ""
+    count = f"of {row['step_steps']} step{'s' * (row['step_steps'] != 1)}"
+    low, high = row["step_low_s"], row["step_high_s"]
+    if low is None or high is None:
+        return count
+    return f"{low:.3g}–{high:.3g} s {count}" if high >= 1 else f"{low * 1e3:.3g}–{high * 1e3:.3g} ms {count}"
+
+
+def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The number of steps after which a switch has paid for its pause, where the three figures are known."""
+    step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
         return ""
+    (low, high), (low_now, high_now) = bounds_of(row), bounds_of(now)
+    if low < high_now and low_now < high:
+        return "within noise"
     if step >= step_now:
         return "never"
     steps = math.ceil(pause / (step_now - step) - 1e-6)
@@ -255,12 +297,13 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "peak", "step", "foretold", "sends", "moved", "pause", "payback")
+    columns = ("strategy", "memory", "peak", "step", "margin", "foretold", "sends", "moved", "pause", "payback")
     heads = (
         "strategy",
         "memory per rank",
         "at the peak",
         "step",
+        "",
         "",
         "sent in a step",
         "to move",

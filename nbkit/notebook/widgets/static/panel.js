@@ -10,16 +10,16 @@ const TITLES = {
   "strategy": "",
   "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
   "peak": "of the fullest rank within a step, activations counted",
-  "step": "seconds of a step: measured where it has run in this job; ≈ predicted from the steps of the strategy in force",
+  "step": "seconds of a step: where it has run in this job the median of its newest steps, and between what that lies with 95 %; ≈ predicted from the steps of the strategy in force",
   "sends": "bytes that the busiest rank sends in a step, by the formulas; on several nodes also what all ranks send between them",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
-  "pays back": "steps after which the pause is won back",
+  "pays back": "steps after which the pause is won back; within noise: the margins of both steps overlap, so that nobody can say",
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest, fullest rank", "peak": "in a step, fullest rank", "step": "≈: predicted", "sends": "in a step, busiest rank",
-  "moves": "over all ranks", "pause": "predicted", "pays back": "after",
+  "memory": "at rest,\nfullest rank", "peak": "in a step,\nfullest rank", "step": "≈ foretold", "sends": "busiest rank,\na step",
+  "moves": "over\nall ranks", "pause": "foretold", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
@@ -322,8 +322,9 @@ function render({ model, el }) {
   // How many rows there are, of which some are out of sight, and on how many of them a recommendation rests.
   function wordsOn(all) {
     const known = all.filter((row) => row.ok && row.step !== "unknown").length;
-    const asked = known < all.filter((row) => row.ok).length ? "?: not measured yet, Try 10 steps measures it" : "";
-    const sure = all.some((row) => row.recommended) ? `recommended: the fastest of the ${known} whose step is known` : "";
+    const why = job().unforetold ? `not foretold (${job().unforetold}), ` : "";
+    const asked = known < all.filter((row) => row.ok).length ? `?: ${why}not measured yet, Try 10 steps measures it` : "";
+    const sure = all.some((row) => row.recommended) ? `recommended: the fastest of the ${known} whose step is known` : job().unsure;
     return [`${all.length} strategies: choose a row, then Apply`, asked, sure].filter(Boolean).join(" · ");
   }
 
@@ -356,8 +357,9 @@ function render({ model, el }) {
       element.append(memory);
       for (const [, name] of COLUMNS.slice(1)) {
         const known = row[name] !== "unknown";
-        const cell = make("td", known ? "" : "dim", known ? row[name] : "?");
-        if (!known) cell.title = name === "peak" ? UNTOLD : UNKNOWN;
+        const cell = make("td", known ? "" : "dim", known ? row[name].replace("within ", "within\n") : "?");
+        if (!known) cell.title = { peak: UNTOLD, pause: job().unforetold_pause }[name] ?? UNKNOWN;
+        if (name === "step" && row.margin) cell.append(make("small", "foretold", row.margin.replace(" of ", "\nof ")));
         if (name === "step" && row.foretold) cell.append(make("small", "foretold", row.foretold));
         element.append(cell);
       }
@@ -375,7 +377,7 @@ function render({ model, el }) {
   // An option is read out as one text: each figure with the name of its column.
   function spoken(row) {
     const name = [row.label, row.label === row.strategy ? "" : row.strategy, row.recommended ? "recommended" : "", row.current ? "in force" : ""];
-    const figures = COLUMNS.map(([column, key]) => row[key] && `${column} ${row[key]}${key === "step" && row.foretold ? ` ${row.foretold}` : ""}`);
+    const figures = COLUMNS.map(([column, key]) => row[key] && `${column} ${row[key]}${key === "step" && row.foretold ? ` ${row.foretold}` : ""}${key === "step" && row.margin ? ` ${row.margin}` : ""}`);
     return [...name, ...(row.ok ? figures : [row.why])].filter(Boolean).join(", ");
   }
 

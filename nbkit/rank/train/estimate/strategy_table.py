@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.planner.choose.fastest import fastest
+from nbkit.planner.choose.fastest import recommended
 from nbkit.planner.choose.levers_that_help import levers_that_help
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
@@ -18,7 +18,13 @@ from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import largest
-from nbkit.rank.train.estimate.time_model import measured_step, predicted_pause, predicted_step
+from nbkit.rank.train.estimate.time_model import (
+    measured_pace,
+    predicted_pause,
+    predicted_step,
+    unforetold,
+    unforetold_pause,
+)
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
@@ -35,13 +41,16 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
     is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas;
     between_bytes: what all ranks send to other nodes. step_s is
-    measured, where the strategy has run in this job; predicted_step_s, of all others than the one in force, is what
+    measured, where the strategy has run in this job: the median of step_steps steps, between step_low_s and step_high_s
+    (None: too few to say); predicted_step_s, of all others than the one in force, is what
     the steps of that one foretell; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
     Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
     what is known of one that is.
-    "recommended": the strategy to choose, "" where nothing tells. "levers": where plain data parallelism waits for its
-    link, its "strategy", "step_s" as predicted, and "each", what levers would leave of that; {} elsewhere.
+    "recommended": the strategy to choose, "" where nothing tells, or where others may be faster for all that was
+    measured. "unforetold": why no second of a step is predicted, and "unforetold_pause" of a pause; "" where they are.
+    "levers": where plain data parallelism waits for its link, its "strategy", "step_s" as predicted, and "each", what
+    levers would leave of that; {} elsewhere.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -65,7 +74,9 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in seen.blocks.items()],
         "held": _fractions(seen, now),
         "options": options,
-        "recommended": _recommended(options, holds[0] + left if left is not None else None),
+        "recommended": recommended(options, holds[0] + left if left is not None else None)[0],
+        "unforetold": unforetold(job),
+        "unforetold_pause": unforetold_pause(job),
         "levers": _levers(job, seen),
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
@@ -83,7 +94,8 @@ def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
 
 
 def predicted_switch(job: Job, text: str) -> dict[str, Any]:
-    """moved_bytes and switch_s of the row that the table has for a switch to `text`, without the table. Collective.
+    """moved_bytes and switch_s of the row that the table has for a switch to `text`, without the table; why the
+    latter is None. Collective.
 
     Raises StrategyError for what cannot be split.
     """
@@ -92,10 +104,15 @@ def predicted_switch(job: Job, text: str) -> dict[str, Any]:
     seen = job.cost_model()
     new = seen.placed(new, now=job.strategy)
     flow = seen.census.flow(job.strategy, new)
-    return {"moved_bytes": flow.total, "switch_s": predicted_pause(job, seen.census, new, flow)}
+    return {
+        "moved_bytes": flow.total,
+        "switch_s": predicted_pause(job, seen.census, new, flow),
+        "why": unforetold_pause(job),
+    }
 
 
 def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int], left: int | None) -> dict[str, Any]:
+    pace = measured_pace(job, strategy)
     found: dict[str, Any] = {
         "strategy": str(strategy),
         "label": strategy.label,
@@ -109,7 +126,10 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "held": {},
         "step_bytes": None,
         "between_bytes": None,
-        "step_s": measured_step(job, strategy),
+        "step_s": pace.seconds if pace is not None else None,
+        "step_low_s": pace.low if pace is not None else None,
+        "step_high_s": pace.high if pace is not None else None,
+        "step_steps": pace.steps if pace is not None else 0,
         "predicted_step_s": None,
         "switch_s": None,
         "arithmetic": "",
@@ -180,17 +200,6 @@ def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
         return None
     top = largest(seen.peaks.of(strategy, batch))
     return top.total if top is not None else None
-
-
-def _recommended(options: Sequence[dict[str, Any]], limit: int | None) -> str:
-    """The fastest of those that fit, the simplest of those as fast; "" where seconds are known of fewer than two."""
-    known = {}
-    for row in options:
-        seconds = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
-        size = row["peak_bytes"] or row["memory"].get("after", 0)
-        if row["ok"] and seconds is not None and (limit is None or size <= limit):
-            known[row["strategy"]] = seconds
-    return (fastest(known) or "") if len(known) > 1 else ""
 
 
 def _levers(job: Job, seen: CostModel) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from nbkit.planner.step.measured_step import Seen, foretold
 from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
+from nbkit.rank.train.estimate.pace import Pace, pace_of
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -26,10 +27,10 @@ _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its 
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
-def measured_step(job: Job, strategy: Strategy) -> float | None:
-    """Median seconds of the last steps under `strategy`, without the first, which makes what later ones reuse."""
+def measured_pace(job: Job, strategy: Strategy) -> Pace | None:
+    """Of the last steps under `strategy`, without the first, which makes what later ones reuse; None of no others."""
     seconds = [record["seconds"] for record in job.ledger.records[-400:] if record["strategy"] == str(strategy)][1:]
-    return statistics.median(seconds[-_STEPS:]) if seconds else None
+    return pace_of(seconds[-_STEPS:])
 
 
 def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
@@ -81,6 +82,27 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
     return foretold(Seen(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
+
+
+def unforetold(job: Job) -> str:
+    """Why no second of any strategy is foretold, whatever is measured; "" where that is not so."""
+    link = job.builder.link
+    if job.config.compile:
+        return "what a compiled model takes is known when it has run"
+    if link is None and job.world_size > 1:
+        return "the links between the ranks were not measured"
+    if link is not None and link.crowded:
+        return "the ranks share cores or GPUs, so that the seconds of one hang on what the others do"
+    if _parts(job) == {}:
+        return "other programs compute on the cores of this rank"
+    return ""
+
+
+def unforetold_pause(job: Job) -> str:
+    """Why `predicted_pause` is None, "" where it is not."""
+    if job.builder.link is None:
+        return "the links between the ranks were not measured"
+    return "" if job.switches else "the first switch shows what later ones take"
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:

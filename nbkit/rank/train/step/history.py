@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from nbkit.errors import Stopped, TrainingError
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.estimate.pace import pace_of
 from nbkit.rank.train.step.failure import failure_of
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_clock import Clock
@@ -207,9 +208,16 @@ class History:
 
     def _report(self, record: dict[str, Any]) -> None:
         alike = [one["seconds"] for one in self.records[-_RECENT:] if one.get("strategy") == record["strategy"]]
-        step, pace = record["step"], median(alike)
-        left = (self.goal - step) * pace if self._total else None
-        speed = record["tokens"] / pace if pace else 0.0
+        step, pace = record["step"], pace_of(alike)
+        assert pace is not None
+        left = (self.goal - step) * pace.seconds if self._total else None
+        speed = record["tokens"] / pace.seconds if pace.seconds else 0.0
         step_boundary.report(
-            step=step, goal=self.goal, loss=record["loss"], tokens_per_s=speed, step_s=self._longest, eta_s=left
+            step=step,
+            goal=self.goal,
+            loss=record["loss"],
+            tokens_per_s=speed,
+            step_s=self._longest,
+            eta_s=left,
+            pace={"strategy": record.get("strategy", ""), **asdict(pace)},
         )

@@ -14,6 +14,7 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.telemetry.memory import bytes_held, reset_peak
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.estimate.free_memory import trim
+from nbkit.rank.train.estimate.pace import interval
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.train.switch.trial import check_again, measure
 from nbkit.strategy import Strategy
@@ -84,7 +85,7 @@ class _Measured:
             return {"error": self.error}
         own = self._peak, self._sent // self._counted
         everyone = all_gather_objects(own, world_size=job.world_size, device=job.device)
-        low, high = _interval(self.seconds)
+        low, high = interval(self.seconds)
         return {
             "step_s": statistics.median(self.seconds),
             "low_s": low,
@@ -93,10 +94,3 @@ class _Measured:
             "sent_bytes": max(sent for _, sent in everyone),
             "error": "",
         }
-
-
-def _interval(seconds: Sequence[float]) -> tuple[float, float]:
-    """Between which two of them the median lies with 95 %, whatever their distribution."""
-    ordered, n = sorted(seconds), len(seconds)
-    at = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
-    return ordered[at], ordered[n - 1 - at]
