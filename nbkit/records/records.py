@@ -161,6 +161,11 @@ class Detail(Record):
     calls: tuple[TimedCall, ...] = ()
     pipeline: tuple[PipelineOp, ...] = ()
 
+    @property
+    def span(self) -> float:
+        """Seconds from the begin of the first lap to the end of the last."""
+        return (self.laps[-1][2] - self.laps[0][1]) / 1e9 if self.laps else 0.0
+
 
 @dataclass(frozen=True)
 class MemoryRecord(Record):

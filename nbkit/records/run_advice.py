@@ -9,18 +9,19 @@ from nbkit.records.pipeline_links import Link
 from nbkit.records.readings import MESSAGES, Row
 
 _AT_LEAST = 0.1  # of a step, for a part to be worth a word
+_NAMED = 3  # ranks; more are counted
 _SHARED = ("exposed", "data", "optimizer", "other")
 
 
-def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late | str:
+def largest_loss(of: Sequence[Bar], *, slow: Link | None = None, late: Late | None = None) -> Link | Late | str:
     """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
-    "compute" where none takes much.
+    "compute" where none takes much. late: the rank that is late in more steps than these; None: these tell.
 
     A rank is not named for a little that it is late where every rank loses more to one and the same part.
     """
     if not of:
         return "compute"
-    late = late_rank(of)
+    late = late or late_rank(of)
     if slow is not None and (late is None or slow.seconds > late.seconds):
         return slow
     shared = max(min(getattr(bar, part) for bar in of) for part in _SHARED)
@@ -31,12 +32,22 @@ def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late 
     return worst if sums[worst] >= _AT_LEAST * sum(bar.seconds for bar in of) else "compute"
 
 
-def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = None) -> str:
-    """One sentence on where the step goes, and what one could try. "" without bars. slow: see links.slow_link."""
+def reading(
+    of: Sequence[Bar],
+    rows: Sequence[Row] = (),
+    *,
+    slow: Link | None = None,
+    late: Late | None = None,
+    alike: bool = True,
+) -> str:
+    """One sentence on where the step goes, and what one could try. "" without bars.
+
+    slow: see links.slow_link. late: see largest_loss. alike: ranks of one stage have equal shares of the work.
+    """
     whole = sum(bar.seconds for bar in of)
     if whole <= 0:
         return ""
-    step, loss = whole / len(of), largest_loss(of, slow=slow)
+    step, loss = whole / len(of), largest_loss(of, slow=slow, late=late)
     if isinstance(loss, Link):
         return (
             f"Messages from rank {loss.source} to rank {loss.target} hold the pipeline up for "
@@ -46,9 +57,10 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
         others = "The others wait" if len(of) > 2 else "The other rank waits"
+        often = f", in {loss.steps} of {loss.of} steps" if loss.steps < loss.of else ""
         return (
-            f"{others} {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}) "
-            f"for {who}, {_LONGER[loss.cause]}: {_CAUSES[loss.cause]}"
+            f"{others} {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}{often}) "
+            f"for {who}, {_why(loss) if alike else _plain(loss)}"
         )
     share = sum(getattr(bar, loss) for bar in of) / whole
     if loss == "compute":
@@ -60,6 +72,25 @@ def reading(of: Sequence[Bar], rows: Sequence[Row] = (), *, slow: Link | None = 
         what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
         advice = _EXPOSED.get(longest.axis, advice)
     return f"{share:.0%} of the step is {what}: {advice}"
+
+
+def _plain(late: Late) -> str:
+    return f"{_LONGER[late.cause]}: {_CAUSES[late.cause]}"
+
+
+def _why(late: Late) -> str:
+    """What makes its compute long is told by the ranks that have the same share of the work."""
+    if late.cause != "compute" or not late.twins:
+        return _plain(late)
+    several = len(late.twins) > 1
+    twins = f"rank{'s' * several} {', '.join(map(str, late.twins))}" if len(late.twins) <= _NAMED else ""
+    twins = twins or f"its {len(late.twins)} equals"
+    if late.took - late.twins_took >= late.seconds / 2:
+        return (
+            f"which computes {late.took * 1e3:.0f} ms where {twins}, with the same share, compute{'s' * (not several)} "
+            f"{late.twins_took * 1e3:.0f} ms: look at what else runs on its machine, and at its clocks"
+        )
+    return f"whose compute takes longer, as on {twins} with the same share: the share is large, try balance=True"
 
 
 _SPOKEN = {

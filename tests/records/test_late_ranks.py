@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.late_ranks import Bar, Late, late_rank, prevailing
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import bars, usual_bars
 from nbkit.records.records import Detail, StepRecord, TimedCall, Traffic
@@ -116,6 +118,39 @@ def test_the_parts_of_a_median_bar_add_up_to_its_seconds() -> None:
         whole = bar.own + bar.idle + bar.exposed
         assert whole == pytest.approx(bar.seconds), bar
     assert usual_bars(every, members)[0].seconds > 5 * DELAY
+
+
+def test_the_rank_that_is_late_in_most_of_the_newest_steps_is_named_while_it_still_is() -> None:
+    own, chance = Late(2, DELAY, "compute"), Late(0, 10 * DELAY, "other")
+    newest = [own, own, chance, own, None] * 10
+    found = prevailing(newest)
+    assert found == own and (found.steps, found.of) == (30, 50)
+    assert prevailing([own, chance] * 25) is None  # in turns
+    assert prevailing([own] * 40 + [None] * 10) is None  # no longer
+    assert prevailing([own] * 9) is None  # too few to say
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        ((3,), "for rank 3, which computes 90 ms where rank 2, with the same share, computes 60 ms: look at what else"),
+        ((2, 3), "for rank 3, whose compute takes longer, as on rank 2 with the same share: the share is large"),
+    ],
+)
+def test_a_late_rank_is_compared_with_those_that_have_the_same_share(slow: tuple[int, ...], said: str) -> None:
+    # dp=2 pp=2: ranks 2 and 3 are stage 1. The others stand still in the pipeline for as long.
+    own = {rank: {"compute": DELAY} for rank in slow}
+    stood = {rank: {"pp": DELAY} for rank in range(4) if rank not in slow}
+    stood |= {2: {"dp": DELAY}} if slow == (3,) else {2: {"dp": 1 * MS}}
+    steps, members = job("dp=2 pp=2", own=own, stood=stood)
+    of = bars(steps, members)
+
+    assert said in reading(of)
+    assert "the same share" not in reading(of, alike=False)  # speeds= gives them different ones
+    late = late_rank(of)
+    assert late is not None
+    often = replace(late, steps=37, of=50)
+    assert f"in 37 of 50 steps) {said}" in reading(of, late=often)
 
 
 def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: int | None) -> TimedCall:

@@ -44,6 +44,7 @@ class FakeRun:
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
         self.dead: set[int] = set()
+        self.slow = False  # whether all of the next step takes four times as long
         self.random = random.Random(7)
         self.files, self.overviews = [], []
         self.groups: list[Group] = []
@@ -156,7 +157,7 @@ class FakeRun:
     def _parts(self, rank: int) -> dict[str, float]:
         slow = LATE if rank == self.late else 0.0
         draw = self.random.uniform
-        return {
+        parts = {
             "compute": draw(0.0098, 0.0102) + slow,
             "exposed": 0.002 if self.strategy.pp == 1 else 0.001,
             "bubble": 0.0 if self.strategy.pp == 1 else draw(0.0028, 0.003),
@@ -164,6 +165,7 @@ class FakeRun:
             "optimizer": 0.0012,
             "other": 0.0003,
         }
+        return {part: seconds * (4 if self.slow else 1) for part, seconds in parts.items()}
 
     def _traffic(self, rank: int, exposed: float) -> tuple[Traffic, ...]:
         rows = []

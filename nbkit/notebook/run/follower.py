@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nbkit.notebook.run.curve import Curve
@@ -20,8 +21,9 @@ from nbkit.records.records import Detail, EventRecord, Group, Header, HealthReco
 _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64
-_LATE_OVER = 50
+LATE_OVER = 50
 _USUAL_OF = 5  # steps whose medians say who is late: one alone may be late by chance
+_MEDIAN_OF = 20  # steps
 _PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
 _SAMPLES = 240
 _LOOK_FOR_RANKS_S = 2.0
@@ -32,7 +34,7 @@ class Run:
 
     curve: loss and tokens of every step, and the events, from the file of the lowest rank. steps, details, memory,
     health: the newest records of all ranks. newest_only: for pictures of the newest step; of many new steps only the
-    last few are parsed on the other ranks, and `timeline` and `late` stay empty.
+    last few are parsed on the other ranks, and `timeline` stays empty.
     """
 
     def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
@@ -46,7 +48,10 @@ class Run:
         self.memory: dict[int, deque[MemoryRecord]] = {}
         self.health: dict[int, HealthRecord] = {}  # of each rank the newest
         self.timeline = Timeline()
-        self.late: deque[Late | None] = deque(maxlen=_LATE_OVER)
+        self.late: deque[Late | None] = deque(maxlen=LATE_OVER + _USUAL_OF)
+        self._late_under = ""
+        self._told: tuple[str, tuple[int, ...], int] | None = None
+        self._newest_late: Late | None = None
         self.files: dict[int, Path] = {}
         self.first = -1  # the rank that the curve is read from
         self._cursors: dict[int, tuple[int, int]] = {}
@@ -99,11 +104,30 @@ class Run:
 
     def detail_of(self, rank: int, step: int) -> Detail | None:
         """The moments of a rank in the step nearest to `step` of those that were kept."""
+        if rank in self.details.get(step, {}):
+            return self.details[step][rank]
         kept = [those[rank] for number, those in self.details.items() if rank in those and number <= step]
         newest_kept = max(self.details, default=0)
         if kept and step >= newest_kept:
             return max(kept, key=lambda one: one.step)
         return record_lookup.detail_near(self.files[rank], step) if rank in self.files else None
+
+    def usual_detail(self, step: int) -> int:
+        """Of the steps up to `step` that were kept in detail since the last switch, the one that is nearest to the
+        median of the newest; `step` where there is none. One step alone may be long by chance."""
+        here = [one for one in sorted(self.steps) if one <= step][-_MEDIAN_OF:]
+        seconds = [self.steps[one][self.first].seconds for one in here if self.first in self.steps[one]]
+        changed = (one["step"] for one in self.curve.events if one["kind"] in ("switch", "resized"))
+        since = max((one for one in changed if one < step), default=0)
+        spans = {
+            number: those[self.first].span
+            for number, those in self.details.items()
+            if since < number <= step and self.first in those
+        }
+        if not spans or not seconds:
+            return step
+        usual = median(seconds)
+        return min(sorted(spans, reverse=True), key=lambda number: abs(spans[number] - usual))
 
     def details_near(self, ranks: Iterable[int], step: int) -> dict[int, Detail]:
         """`detail_of` each of these ranks that has one."""
@@ -130,6 +154,11 @@ class Run:
             if alike := [one for one in those if strategy_of(one) == strategy_of(self.steps[step])]:
                 return alike
         return []
+
+    def late_near(self, step: int) -> list[Late | None]:
+        """Who was late in the newest steps up to those of `near`, so that it stands for as long as these."""
+        until = len(self.late) - (self.newest - step + step % _USUAL_OF)
+        return list(self.late)[: max(until, 0)][-LATE_OVER:]
 
     def _read(self, rank: int) -> bool:
         """Take the new records of a rank; whether there are any."""
@@ -240,11 +269,22 @@ class Run:
             if not complete:
                 break
             self.newest = step
-            if self._newest_only:
-                continue
-            self.timeline.add(point_of(here, bars(here, self.members)))
-            self.late.append(late_rank(usual_bars(self.near(step), self.members)))
+            self._note_late(step)
+            if not self._newest_only:
+                self.timeline.add(point_of(here, bars(here, self.members)))
         _drop_oldest(self.steps, _STEPS)
+
+    def _note_late(self, step: int) -> None:
+        """Who is late in it. What was so under the strategy before is forgotten: other ranks do other work now."""
+        strategy, few = strategy_of(self.steps[step]), self.near(step)
+        if strategy != self._late_under:
+            self.late.clear()
+            self._late_under = strategy
+        # The same steps tell it for several.
+        told = strategy, tuple(one[min(one)].step for one in few), len(few[-1]) if few else 0
+        if told != self._told:
+            self._told, self._newest_late = told, late_rank(usual_bars(few, self.members))
+        self.late.append(self._newest_late)
 
 
 def strategy_of(steps: Mapping[int, StepRecord]) -> str:

@@ -7,11 +7,11 @@ from statistics import fmean, median
 from typing import Any
 
 from nbkit.notebook.run import step_timeline
-from nbkit.notebook.run.follower import Run, strategy_of
+from nbkit.notebook.run.follower import LATE_OVER, Run, strategy_of
 from nbkit.notebook.run.host_health import health
 from nbkit.notebook.run.run_timeline import PARTS, short
 from nbkit.planner import forecast
-from nbkit.records.late_ranks import Bar, late_rank
+from nbkit.records.late_ranks import Bar, Late, late_rank, prevailing
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import Row, bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, StepRecord
@@ -36,6 +36,9 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     few = run.near(step) if usual else []
     shown = usual_bars(few, run.members) or of
     numbers = [one[min(one)].step for one in few] or [first.step - first.span + 1, first.step]
+    # A few steps name now this rank and now that one.
+    often = prevailing(run.late_near(step)) if few else None
+    slow = _slow_link(run, step, rows, of)
     predicted = forecast.in_force(forecast.read(run.folder), step)
     return {
         "step": first.step,
@@ -48,14 +51,14 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
         "of": _words(numbers[0], numbers[-1], "medians" if few else "means"),
         "missing": sorted(set(range(run.world_size)) - set(steps)),
-        "reading": reading(shown, rows, slow=_slow_link(run, step, rows, of)),
-        "late": _late(shown),
+        "reading": reading(shown, rows, slow=slow, late=often, alike="speeds=" not in strategy),
+        "late": _late(often or late_rank(shown)),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps, predicted),
         "memory": _memory(run, step, predicted),
         "health": health(run),
-        "moments": step_timeline.of_step(run, step, strategy, replica=replica),
+        "moments": step_timeline.of_step(run, step, strategy, replica=replica, usual=usual),
         "own": short(fmean(record.own_seconds for record in steps.values())),
         "lost": sum(record.lost for record in steps.values()),
     }
@@ -68,7 +71,8 @@ def _words(first: int, last: int, kind: str) -> str:
 def lateness(run: Run) -> dict[str, Any]:
     """Ranks that the others waited for in the newest steps: rank, number of steps, seconds, cause; the most first."""
     found: dict[int, list[Any]] = {}
-    for late in run.late:
+    newest = list(run.late)[-LATE_OVER:]
+    for late in newest:
         if late is not None:
             found.setdefault(late.rank, []).append(late)
     rows = [
@@ -80,7 +84,7 @@ def lateness(run: Run) -> dict[str, Any]:
         }
         for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
-    return {"of": len(run.late), "rows": rows[:8]}
+    return {"of": len(newest), "rows": rows[:8]}
 
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
@@ -95,8 +99,7 @@ def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | No
     return slow_link(every, fmean(bar.seconds for bar in of))
 
 
-def _late(of: list[Bar]) -> dict[str, Any] | None:
-    late = late_rank(of)
+def _late(late: Late | None) -> dict[str, Any] | None:
     return None if late is None else {"rank": late.rank, "seconds": short(late.seconds), "cause": late.cause}
 
 

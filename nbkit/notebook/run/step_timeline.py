@@ -19,12 +19,14 @@ _RANKS_AT_MOST = 64
 Drawn = list[Any]  # [kind, stage, micro, start, stop] with times in seconds since the first
 
 
-def of_step(run: Run, step: int, strategy: str, *, replica: int = 0) -> dict[str, Any] | None:
+def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool = False) -> dict[str, Any] | None:
     """The moments of the step nearest to `step` that was kept in detail; None when none was.
 
+    usual: of the few that were kept last the one that took nearest to what the newest steps take.
     kind "pipeline": planned and measured operations of one replica's ranks, and the bubble of both. kind "laps":
     states of the training thread. Times in seconds on rank 0's clock.
     """
+    step = run.usual_detail(step) if usual else step
     chosen = _strategy(strategy, run.world_size)
     if chosen is not None and chosen.pp > 1:
         groups = _lines(run, step, chosen)

@@ -21,9 +21,11 @@ from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.live import following
 from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.run_timeline import PARTS, Timeline
-from nbkit.notebook.run.step_picture import picture
+from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records import record_lookup
+from nbkit.records.late_ranks import late_rank
+from nbkit.records.readings import usual_bars
 from nbkit.records.records import Header, StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,7 +152,44 @@ def test_what_follows_a_switch_is_not_said_by_the_steps_before_it(tmp_path: Path
         shown = picture(found, step)
         assert (shown["strategy"], shown["late"]) == ("dp=2 tp=2", None)
         assert "rank 2" not in shown["reading"]
-    assert [late is not None and late.rank for late in found.late][-3:] == [2, False, False]
+    assert list(found.late) == [None, None]  # of the steps since the switch
+    assert lateness(found) == {"of": 2, "rows": []}
+
+
+@pytest.mark.parametrize("newest_only", [False, True])
+def test_the_rank_that_is_late_in_most_of_the_newest_steps_is_named_and_not_that_of_the_last_five(
+    tmp_path: Path, newest_only: bool
+) -> None:
+    run, found = FakeRun(tmp_path / "run", 4, "ddp", late=2), Run(tmp_path / "run", newest_only=newest_only)
+    for number in range(35):
+        run.late = 2 if number < 30 else 0
+        run.step()
+        if number % 5 == 4:
+            found.refresh()
+    run.close()
+
+    shown = picture(found, 35, usual=True)
+    others = "ranks 0, 1, 3, with the same share, compute 10 ms"
+    # What is said of five steps stands for the next four.
+    assert f"in 34 of 35 steps) for rank 2, which computes 14 ms where {others}" in shown["reading"]
+    few = late_rank(usual_bars(found.near(35), found.members))
+    assert shown["late"]["rank"] == 2 and few is not None and few.rank == 0
+
+
+def test_the_picture_of_a_pipeline_is_of_the_kept_step_that_is_nearest_to_the_usual_one(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 4, "pp=4 schedule=1f1b")
+    for number in range(102):
+        run.slow = number + 1 in (2, 100)
+        run.step()
+    run.close()
+    found = Run(tmp_path / "run", newest_only=True)
+    found.refresh()
+
+    assert sorted(found.details) == [2, 3, 50, 100]
+    assert picture(found, 102, usual=True)["moments"]["step"] in (3, 50)
+    assert picture(found, 102)["moments"]["step"] == 100  # of a step that is asked for, the nearest
+    found.curve.events.append({"kind": "switch", "step": 98})
+    assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only one of this strategy
 
 
 def test_whoever_opens_a_long_run_knows_the_groups_of_its_last_switch(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ export function view(el, story, ask) {
     $("moments").hidden = shown !== "pipeline";
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
-      $("whatnote").textContent = `step ${step.moments.step}`;
+      $("whatnote").textContent = `step ${step.moments.step}, of those kept the most usual`;
       $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {

@@ -226,7 +226,7 @@ function show() {
 
 function drawInside(step) {
   const moments = step.moments;
-  $("momentshead").replaceChildren(moments?.kind === "pipeline" ? "The pipeline, planned above measured" : "Inside a step, moment by moment", small(moments ? `step ${moments.step}, the nearest one that was kept` : "no step was kept in detail yet"));
+  $("momentshead").replaceChildren(moments?.kind === "pipeline" ? "The pipeline, planned above measured" : "Inside a step, moment by moment", small(moments ? `step ${moments.step}, ${state.follow ? "of those kept the most usual" : "the nearest one that was kept"}` : "no step was kept in detail yet"));
   if (moments?.replicas > 1) {
     const select = document.createElement("select");
     fill(select, [...Array(moments.replicas).keys()].map(String), String(state.replica));
