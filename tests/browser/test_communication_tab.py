@@ -146,7 +146,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
 def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
     """Where in the picture of four ranks the cell from i to j is."""
     size = tab.eval_on_selector("#traffic canvas", "c => [c.clientWidth, c.clientHeight]")
-    return (46 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
+    return (64 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
 
 
 def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, page: Any, training: Training) -> None:

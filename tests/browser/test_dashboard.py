@@ -90,7 +90,7 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> No
     page.interrupt()
     page.wait_done(NUMBER["fit"], seconds=30)
     page.wait_for_output(NUMBER["fit"], "tokens/s on average")
-    assert page.output(NUMBER["fit"]).count("tok/s") == 1  # the moving line lies below the card, and nowhere else
+    assert page.output(NUMBER["fit"]).count(" tokens/s ·") == 1  # the moving line lies below the card, and nowhere else
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
     ended = wait_for_step(page, 1)
     page.run(NUMBER["detached"])
@@ -226,6 +226,16 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     # Of a long strategy the axes, where there is no room for the rest.
     assert {"⇄ pp=4", "dp=4"} < set(page.evaluate("drawn"))
     assert any(words.startswith("planned: zbv, bubble ") for words in page.evaluate("drawn"))
+    # The end of the axis of steps, the name of that of bars, and memory as numbers.
+    assert {"60", "time"} < set(page.evaluate("drawn"))
+    assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0
+    note = page.inner_text(".memorynote")
+    assert "counted in step 2; under dp=4; at the peak: of the process" in note
+    assert "of those kept the most usual" in page.inner_text(".whatnote")
+    assert "CPU, of a core" in page.inner_text(".health")
+    page.click("button[data-pick='traffic']")
+    page.wait_for_selector(".grid canvas[data-world='4']")
+    assert "MB" in page.evaluate("drawn") and page.evaluate("cut") == []
     page.close()
 
 

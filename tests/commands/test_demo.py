@@ -97,10 +97,10 @@ def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[in
 
 
 def test_one_live_line_moves_while_it_trains(demo: tuple[int, str, Path]) -> None:
-    steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/30 · loss [\d.]+ · \S+ tok/s", demo[1])]
+    steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/30 · loss [\d.]+ · \S+ tokens/s", demo[1])]
 
     assert len(steps) > 3
-    assert not re.search(r"tok/s[^\r]*\n", demo[1].replace("\r\n", "\n")), "the line stayed on the screen"
+    assert not re.search(r"tokens/s[^\r]*\n", demo[1].replace("\r\n", "\n")), "the line stayed on the screen"
 
 
 def test_it_shows_a_sample_and_what_to_type_next(demo: tuple[int, str, Path]) -> None:
@@ -126,7 +126,7 @@ def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Pat
     # What a detached cell prints while others run is kept with it, as one line and not as the line's every state.
     printed = "".join(output.get("text", "") for output in detached["outputs"])
     assert "step 30/30 · loss" in printed
-    assert printed.count("tok/s") <= 3
+    assert printed.count("tokens/s") <= 3
     assert list((demo[2] / "runs").glob("*/events.out.tfevents.*"))
 
 

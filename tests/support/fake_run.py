@@ -43,6 +43,7 @@ class FakeRun:
 
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
+        self.between = 0.0  # seconds from a step to the next
         self.dead: set[int] = set()
         self.slow = False  # whether all of the next step takes four times as long
         self.random = random.Random(7)
@@ -88,7 +89,7 @@ class FakeRun:
                 "step": self.number,
                 "loss": 1.2 + 3.0 / (1 + 0.05 * self.number) + self.random.gauss(0, 0.03),
                 "tokens": 4096.0 * self.world,
-                "seconds": longest,
+                "seconds": longest + self.between,
                 "strategy": str(self.strategy),
                 "lr": 3e-4,
             }
@@ -107,7 +108,7 @@ class FakeRun:
                 self._write(rank, self._detail(rank, one))
             if self.number == 2 or self.number % 100 == 0:
                 self._write(rank, self._memory(rank))
-        self.now += round(longest * 1e9)
+        self.now += round((longest + self.between) * 1e9)
 
     def _become(self, text: str) -> None:
         self.strategy, self.since = Strategy.parse(text, self.world), self.number

@@ -96,14 +96,15 @@ class RunReader:
             else:
                 stands = "quiet" if quiet else "running"
             goal, points = _goal(self.curve.events), self.curve.points
+            rate = _rate(points)
             return {
                 "run": self.run_dir.name,
                 "folder": str(self.run_dir),
                 "world": self._run.world_size,
                 "stands": stands,
                 "goal": goal,
-                "left": _left(points, goal) if stands == "running" else "",
-                "rate": _rate(points),
+                "left": _left(points, goal, rate) if stands == "running" else "",
+                "rate": rate,
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
@@ -132,9 +133,11 @@ def _newest(points: Sequence[Sequence[float]], num: int) -> list[Sequence[float]
     return [point for point in points[-num:] if point[6] == points[-1][6]]
 
 
-def _left(points: Sequence[Sequence[float]], goal: int) -> str:
-    each = [(after[2] - before[2]) / after[1] for before, after in pairwise(_newest(points, _RECENT + 1))]
-    seconds = (goal - points[-1][0]) * median(each) if each else 0.0
+def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> str:
+    """By the rate that stands beside it, where tokens are recorded: as the panel and the line of the cell have it."""
+    column = 3 if rate else 2
+    each = [(after[column] - before[column]) / after[1] for before, after in pairwise(_newest(points, _RECENT + 1))]
+    seconds = (goal - points[-1][0]) * median(each) / (rate or 1.0) if each else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 

@@ -39,7 +39,8 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     # A few steps name now this rank and now that one.
     often = prevailing(run.late_near(step)) if few else None
     slow = _slow_link(run, step, rows, of)
-    predicted = forecast.in_force(forecast.read(run.folder), step)
+    foretold = forecast.read(run.folder)
+    predicted = forecast.in_force(foretold, step)
     return {
         "step": first.step,
         "asked": step,
@@ -56,7 +57,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps, predicted),
-        "memory": _memory(run, step, predicted),
+        "memory": _memory(run, step, foretold),
         "health": health(run),
         "moments": step_timeline.of_step(run, step, strategy, replica=replica, usual=usual),
         "own": short(fmean(record.own_seconds for record in steps.values())),
@@ -132,18 +133,21 @@ def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
     return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
-def _memory(run: Run, step: int, predicted: forecast.Forecast | None) -> list[dict[str, Any]]:
+def _memory(run: Run, step: int, foretold: list[forecast.Forecast]) -> list[dict[str, Any]]:
+    """Memory is counted now and then: what is foretold of it is of the strategy under which it was."""
     made = []
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)
         if record is None:
             continue
         header = run.headers.get(rank)
+        predicted = forecast.in_force(foretold, record.step)
         formula = predicted.memory[rank] if predicted is not None and rank < len(predicted.memory) else None
         made.append(
             {
                 "rank": rank,
                 "step": record.step,
+                "strategy": predicted.strategy if predicted is not None else "",
                 "parameters": record.parameters,
                 "gradients": record.gradients,
                 "optimizer": record.optimizer,

@@ -1,10 +1,11 @@
-"""The one moving line of a training: `step 120/500 · loss 2.314 · 12.3k tok/s · 0:31 left`. Earlier runs count."""
+"""The one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. Earlier runs count."""
 
 from __future__ import annotations
 
 import sys
 import time
 
+from nbkit.durations import text_of
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 
@@ -48,16 +49,12 @@ def progress_line() -> str:
     if "loss" in now:
         parts.append(f"loss {now['loss']:.3f}")
     if now.get("tokens_per_s"):
-        parts.append(f"{_short(now['tokens_per_s'])} tok/s")
+        parts.append(f"{_short(now['tokens_per_s'])} tokens/s")
     if now.get("eta_s") is not None:
-        seconds = round(now["eta_s"])
-        hours = f"{seconds // 3600}:{seconds // 60 % 60:02d}" if seconds >= 3600 else f"{seconds // 60}"
-        parts.append(f"{hours}:{seconds % 60:02d} left")
+        parts.append(f"{text_of(now['eta_s'])} to go")
     return " · ".join(parts)
 
 
 def _short(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}"
+    """As the views of a run have it."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

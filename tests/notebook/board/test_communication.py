@@ -176,6 +176,23 @@ def test_the_rank_that_is_late_in_most_of_the_newest_steps_is_named_and_not_that
     assert shown["late"]["rank"] == 2 and few is not None and few.rank == 0
 
 
+def test_memory_stands_beside_what_was_foretold_of_the_strategy_under_which_it_was_counted(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 4, "dp=4")
+    for number in range(6):
+        if number == 4:
+            run.switch("zero3")
+        run.step()
+    run.close()
+    found = Run(tmp_path / "run")
+    found.refresh()
+
+    shown = picture(found, 6)
+    assert shown["strategy"] == "dp=4 zero=3"
+    for row in shown["memory"]:
+        assert (row["step"], row["strategy"]) == (2, "dp=4")
+        assert row["formula"] == [row["parameters"], row["gradients"], row["optimizer"]]
+
+
 def test_the_picture_of_a_pipeline_is_of_the_kept_step_that_is_nearest_to_the_usual_one(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "pp=4 schedule=1f1b")
     for number in range(102):

@@ -50,7 +50,8 @@ class Runs:
     def summaries(self) -> list[dict[str, Any]]:
         """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
 
-        seconds, parts and rate are medians of the newest steps under the strategy in force, loss is the newest.
+        seconds, by the clock, parts and rate are medians of the newest steps under the strategy in force, loss is the
+        newest.
         """
         self._look()
         found = []
@@ -109,9 +110,15 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
     points = [point_of(those, bars(those, members)) for those in complete]
     rates = [point[-3] for point in points if point[-3] is not None]
     count = max(len(of), 1)
+    parts = {part: sum(getattr(bar, part) for bar in of) / count for part in PARTS}
+    # A step takes as long as the clock says, by which its tokens are counted: what ranks do between two is in no bar.
+    clock = median(float(those[min(those)].numbers.get("seconds") or points[-1][2]) for those in complete)
+    whole = sum(parts.values())
+    parts = {part: value * min(1.0, clock / whole) for part, value in parts.items()} if whole else parts
+    parts["other"] += max(0.0, clock - whole)
     return made | {
-        "seconds": short(sum(bar.seconds for bar in of) / count) if of else points[-1][2],
-        "parts": [short(sum(getattr(bar, part) for bar in of) / count) for part in PARTS] if of else [],
+        "seconds": short(clock),
+        "parts": [short(value) for value in parts.values()] if of else [],
         "rate": short(median(rates)) if rates else None,
         "loss": points[-1][-2],
         "strategy": newest,

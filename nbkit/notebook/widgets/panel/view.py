@@ -10,6 +10,7 @@ from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
+from nbkit.notebook.widgets.dashboard.text_view import figure
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.planner.choose.fastest import bounds_of, recommended
 from nbkit.planner.choose.table import in_words
@@ -161,7 +162,7 @@ def _headline(state: State) -> str:
     if "loss" in progress:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":
-        parts.append(f"{_count(progress['tokens_per_s'])} tokens/s")
+        parts.append(f"{figure(progress['tokens_per_s'])} tokens/s")
     if progress.get("eta_s") and state.phase == "training":
         parts.append(f"{text_of_seconds(progress['eta_s'])} to go")
     if progress.get("waits"):

@@ -37,9 +37,11 @@ export function drawCurves(picture, { points, events, strategies, along, smooth 
   for (const row of [loss, rate]) drawRow(picture, points, row, x, column, gaps, smooth);
   drawGaps(picture, switches, gaps, x, loss, rate);
   drawEvents(picture, events, points, column, x, loss, rate);
+  const end = along === "step" ? number(stop) : along === "tokens" ? brief(stop) : clock(stop);
   for (const [value, words] of marks(start, stop, along)) {
-    picture.words(words, Math.min(x(value), width - 24), 310, { align: "center" });
+    if (x(value) < width - RIGHT - 60) picture.words(words, x(value), 310, { align: "center" });
   }
+  picture.words(end, width - RIGHT, 310, { align: "right", colour: ink() });
   picture.words(along, 2, 310, { colour: ink(), bold: true });
   drawSpots(picture, points, strategies, column, x, along);
 }

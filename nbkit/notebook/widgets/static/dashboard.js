@@ -3,7 +3,7 @@
 // Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
 // doubles, {kind: "step", step}, {kind: "note", text}, {kind: "traced", busy, text}. Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}.
 
-import { drawBars, drawMemory } from "./charts.js";
+import { drawBars, drawMemory, memoryNote } from "./charts.js";
 import { LOSS, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
@@ -150,7 +150,7 @@ export function view(el, story, ask) {
     $("moments").hidden = shown !== "pipeline";
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
-      $("whatnote").textContent = `step ${step.moments.step}, of those kept the most usual`;
+      $("whatnote").textContent = `step ${step.moments.step}, of those kept the most usual${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
       $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {
@@ -162,7 +162,7 @@ export function view(el, story, ask) {
       drawAxes(pictures.axes, step.table || []);
     }
     const memory = step.memory || [];
-    $("memorynote").textContent = memory.length ? `counted in step ${memory[0].step}; ${memory[0].source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
+    $("memorynote").textContent = memoryNote(memory, step.strategy);
     drawMemory(pictures.memory, memory);
     $("health").hidden = !step.health;
     if (step.health) $("health").replaceChildren(...healthRows(step.health));

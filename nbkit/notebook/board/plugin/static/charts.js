@@ -137,6 +137,7 @@ export function drawBars(picture, ranks, late) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
+  picture.words("time", LEFT - 6, bottom + 12, { align: "right" });
   ranks.forEach((values, i) => {
     const [rank, total] = values;
     const y = i * row + 4;
@@ -170,9 +171,10 @@ export function drawMemory(picture, rows) {
   const total = (r) => names.reduce((sum, name) => sum + r[name], 0);
   const whole = (r) => (r.formula ? r.formula.reduce((a, b) => a + b, 0) : 0);
   const top = Math.max(...rows.map((r) => Math.max(total(r), whole(r))), 1);
-  const x = (value) => LEFT + ((width - 80 - LEFT) * value) / top;
+  const x = (value) => LEFT + ((width - (many ? 20 : 180) - LEFT) * value) / top;
   const bottom = rows.length * row + 8;
   for (const value of ticks(top)) {
+    if (x(value) > width - 30) continue;
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(bytes(value), x(value), bottom + 12, { align: "center" });
   }
@@ -184,7 +186,8 @@ export function drawMemory(picture, rows) {
       picture.box(x(at), y + 1, x(at + r[name]) - x(at), row - (many ? 1 : 6), MEMORY[name]);
       at += r[name];
     }
-    if (!many) picture.words(bytes(at), x(at) + 6, y + row / 2);
+    const held = bytes(at - r.rest);
+    if (!many) picture.words(`${held} at rest, peak ${bytes(at)}`, x(Math.max(at, whole(r))) + 6, y + row / 2);
     if (r.formula) {
       picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), paper(), { width: 4 });
       picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), ink(), { width: 2 });
@@ -195,10 +198,19 @@ export function drawMemory(picture, rows) {
       ...["parameters", "gradients", "optimizer"].map((name, k) =>
         `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k])}` : ""}`),
       `  buffers: ${bytes(r.buffers)}`,
-      `  activations and other, at the peak: ${bytes(r.rest)}`,
-    ].join("\n");
+      r.source === "cuda" ? `  activations and other, at the peak: ${bytes(r.rest)}` : `  what the process had beyond at its peak: ${bytes(r.rest)}`,
+      r.source !== "cuda" && r.rank === 0 ? "  on rank 0 with what looking at the model for panel and plan took" : "",
+    ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
+}
+
+// Of what the bars are: counted seldom, and maybe under another strategy; of a process more than its tensors.
+export function memoryNote(rows, strategy) {
+  if (!rows.length) return "not counted yet";
+  const [{ step, source, strategy: under }] = rows;
+  const of = source === "cuda" ? "of the allocator" : "at the peak: of the process, above what it had before the job; rank 0's looks at the model too";
+  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", of].filter(Boolean).join("; ");
 }
 
 // One bar for each run, on a common axis of seconds a step.

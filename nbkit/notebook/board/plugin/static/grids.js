@@ -5,7 +5,7 @@ import { COLOURS, PASSES, bytes, faint, ink, paper, percent, rule, seconds, shad
 // traffic: {world, sent, modelled} with [from, to, bytes]; hosts: of each rank, for the borders of nodes.
 export function drawTraffic(picture, traffic, hosts) {
   const n = traffic.world;
-  const left = 46;
+  const left = 64;
   const width = picture.begin(Math.min(440, 44 * n + 34));
   const cell = Math.max(3, Math.min((picture.height - 34) / n, (width - left - 8) / n, 44));
   const cells = new Map();
@@ -25,17 +25,17 @@ export function drawTraffic(picture, traffic, hosts) {
     picture.box(left + i * cell, at(i), cell - gap, cell - gap, rule());
     if (n <= 16 || i % 8 === 0) {
       picture.words(`${i}`, left - 6, at(i) + cell / 2, { align: "right" });
-      picture.words(`${i}`, left + (i + 0.5) * cell, 13, { align: "center" });
+      picture.words(`${i}`, left + (i + 0.5) * cell, 14, { align: "center" });
     }
   }
-  picture.words("from ↓ to →", 0, 4, { size: 9 });
+  picture.words("from ↓ to →", 0, 6);
   for (const c of cells.values()) {
     const total = c.sent + c.modelled;
     const [x, y] = [left + c.to * cell, at(c.from)];
     picture.box(x, y, cell - gap, cell - gap, shade(total / most, c.sent >= c.modelled ? "blue" : "orange"));
     if (cell >= 34) {
       const strong = total / most > 0.3;
-      picture.words(brief(total), x + cell / 2, y + cell / 2, { align: "center", size: 10, colour: strong ? paper() : ink() });
+      bytes(total).split(" ").forEach((word, line) => picture.words(word, x + cell / 2, y + cell / 2 + 11 * line - 5, { align: "center", size: 10, colour: strong ? paper() : ink() }));
     }
     picture.spot(x, y, cell, cell, () => [
       `rank ${c.from} → rank ${c.to}, a step`,
@@ -48,11 +48,6 @@ export function drawTraffic(picture, traffic, hosts) {
     picture.line(left + i * cell - 0.5, at(0), left + i * cell - 0.5, at(n), faint(), { width: 0.6 });
     picture.line(left, at(i) - 0.5, left + n * cell, at(i) - 0.5, faint(), { width: 0.6 });
   }
-}
-
-function brief(size) {
-  const [value, unit] = bytes(size).split(" ");
-  return `${value.length > 4 ? Math.round(Number(value)) : value}${unit[0]}`;
 }
 
 const KINDS = { ...PASSES, I: PASSES.B };

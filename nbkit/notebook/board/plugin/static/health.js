@@ -7,7 +7,7 @@ const part = (value, unit, top = null) => (value === null ? "" : `${Math.round(v
 // health: as nbkit.notebook.board.plugin.host_health makes it. Returns elements.
 export function healthRows(health) {
   const gpus = health.ranks.some((row) => row.gpu);
-  const head = ["", "CPU", "process", ...(gpus ? ["GPU busy", "clock", "temperature", "power", "slowed by"] : [])];
+  const head = ["", "CPU, of a core", "memory of the process", ...(gpus ? ["GPU busy", "clock", "temperature", "power", "slowed by"] : [])];
   const table = document.createElement("table");
   table.append(line(head, "th"));
   for (const row of health.ranks) {

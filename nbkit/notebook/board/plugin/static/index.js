@@ -1,6 +1,6 @@
 // The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
 
-import { drawBars, drawMemory, drawTimeline } from "./charts.js";
+import { drawBars, drawMemory, drawTimeline, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
 import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, percent, seconds } from "./paint.js";
@@ -193,8 +193,7 @@ function draw() {
   drawMemory(pictures.memory, step.memory || []);
   $("health").hidden = !step.health;
   if (step.health) $("health").replaceChildren(...healthRows(step.health));
-  const counted = step.memory?.[0];
-  $("memorynote").textContent = counted ? `counted in step ${counted.step}; ${counted.source === "cuda" ? "of the allocator" : "of the process"}` : "not counted yet";
+  $("memorynote").textContent = memoryNote(step.memory || [], step.strategy);
 }
 
 // Everything that is text.
