@@ -64,7 +64,10 @@ def test_a_process_that_a_cell_has_forked_ends_by_sigterm_as_ever(two: Cluster) 
     assert two.run(code).values == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
 
 
-@pytest.mark.parametrize("way", WAYS)
+# What ranks do without a controller is in tests/notebook/cluster/test_launch.py too.
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long) if "controller" in way else way for way in WAYS]
+)
 def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
     whom, number, why = WAYS[way]
     folder = tmp_path / "saved"

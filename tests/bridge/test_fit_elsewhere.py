@@ -47,7 +47,9 @@ def undisturbed(four: Cluster) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("cell", "strategy"), [(LOOP, "ddp"), ("inside(trainer)", "zero3")])
+@pytest.mark.parametrize(
+    ("cell", "strategy"), [(LOOP, "zero3"), pytest.param("inside(trainer)", "ddp", marks=pytest.mark.long)]
+)
 def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
     four: Cluster, undisturbed: list[float], tmp_path: Path, cell: str, strategy: str
 ) -> None:

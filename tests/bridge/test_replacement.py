@@ -92,7 +92,9 @@ def check_whole(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", [0]), ("ddp", [1, 3]), ("zero3", [2]), ("dp=2 pp=2", [1])], ids=str
+    ("strategy", "ranks"),
+    [("ddp", [0]), ("ddp", [1, 3]), ("zero3", [2]), pytest.param("dp=2 pp=2", [1], marks=pytest.mark.long)],
+    ids=str,
 )
 def test_the_training_goes_on_as_if_nothing_had_been(
     four: Cluster, undisturbed: list[float], strategy: str, ranks: list[int], capsys: pytest.CaptureFixture[str]
@@ -118,7 +120,9 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     assert f"{STEPS}\n" in results.output[3]
 
 
-@pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
+@pytest.mark.parametrize(
+    ("strategy", "where"), [pytest.param("ddp", "callback", marks=pytest.mark.long), ("zero3", "update")]
+)
 def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
     """Behind the last reduction, with nothing left to wait for in a step."""
     four.run(ENDING.format(strategy=strategy, where=where), timeout=60)

@@ -20,7 +20,7 @@ from nbkit.rank.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
-TOKENS = 9
+TOKENS = 6
 STRATEGIES = {
     hf_gpt2: ("pp=2 tp=2",),
     hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4"),

@@ -144,9 +144,17 @@ def test_gradients_are_those_of_one_process() -> None:
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
-def test_on_four_ranks() -> None:
-    cases = [("gpt", 14, False), ("causal encoder", 13, True), ("encoder", LENGTH, False), ("gpt that drops", 10, True)]
-    cases += [(*case[:3], True) for case in cases] + [("gpt", 8, False, True), ("llama", LENGTH, False, True)]
+# Parts that are equally long and not, in order and balanced, dropped and recomputed.
+ON_FOUR = [("encoder", LENGTH, False), ("gpt that drops", 10, True), ("causal encoder", 13, True, True)]
+ALSO_ON_FOUR = [
+    *(("gpt", 14, False, balanced) for balanced in (False, True)),
+    *(("causal encoder", 13, True), ("encoder", LENGTH, False, True), ("gpt that drops", 10, True, True)),
+    *(("gpt", 8, False, True), ("llama", LENGTH, False, True)),
+]
+
+
+@pytest.mark.parametrize("cases", [ON_FOUR, pytest.param(ALSO_ON_FOUR, marks=pytest.mark.long)])
+def test_on_four_ranks(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 

@@ -21,7 +21,8 @@ from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 
 
-@pytest.mark.parametrize("name", ZOO)
+# Many small layers: test_ten_convolutions_in_five_stages_of_two is of the same.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "ten_convs" else n for n in ZOO])
 def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     specimen = ZOO[name]
     model = specimen.build(torch.float64)

@@ -55,7 +55,7 @@ def train_all(world: Any) -> dict[str, tuple[list[float], list[torch.Tensor], li
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_and_losses_equal_one_process(num_ranks: int) -> None:
     ranks = run_ranks(train_all, num_ranks)
 

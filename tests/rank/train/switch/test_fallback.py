@@ -255,6 +255,7 @@ def four(world: Any) -> dict[str, Any]:
     return {"never": losses_of(never), "found": found, "strategy": str(trainer.strategy)}
 
 
+@pytest.mark.long  # on two ranks those above go the same ways
 def test_four_ranks_are_led_back_by_one_of_them() -> None:
     for rank in run_ranks(four, 4, timeout=170):
         for said, staged, losses in rank["found"]:

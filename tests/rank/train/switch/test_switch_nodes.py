@@ -21,7 +21,7 @@ from tests.rank.train.switch.test_switch import losses, trainer
 
 PIPED = "pp=2 microbatches=2"
 THROUGH = (PIPED, f"{PIPED} order=dp", "ddp", "hsdp", "dp=2 tp=2", f"{PIPED} order=pp")
-EACH = 3
+EACH = 2
 RUNS = "runs"
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
