@@ -25,6 +25,7 @@ _PHASES = {
     "held": "paused",
 }
 _NEAR = 4.0
+_NAMED = 4  # strategies; more are counted
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -184,7 +185,8 @@ def _unsure(options: Sequence[Mapping[str, Any]], rivals: Sequence[str]) -> str:
     if not rivals:
         return ""
     names = [row["label"] for row in options if row["strategy"] in rivals]
-    return f"nothing is recommended: by what is measured, any of {', '.join(names)} may be the fastest"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"nothing is recommended: by what is measured, any of {', '.join(names[:_NAMED])}{more} may be the fastest"
 
 
 def _row(

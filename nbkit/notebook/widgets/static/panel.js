@@ -18,7 +18,7 @@ const TITLES = {
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest,\nfullest rank", "peak": "in a step,\nfullest rank", "step": "≈ foretold", "sends": "busiest rank,\na step",
+  "memory": "at rest,\nfullest rank", "peak": "in a step,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nbusiest rank",
   "moves": "over\nall ranks", "pause": "foretold", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
@@ -359,7 +359,7 @@ function render({ model, el }) {
         const known = row[name] !== "unknown";
         const cell = make("td", known ? "" : "dim", known ? row[name].replace("within ", "within\n") : "?");
         if (!known) cell.title = { peak: UNTOLD, pause: job().unforetold_pause }[name] ?? UNKNOWN;
-        if (name === "step" && row.margin) cell.append(make("small", "foretold", row.margin.replace(" of ", "\nof ")));
+        if (name === "step" && row.margin) cell.append(make("small", "foretold", row.margin.replace(/(^| )of /, (_, apart) => (apart ? "\n" : ""))));
         if (name === "step" && row.foretold) cell.append(make("small", "foretold", row.foretold));
         element.append(cell);
       }
