@@ -280,6 +280,13 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_nothing_is_recomme
     assert few["dp=4"]["margin"] == "of 20 steps" and few["tp=4"]["payback"] == "within noise"
 
 
+def test_where_nothing_is_recommended_the_row_in_force_comes_first() -> None:
+    table = table_of("tp")
+    for row in table["options"]:
+        row.update(step_s=None, predicted_step_s=None)
+    assert job_view(state_of(Looked(answer_of(table))))["rows"][0]["strategy"] == "tp=4"
+
+
 def test_why_no_second_is_foretold_is_said_once() -> None:
     table = table_of(unforetold="the ranks share cores")
     assert text_of(state_of(Looked(answer_of(table)))).count("not predicted: the ranks share cores") == 1

@@ -79,7 +79,7 @@ def job_view(state: State) -> dict[str, Any]:
     now = next((row for row in options if row["strategy"] == table["strategy"]), None)
     best, rivals = recommended(options, limit)
     rows = [_row(row, scale, table, best, now) for row in options]
-    rows.sort(key=lambda row: not row["recommended"])
+    rows.sort(key=lambda row: (not row["recommended"], not row["current"]))
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
