@@ -56,12 +56,13 @@ def reading(
     if isinstance(loss, Late):
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
-        others = "The others wait" if len(of) > 2 else "The other rank waits"
-        often = f", in {loss.steps} of {loss.of} steps" if loss.steps < loss.of else ""
-        return (
-            f"{others} {loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}{often}) "
-            f"for {who}, {_why(loss) if alike else _plain(loss)}"
-        )
+        others = "the others wait" if len(of) > 2 else "the other rank waits"
+        wait = f"{others} {loss.seconds * 1e3:.0f} ms"
+        if loss.of:  # medians of these steps, which the bars need not be
+            wait = f"In {loss.steps} of the newest {loss.of} steps {wait}"
+        else:
+            wait = f"{wait[0].upper()}{wait[1:]} of each step ({loss.seconds / step:.0%})"
+        return f"{wait} for {who}, {_why(loss) if alike else _plain(loss)}"
     share = sum(getattr(bar, loss) for bar in of) / whole
     if loss == "compute":
         return f"{share:.0%} of the step is compute."

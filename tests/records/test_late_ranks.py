@@ -150,7 +150,8 @@ def test_a_late_rank_is_compared_with_those_that_have_the_same_share(slow: tuple
     late = late_rank(of)
     assert late is not None
     often = replace(late, steps=37, of=50)
-    assert f"in 37 of 50 steps) {said}" in reading(of, late=often)
+    told = reading(of, late=often)
+    assert told.startswith("In 37 of the newest 50 steps the others wait") and said in told
 
 
 def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: int | None) -> TimedCall:

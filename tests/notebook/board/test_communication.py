@@ -171,7 +171,8 @@ def test_the_rank_that_is_late_in_most_of_the_newest_steps_is_named_and_not_that
     shown = picture(found, 35, usual=True)
     others = "ranks 0, 1, 3, with the same share, compute 10 ms"
     # What is said of five steps stands for the next four.
-    assert f"in 34 of 35 steps) for rank 2, which computes 14 ms where {others}" in shown["reading"]
+    assert shown["reading"].startswith("In 34 of the newest 35 steps the others wait")
+    assert f" for rank 2, which computes 14 ms where {others}" in shown["reading"]
     few = late_rank(usual_bars(found.near(35), found.members))
     assert shown["late"]["rank"] == 2 and few is not None and few.rank == 0
 
