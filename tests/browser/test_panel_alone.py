@@ -188,6 +188,23 @@ def test_a_row_is_chosen_though_news_redraw_the_table_before_the_mouse_is_let_go
     assert focused(page) == "Apply"
 
 
+def test_rows_whose_figures_are_as_before_stay_where_they_are(page: Any) -> None:
+    changed = """() => {
+      const rows = [...document.querySelectorAll("tbody tr")];
+      const job = model.get("job");
+      const [first, second, ...others] = job.rows;
+      model.set("job", { ...job, rows: [second, { ...first, step: "77 ms" }, ...others] });
+      const after = [...document.querySelectorAll("tbody tr")];
+      return [after.length === rows.length, after[0] === rows[1], after[1] !== rows[0],
+        after.slice(2).every((row, place) => row === rows[place + 2]), after[1].textContent.includes("77 ms")];
+    }"""
+    assert page.evaluate(changed) == [True] * 5
+    page.evaluate("model.set('job', { ...model.get('job'), rows: model.get('job').rows.slice(1) })")
+    assert (
+        page.locator("tbody tr").first.text_content() != "" and "77 ms" in page.locator("tbody tr").first.text_content()
+    )
+
+
 def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> None:
     page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
     page.clock.install()

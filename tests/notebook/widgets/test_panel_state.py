@@ -244,11 +244,11 @@ def test_what_levers_would_save_stands_under_the_table_with_what_they_cost() -> 
 
 
 def paced(
-    seconds: float, low: float | None = None, high: float | None = None, strategy: str = "dp=4"
+    seconds: float, low: float | None = None, high: float | None = None, strategy: str = "dp=4", step: int = 100
 ) -> dict[str, Any]:
     table = table_of()
     pace = {"strategy": strategy, "seconds": seconds, "low": low, "high": high, "steps": 20}
-    return answer_of(table, progress={**answer_of(table)["progress"], "pace": pace})
+    return answer_of(table, progress={**answer_of(table)["progress"], "step": step, "pace": pace})
 
 
 def rows_of(state: State) -> dict[str, Any]:
@@ -266,8 +266,10 @@ def test_the_row_in_force_has_the_pace_of_the_headline_and_pays_back_and_the_cho
 
 def test_a_pace_that_changes_little_draws_no_new_table() -> None:
     first = state_of(Looked(paced(0.05, 0.049, 0.051)))
-    assert job_view(reduce(first, Looked(paced(0.0505, 0.0495, 0.051)))) == job_view(first)
-    assert rows_of(reduce(first, Looked(paced(0.06, 0.059, 0.061))))["dp=4"]["step"] == "60 ms"
+    assert job_view(reduce(first, Looked(paced(0.0505, 0.0495, 0.051, step=130)))) == job_view(first)
+    assert rows_of(reduce(first, Looked(paced(0.06, 0.059, 0.061, step=120))))["dp=4"]["step"] == "60 ms"
+    # Nor one of steps of which some were looked at before, however much it is.
+    assert job_view(reduce(first, Looked(paced(0.06, 0.059, 0.061, step=119)))) == job_view(first)
 
 
 def test_within_the_margin_of_the_steps_nothing_pays_back_and_nothing_is_recommended() -> None:

@@ -101,6 +101,7 @@ def _looked(state: State, answer: Mapping[str, Any]) -> State:
     phase: Phase = "held" if answer["held"] else "training" if answer["training"] else "idle"
     pulse = {key: answer[key] for key in ("step", "strategy", "progress")}
     pace = answer["progress"].get("pace") or {}
+    pace = {**pace, "step": answer["progress"]["step"]} if pace else {}
     pace = pace if _moved(state.pace, pace) else state.pace
     return replace(state, phase=phase, why="", pulse=pulse, table=answer["table"], pace=pace)
 
@@ -108,5 +109,9 @@ def _looked(state: State, answer: Mapping[str, Any]) -> State:
 def _moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if not old or not new or old["strategy"] != new["strategy"] or (old["low"] is None) != (new["low"] is None):
         return True
+    if (
+        0 <= new["step"] - old["step"] < new["steps"]
+    ):  # of steps that the old one has too; the rows would never be still
+        return False
     least = PACE_CHANGE * old["seconds"]
     return any(abs((new[one] or 0.0) - (old[one] or 0.0)) > least for one in ("seconds", "low", "high"))

@@ -295,9 +295,10 @@ function render({ model, el }) {
 
   const percent = (part) => `${Math.round(100 * part)} %`;
 
-  function drawRows() {
-    const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.strategy : null;
-    const top = rows.scrollTop;
+  const list = make("tbody");
+  const drawn = new WeakMap(); // row of the table -> what it shows
+
+  function drawTable() {
     const table = make("table");
     table.setAttribute("role", "listbox");
     table.setAttribute("aria-label", "strategies");
@@ -310,13 +311,35 @@ function render({ model, el }) {
     }
     const header = make("thead");
     header.append(titles);
-    const list = make("tbody");
-    for (const row of job().rows) list.append(lineOf(row));
     table.append(header, list);
-    rows.replaceChildren(table);
+    rows.append(table);
+  }
+
+  // Rows whose figures are as before stay what they are: the pace of the one in force changes while the mouse is on others.
+  function drawRows() {
+    const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.strategy : null;
+    const top = rows.scrollTop;
+    const before = new Map([...list.children].map((line) => [line.dataset.strategy, line]));
+    let next = list.firstElementChild;
+    for (const row of job().rows) {
+      const figures = JSON.stringify([row, job().unforetold_pause]);
+      let line = before.get(row.strategy);
+      before.delete(row.strategy);
+      if (line && drawn.get(line) !== figures) {
+        const fresh = lineOf(row);
+        line.replaceWith(fresh);
+        if (line === next) next = fresh;
+        line = fresh;
+      }
+      line ??= lineOf(row);
+      drawn.set(line, figures);
+      if (line === next) next = line.nextElementSibling;
+      else list.insertBefore(line, next);
+    }
+    for (const line of before.values()) line.remove();
     rows.scrollTop = top;
     rows.previousSibling.textContent = wordsOn(job().rows);
-    if (focused) list.querySelector(`[data-strategy="${CSS.escape(focused)}"]`)?.focus();
+    if (focused && document.activeElement?.dataset.strategy !== focused) list.querySelector(`[data-strategy="${CSS.escape(focused)}"]`)?.focus();
   }
 
   // How many rows there are, of which some are out of sight, and on how many of them a recommendation rests.
@@ -409,6 +432,7 @@ function render({ model, el }) {
   };
   const listeners = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", () => drawNote()], ["msg:custom", heard]];
   for (const [event, act] of listeners) model.on(event, act);
+  drawTable();
   drawNote();
   drawJob();
   drawPulse();
