@@ -30,8 +30,11 @@ class Ending:
         self.runner, self.folder, self._loop = runner, folder, loop
         self._began, self._pid, self._why = False, os.getpid(), ""
         step_boundary.handlers["ended"] = self._training_ended
-        for number in {signal.SIGTERM, *end_signals()}:
+        self._signals = {signal.SIGTERM, *end_signals()}
+        for number in self._signals:
             signal.signal(number, self._on_signal)
+        self._masks = threading.local()  # of who forks
+        os.register_at_fork(before=self._hold, after_in_parent=self._let_come, after_in_child=self._be_another)
 
     def end_training(self, why: str) -> None:
         """A training ends at its next boundary, and so does any later one; the rank lives on. From any thread.
@@ -67,11 +70,22 @@ class Ending:
             running.ended.wait()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
+    # A fork of this rank, such as a pool's, ends by these signals as any process. Python forgets what comes to a fork
+    # before it is ready, where a handler is set: until it has none they wait.
+
+    def _hold(self) -> None:
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+
+    def _let_come(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _be_another(self) -> None:
+        for number in self._signals:
+            if signal.getsignal(number) == self._on_signal:  # or it is one that the fork, which forks again, has set
+                signal.signal(number, signal.SIG_DFL)
+        self._let_come()
+
     def _on_signal(self, number: int, _: object) -> None:
-        if os.getpid() != self._pid:  # a fork of this rank, such as a pool's, which is told to end by itself
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-            return
         # Elsewhere: a signal comes in the middle of anything, also of what this does.
         why = f"the ranks were told to end ({signal.Signals(number).name})"
         threading.Thread(target=self._begin_by_signal, args=(why,), name="nbkit-signal", daemon=True).start()
