@@ -75,10 +75,12 @@ def warn_of_collate(data: Any, collate: Collate) -> None:
     """Say so where several ranks do not collate as one does. Reads two samples of map-style data."""
     if collate is default_collate or not is_map_style(data) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    remark = ""
     # Whatever is wrong with the data is said, in full, where it is read to train.
     with suppress(Exception), undrawn():
-        if len(data) > 1 and (remark := _collate_remark([data[0], data[1]], collate)):
-            warnings.warn(remark, stacklevel=3)
+        remark = _collate_remark([data[0], data[1]], collate) if len(data) > 1 else ""
+    if remark:
+        warnings.warn(remark, stacklevel=3)
 
 
 def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
