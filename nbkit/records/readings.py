@@ -5,9 +5,9 @@ Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
 from nbkit.records.late_ranks import Bar
 from nbkit.records.records import Group, StepRecord, Traffic
@@ -87,17 +87,22 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
     return made
 
 
-def mean_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
-    """The mean bar of each rank over several steps."""
-    return _over(steps, members, fmean)
-
-
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
 
     Medians of parts do not add up to the median of the whole: all are stretched alike, so that they do.
     """
-    return [_adding_up(bar) for bar in _over(steps, members, median)]
+    every: dict[int, list[Bar]] = {}
+    for one in steps:
+        for bar in bars(one, members):
+            every.setdefault(bar.rank, []).append(bar)
+    names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
+    return [
+        _adding_up(
+            Bar(rank, peers=those[-1].peers, **{name: median(getattr(bar, name) for bar in those) for name in names})
+        )
+        for rank, those in sorted(every.items())
+    ]
 
 
 def _adding_up(bar: Bar) -> Bar:
@@ -107,18 +112,6 @@ def _adding_up(bar: Bar) -> Bar:
     if whole <= 0:
         return bar
     return replace(bar, **{name: value * bar.seconds / whole for name, value in parts.items()})
-
-
-def _over(steps: Sequence[Steps], members: Members, one_of: Callable[[Iterable[float]], float]) -> list[Bar]:
-    every: dict[int, list[Bar]] = {}
-    for one in steps:
-        for bar in bars(one, members):
-            every.setdefault(bar.rank, []).append(bar)
-    names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
-    return [
-        Bar(rank, peers=those[-1].peers, **{name: one_of([getattr(bar, name) for bar in those]) for name in names})
-        for rank, those in sorted(every.items())
-    ]
 
 
 def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[Row]:

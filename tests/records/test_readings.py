@@ -9,7 +9,7 @@ import pytest
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
 from nbkit.records.late_ranks import Bar, Late, late_rank
-from nbkit.records.readings import bars, mean_bars, table, traffic_matrix
+from nbkit.records.readings import bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import Group, StepRecord, Traffic
 from nbkit.records.run_advice import largest_loss, reading
 
@@ -93,7 +93,7 @@ def test_waiting_is_what_a_rank_stood_still_longer_than_the_last_to_come() -> No
 
 def test_a_step_that_was_not_measured_has_no_bar() -> None:
     assert bars({0: StepRecord(1, seconds=1.0)}, ALL) == []
-    assert mean_bars([], ALL) == [] and reading([]) == "" and late_rank([]) is None
+    assert usual_bars([], ALL) == [] and reading([]) == "" and late_rank([]) is None
 
 
 def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
