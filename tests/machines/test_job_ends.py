@@ -99,15 +99,23 @@ def left_alone(world: Any) -> list[float]:
 
 
 @pytest.mark.long
-def test_a_training_whose_controller_is_killed_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
-    cluster, handle = training("controller", tmp_path / "saved")
-    assert cluster.entry.controller
-    os.kill(cluster.entry.controller.pid, signal.SIGKILL)
-    with pytest.raises(NbkitError, match="the controller of the cluster has ended") as caught:
+@pytest.mark.parametrize("whom", ["controller", "coordinator"])
+def test_a_training_whose_controller_or_coordinator_is_killed_is_saved(
+    slurm: SlurmNodes, tmp_path: Path, whom: str
+) -> None:
+    cluster, handle = training(whom, tmp_path / "saved")
+    killed = cluster.entry.controller if whom == "controller" else cluster.entry.parent
+    assert killed
+    os.kill(killed.pid, signal.SIGKILL)
+    with pytest.raises(NbkitError, match=f"the {whom} of the cluster has ended") as caught:
         handle.wait(timeout=PATIENCE)
+    assert "died" not in str(caught.value)
     assert saved_step(str(caught.value), tmp_path / "saved") > 2
+    until(lambda: not slurm.jobs())  # the ranks have ended by themselves
+    with pytest.raises(NbkitError, match="has ended"):
+        cluster.run("1")
     cluster.stop()
-    until(lambda: not slurm.jobs())
+    assert not cluster.entry.left()
 
 
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from clusters import assert_gone
 from ssh_hosts import SshHosts
 from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import RankDied
+from nbkit.notebook.cluster.hosts.start_request import SshRequest
 
 CELL = "history = trainer.fit(30)\n[record['loss'] for record in history]"
 WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getpid()]"
@@ -75,20 +78,26 @@ def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
 
 
 def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on(
-    on_ssh: Cluster, ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
+    ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
 ) -> None:
-    """The last test: its ranks are lost. Nobody takes their place, since their host does not answer."""
-    saved = str(ssh.folder / "saved")
-    on_ssh.run(f"trainer = make(strategy='zero3', save_path={saved!r}, save_every=5)", timeout=120)
-    handle = on_ssh.run(CELL, detach=True)
-    reach(on_ssh, 8, 0)
-    ssh.link(2, "down")
+    """Its ranks are lost: nobody takes their place, since their host does not answer. So the cluster is its own."""
+    saved = tempfile.mkdtemp(prefix="saved-", dir=ssh.folder)  # the hosts have another /tmp
+    cluster = Cluster.start(name="gone", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
     try:
-        with pytest.raises(RankDied, match=r"Rank 2 died: its host node2 does not answer") as caught:
-            handle.wait(60)
-        assert f"trainer.load({saved!r})" in caught.value.hint
+        cluster.run(f"{NETWORK}\ndefaults = dict(backup_every=1)")
+        cluster.run(f"trainer = make(strategy='zero3', save_path={saved!r}, save_every=5)", timeout=120)
+        handle = cluster.run(CELL, detach=True)
+        reach(cluster, 8, 0)
+        ssh.link(2, "down")
+        try:
+            with pytest.raises(RankDied, match=r"Rank 2 died: its host node2 does not answer") as caught:
+                handle.wait(60)
+            assert f"trainer.load({saved!r})" in caught.value.hint
+        finally:
+            ssh.link(2, "up")
     finally:
-        ssh.link(2, "up")
+        cluster.stop()
+        assert_gone(lambda: [each for name in ssh.names for each in ssh.processes(name) if "gone" in each])
     left = Cluster.start(2, cpu=True, name="left", ttl=600)
     try:
         left.run(f"{NETWORK}\ntrainer = make()\ntrainer.load({saved!r})", timeout=120)

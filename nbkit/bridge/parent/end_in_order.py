@@ -47,16 +47,21 @@ class EndInOrder:
             self.deadline = float("inf")
             self.parent.end_all("the training did not end in time")
 
-    def begin(self, why: str) -> None:
-        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once."""
+    def begin(self, why: str, *, now: bool = True) -> None:
+        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once.
+
+        now: what runs besides trainings is not waited for.
+        """
         parent = self.parent
         if parent.ending and not self.why:  # at once, and that was begun
             return
         if not parent.ending and not any(child.cells for child in parent.children.values()):
             parent.end_all(why)
             return
-        parent.ending, self.deadline = True, min(self.deadline, time.monotonic() + END_SECONDS)
-        self.tell(why, now=True)
+        parent.ending = True
+        if now:
+            self.deadline = min(self.deadline, time.monotonic() + END_SECONDS)
+        self.tell(why, now=now)
 
     def tell(self, why: str, *, now: bool) -> None:
         """Tell the ranks to end, once for each reason. now: one that does not train ends at once."""

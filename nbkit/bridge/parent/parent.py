@@ -261,6 +261,8 @@ class Parent:
                 for child in self.children.values():
                     for cell in child.cells:
                         child.link.send(do="release", cell=cell, reason="the notebook's host does not answer")
+            elif not self.ending:  # it was killed
+                self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
 
     def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
         child.cells[cell] = ranks

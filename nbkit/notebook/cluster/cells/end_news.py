@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire import cluster_end
@@ -27,6 +28,8 @@ class EndNews:
     def still_ends(self) -> bool:
         """Whether ranks of a cluster that is gone live, and have still to end a training."""
         self._looks += 1
+        if self._entry.is_spread and self._entry.controller.is_alive() and not registry.how_ended(self._entry):
+            return True  # its coordinator was killed: its ranks, on other hosts, hear of it, and answer
         if not any(process.is_alive() for process in self._entry.ranks):
             return False
         # What a rank writes of it may come a moment after the end that it hears of.
