@@ -118,8 +118,10 @@ def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None
     said = page.run(NUMBER["report"], seconds=30)
     assert "page.html" in said and "open it in a browser" in said and "PosixPath" not in said
     assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
+    assert page.problems == []
 
 
+@pytest.mark.long
 def test_after_a_reload_while_a_cell_trains_and_then_a_restart_it_has_its_history_and_moves(
     page: Any, tmp_path: Path
 ) -> None:

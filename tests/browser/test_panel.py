@@ -220,6 +220,7 @@ def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) ->
         assert f"'{strategy}'" in shown
 
 
+@pytest.mark.long
 def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_in_notebook_7(
     page: Any, panel: PanelOnPage, tmp_path: Path
 ) -> None:

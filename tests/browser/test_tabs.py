@@ -33,6 +33,7 @@ def page(open_page: Callable[..., Any]) -> Iterator[Any]:
     page.run(NUMBER["stop"])
 
 
+@pytest.mark.long
 def test_each_rank_has_a_tab_while_the_cell_runs_and_afterwards(page: Any, tmp_path: Path) -> None:
     go = Path(page.server["root"]) / "go"
     go.unlink(missing_ok=True)
@@ -69,6 +70,7 @@ def brightness(colour: str) -> float:
     return (red + green + blue) / 3
 
 
+@pytest.mark.long
 def test_a_breakpoint_asks_in_the_page(page: Any) -> None:
     page.start(NUMBER["breakpoint"])
     for number, line in enumerate(("p x * 2", "c")):

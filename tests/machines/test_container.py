@@ -15,13 +15,8 @@ from nbkit.notebook.cluster.hosts.start_request import agent_command, loaded, sa
 WRAPPER = Path(__file__).resolve().parents[1] / "support" / "change_root.sh"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "line"),
-    [
-        ("slurm", "--slurm -n 2 --nodes 2"),
-        pytest.param("ssh", "--hosts {0}:1,{1}:1", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "line"), [("slurm", "--slurm -n 2 --nodes 2"), ("ssh", "--hosts {0}:1,{1}:1")])
 def test_ranks_run_in_the_container_and_nothing_stays(request: pytest.FixtureRequest, launcher: str, line: str) -> None:
     hosts: Any = request.getfixturevalue(launcher)
     names = hosts.names if launcher == "ssh" else ()

@@ -130,6 +130,7 @@ def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
     assert registry.find(cluster.entry.name) is None
 
 
+@pytest.mark.long
 def test_a_training_in_a_job_that_is_cancelled_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
     cluster, handle = training("cancelled", tmp_path / "saved")
     slurm.command("scancel", job_of(slurm, "cancelled"))

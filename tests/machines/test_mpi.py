@@ -68,6 +68,7 @@ def test_each_host_has_the_ranks_that_were_asked_for_there(mpi: None, ssh: SshHo
         cluster.stop()
 
 
+@pytest.mark.long
 def test_of_two_agents_with_one_number_the_second_is_refused_and_the_first_goes_on(
     mpi: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
     assert [row.state for row in on_ssh.status().rows] == ["idle"] * 4
 
 
+@pytest.mark.long
 def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on(
     ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
 ) -> None:

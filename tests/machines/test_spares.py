@@ -65,6 +65,7 @@ def two(ssh: SshHosts) -> Iterator[Cluster]:
     assert_gone(lambda: [each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name)])
 
 
+@pytest.mark.long
 def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

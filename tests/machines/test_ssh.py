@@ -112,6 +112,7 @@ def test_a_key_that_the_host_does_not_accept(ssh: SshHosts) -> None:
     assert error.hint == "ssh-copy-id locked"
 
 
+@pytest.mark.long
 def test_a_host_that_dies_while_its_ranks_start(ssh: SshHosts) -> None:
     with once(lambda state: state.phase == "forked", lambda: ssh.link(2, "down")):
         error = refused(ssh, *ssh.names, then=lambda: ssh.link(2, "up"))

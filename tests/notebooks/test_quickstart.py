@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
 from clusters import end_clusters
+from forked_parents import forked_parents_of_kernels
 
 from nbkit.notebook.cluster import registry
 
@@ -21,6 +20,8 @@ SECONDS_PER_CELL = 120
 
 
 def lesson() -> Any:
+    import nbformat  # seconds of a core, of every worker if it stood above
+
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
@@ -34,6 +35,9 @@ def text_of(cell: Any) -> str:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import nbclient
+    import nbformat
+
     folder = tmp_path_factory.mktemp("lesson")
     notebook = lesson()
     (parameters,) = tagged(notebook, "parameters")
@@ -45,7 +49,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         resources = {"metadata": {"path": str(folder)}}
         client = nbclient.NotebookClient(notebook, timeout=SECONDS_PER_CELL, resources=resources)
         try:
-            client.execute()
+            with forked_parents_of_kernels(folder / "IPYTHONDIR"):
+                client.execute()
             yield notebook
         finally:
             # A cell that failed half-way leaves its cluster behind.

@@ -165,6 +165,7 @@ def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home:
     cluster.stop()
 
 
+@pytest.mark.long
 def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBKIT_START", "spawn")
     cluster = Cluster.start(2, cpu=True, name="spawned")

@@ -94,6 +94,7 @@ def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluste
     assert registry.find("life") is None
 
 
+@pytest.mark.long
 def test_a_cluster_whose_notebook_is_killed_while_it_starts_can_be_taken_up(nbkit_home: Path) -> None:
     code = "from nbkit import Cluster; Cluster.start(2, cpu=True, name='orphan')"
     with subprocess.Popen([sys.executable, "-c", code]) as starting:

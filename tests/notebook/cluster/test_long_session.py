@@ -20,6 +20,7 @@ SIGNATURES = "len(get_ipython().kernel.session.digest_history)"
 SHOWN = "get_ipython().history_manager.outputs"
 
 
+@pytest.mark.long
 def test_answered_calls_and_signatures_are_forgotten(two: Cluster) -> None:
     client = two.connection.client
     per_rank = SIGNATURES_KEPT + 100

@@ -194,6 +194,7 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
     assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
 
 
+@pytest.mark.long
 def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
     def presses() -> None:
         when(lambda: is_in_cell(mortal))
